@@ -1,0 +1,58 @@
+"""What all commands share: the parser that takes both spellings, and errors turned into exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+from pretrainkit import logs
+from pretrainkit.errors import EXIT_FAILED, PretrainkitError
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that takes `--max_steps` and `--max-steps` alike, and no abbreviations.
+
+    Help shows defaults and keeps line breaks out of nobody's way: one option, one line of meaning.
+    """
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        kwargs.setdefault("formatter_class", argparse.ArgumentDefaultsHelpFormatter)
+        kwargs.setdefault("allow_abbrev", False)
+        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+
+    def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
+        spellings = {_spelling(option): option for option in self._option_string_actions}
+        words = sys.argv[1:] if args is None else list(args)
+        known = []
+        for position, word in enumerate(words):
+            if word == "--":
+                known += words[position:]
+                break
+            name, equals, value = word.partition("=")
+            is_option = name.startswith("--") and name not in self._option_string_actions
+            known.append(spellings.get(_spelling(name), name) + equals + value if is_option else word)
+        return super().parse_known_args(known, namespace)
+
+
+def _spelling(option: str) -> str:
+    return option.replace("_", "-")
+
+
+def run_command(command: Callable[[argparse.Namespace], int], parser: Parser, argv: Sequence[str] | None) -> int:
+    """Parse, configure logging, run `command` and return its exit code; our own errors become a message."""
+    arguments = parser.parse_args(argv)
+    logs.configure(verbose=getattr(arguments, "verbose", False), quiet=getattr(arguments, "quiet", False))
+    try:
+        return command(arguments)
+    except PretrainkitError as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print(f"{parser.prog}: interrupted", file=sys.stderr)
+        return EXIT_FAILED
+    except BrokenPipeError:
+        # The reader of our stdout (head, less) has gone; keep the interpreter from writing to it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED

@@ -1,0 +1,48 @@
+"""The errors a user can cause and mend; each knows the exit code its command ends with.
+
+A message has up to four parts: where (file:line, flag or field), what was found, what is needed,
+what to do next. `assert` is for our own bugs, these are for everything else.
+"""
+
+from __future__ import annotations
+
+EXIT_DONE = 0
+EXIT_FAILED = 1
+EXIT_WRONG_REQUEST = 2
+EXIT_STOPPED_AFTER_SAVING = 85
+
+
+class PretrainkitError(Exception):
+    """Work that was asked for rightly and failed."""
+
+    exit_code = EXIT_FAILED
+
+    def __init__(self, found: str, *, needed: str = "", action: str = "", where: str = "") -> None:
+        self.where, self.found, self.needed, self.action = where, found, needed, action
+        parts = [f"{where}: {found}" if where else found]
+        if needed:
+            parts.append(f"Needed: {needed}")
+        if action:
+            parts.append(f"What to do: {action}")
+        super().__init__("\n  ".join(parts))
+
+
+class RequestError(PretrainkitError):
+    """A request that can't be carried out as asked; raised before any work starts or file is written."""
+
+    exit_code = EXIT_WRONG_REQUEST
+
+    @classmethod
+    def of_all(cls, problems: list[RequestError]) -> RequestError:
+        """One error that tells all problems at once, so that a user mends them in one go."""
+        if len(problems) == 1:
+            return problems[0]
+        return cls(f"{len(problems)} problems:\n" + "\n".join(f"- {problem}" for problem in problems))
+
+
+class DataError(PretrainkitError):
+    """Input data, or a prepared dataset, that is damaged or not what it says it is."""
+
+
+class CheckpointError(PretrainkitError):
+    """A checkpoint that is incomplete, damaged or contradicts what it is used for."""

@@ -1,0 +1,98 @@
+"""Files and folders that appear whole or not at all.
+
+Everything is written under a temporary name beside its final one, flushed to disk, and renamed; so a
+kill, a full disk or a power cut leaves either the old state or the new one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+TEMPORARY_MARK = ".tmp-"
+"""Part of every temporary name, so that leftovers of a killed process can be recognised."""
+
+
+def fsync_path(path: Path) -> None:
+    """Flush a file's or a folder's own entry to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def temporary_name(final: Path) -> Path:
+    """The temporary name beside `final` that this process uses."""
+    return final.with_name(f"{final.name}{TEMPORARY_MARK}{os.getpid()}")
+
+
+def commit(temporary: Path, final: Path) -> None:
+    """Give a finished, flushed file or folder its final name, and make the renaming itself durable."""
+    os.replace(temporary, final)
+    fsync_path(final.parent)
+
+
+@contextmanager
+def atomic_file(final: Path) -> Iterator[Path]:
+    """Yield a temporary path to write; it becomes `final` when the block ends without an error."""
+    final.parent.mkdir(parents=True, exist_ok=True)
+    temporary = temporary_name(final)
+    try:
+        yield temporary
+        fsync_path(temporary)
+        commit(temporary, final)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def atomic_folder(final: Path) -> Iterator[Path]:
+    """Yield a temporary folder to fill; it becomes `final` when the block ends without an error.
+
+    `final` must not exist, or be an empty folder: replacing a filled folder can't be atomic, so the
+    caller decides what happens to an old one.
+    """
+    final.parent.mkdir(parents=True, exist_ok=True)
+    temporary = temporary_name(final)
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        yield temporary
+        for path in sorted(temporary.rglob("*")):
+            fsync_path(path)
+        fsync_path(temporary)
+        commit(temporary, final)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file atomically."""
+    with atomic_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write indented JSON atomically, keys in the order given."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def sha256_file(path: Path) -> str:
+    """The SHA-256 of a file's bytes, in hex."""
+    with path.open("rb") as file:
+        digest = hashlib.sha256()
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()

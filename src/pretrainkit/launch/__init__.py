@@ -1,0 +1,1 @@
+"""Starting a resolved run on this machine or through a scheduler."""

@@ -1,0 +1,1 @@
+"""Model families: a Hugging Face config and its weights, described as data."""

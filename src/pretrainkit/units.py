@@ -1,0 +1,32 @@
+"""Numbers with units, for people."""
+
+from __future__ import annotations
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Bytes in binary units: 1536 -> '1.5 KiB'."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(num_bytes) < 1024 or unit == "TiB":
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    raise AssertionError("unreachable")
+
+
+def format_count(number: float) -> str:
+    """A count in decimal units: 1_234_567 -> '1.23 M'."""
+    for unit in ("", " k", " M", " G", " T"):
+        if abs(number) < 1000 or unit == " T":
+            return f"{number:.0f}" if unit == "" else f"{number:.2f}{unit}"
+        number /= 1000
+    raise AssertionError("unreachable")
+
+
+def format_duration(seconds: float) -> str:
+    """Seconds as '4.2 s', '3 min 20 s' or '2 h 05 min'."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest_s = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest_s:02d} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min"
