@@ -51,3 +51,156 @@ class ModelShape:
     experts_per_token: int = 0
     expert_ffn_hidden_size: int = 0
     initializer_range: float = 0.02
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What to train on."""
+
+    dataset_path: str = ""
+    """A .bin/.idx prefix, a folder of them, or several with weights: 'weight prefix weight prefix ...'."""
+    sequence_length: int = 8192
+    """Tokens per sample."""
+    split: str = "969,30,1"
+    """Shares of training, validation and test, by documents; any positive scale."""
+    num_workers: int = 2
+    """DataLoader worker processes per rank."""
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the model is spread over ranks; what is left over is data parallel."""
+
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    context_parallel_size: int = 1
+    sequence_parallel: bool | None = None
+    """Split activations along the sequence between tensor-parallel ranks; unset: on when TP > 1."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW and its learning-rate schedule."""
+
+    lr: float = 3e-4
+    """Highest learning rate."""
+    min_lr: float | None = None
+    """Learning rate at the end of the decay; unset: a tenth of lr."""
+    lr_schedule: str = "cosine"
+    """cosine, linear or constant after the warm-up."""
+    lr_warmup_steps: int | None = None
+    """Steps of linear warm-up; unset: 1% of lr_decay_steps, at most 2000."""
+    lr_decay_steps: int | None = None
+    """Step at which min_lr is reached; unset: max_steps."""
+    weight_decay: float = 0.1
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.95
+    adam_eps: float = 1e-8
+    clip_grad: float = 1.0
+    """Largest global gradient norm."""
+    distributed: bool = True
+    """Shard optimizer state over data-parallel ranks."""
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """The course of a run."""
+
+    max_steps: int | None = None
+    """Optimizer steps in all; unset: one epoch of the dataset."""
+    global_batch_size: int = 2048
+    """Samples per optimizer step."""
+    micro_batch_size: int = 1
+    """Samples per forward pass of one data-parallel rank."""
+    save_interval: int = 500
+    """Steps between checkpoints; the last step is always saved."""
+    val_interval: int = 500
+    """Steps between evaluations on held-out data; 0: none."""
+    val_steps: int = 16
+    """Batches per evaluation."""
+    log_interval: int = 1
+    """Steps between records."""
+    precision: str = "auto"
+    """bf16 (weights and gradients in bf16 with fp32 masters) or fp32; auto: bf16 on GPU, fp32 on CPU."""
+    seed: int = 1234
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """Where the ranks run."""
+
+    executor: str = "local"
+    """local (torchrun on this machine) or slurm; both through NeMo-Run."""
+    account: str = "root"
+    """Slurm account."""
+    partition: str = "defq"
+    """Slurm partition."""
+    container_image: str = "nvcr.io/nvidia/nemo:dev"
+    """Container image of a Slurm job; empty: none."""
+    num_nodes: int = 1
+    num_gpus: int = 8
+    """Processes per node: one per GPU, or CPU processes with accelerator cpu."""
+    accelerator: str = "auto"
+    """auto, cpu or gpu; auto: gpu where this machine has one or a scheduler is used."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything a user can ask of `pretrain.py`."""
+
+    experiment: str = "llama31_pretraining"
+    """Names the output folder below experiments_dir."""
+    experiments_dir: str = "experiments"
+    hf_model_id: str = ""
+    """Hugging Face model id or local folder: architecture and tokenizer."""
+    nemo_model: str | None = None
+    """Pretrained weights to start from: a NeMo checkpoint or a Hugging Face folder; unset: random weights."""
+    data: DataConfig = field(default_factory=DataConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+
+
+@dataclass(frozen=True)
+class DatasetFacts:
+    """What the files of a dataset say, read before a run starts."""
+
+    prefixes: tuple[str, ...]
+    """Absolute .bin/.idx prefixes."""
+    weights: tuple[float, ...]
+    """One per prefix; empty when the dataset is one prefix or is taken in proportion to its tokens."""
+    num_tokens: int
+    num_documents: int
+    max_token_id: int | None
+    """Largest id that the tokenizer which made the data can give; None without a manifest."""
+    data_hash: str
+    """Changes when any file of the dataset does (names, sizes, times, manifest hashes)."""
+
+
+@dataclass(frozen=True)
+class ResolvedRun:
+    """The whole run, as written to run.json and read by every rank: the request and all that follows from it."""
+
+    config: RunConfig
+    model: ModelShape
+    dataset: DatasetFacts
+    experiment_dir: str
+    """Absolute folder of this experiment."""
+    hf_folder: str
+    """Absolute folder with config.json and the tokenizer's files."""
+    initial_checkpoint: str | None
+    """NeMo checkpoint whose weights the run starts from; None: random weights."""
+    accelerator: str
+    """cpu or gpu."""
+    precision: str
+    """bf16 or fp32."""
+    world_size: int
+    data_parallel_size: int
+    sequence_parallel: bool
+    max_steps: int
+    lr_warmup_steps: int
+    lr_decay_steps: int
+    min_lr: float
+    padded_vocab_size: int
+    """Rows of the embedding in Megatron, a multiple of 128 x TP."""
