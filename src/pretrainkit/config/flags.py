@@ -1,0 +1,176 @@
+"""The flags of `pretrain.py`: one table of flags and the schema fields that hold their types and defaults."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pretrainkit.config.fields import FIELDS
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A command-line option that sets one field of RunConfig."""
+
+    name: str
+    """With underscores; the parser also takes dashes."""
+    field: str
+    """Dotted name in RunConfig."""
+    help: str
+    short: str | None = None
+    default_word: str | None = None
+    """What stands for an unset default in the help text."""
+    required: bool = False
+    """Whether a run must have it, by flag or by YAML."""
+
+
+GROUPS: dict[str, tuple[Flag, ...]] = {
+    "where it runs": (
+        Flag("--executor", "launch.executor", "where to run: local, slurm, pbs or sge"),
+        Flag("--account", "launch.account", "Slurm account", "-a"),
+        Flag("--partition", "launch.partition", "Slurm partition", "-p"),
+        Flag("--container_image", "launch.container_image", "container image of a scheduled job", "-i"),
+        Flag("--num_nodes", "launch.num_nodes", "number of nodes", "-N"),
+        Flag("--num_gpus", "launch.num_gpus", "GPUs per node, or processes per node on CPU", "-G"),
+        Flag("--accelerator", "launch.accelerator", "auto, cpu or gpu; auto takes GPUs where there are any"),
+    ),
+    "output": (
+        Flag("--experiment", "experiment", "name of the experiment and of its output folder", "-E"),
+        Flag("--experiments_dir", "experiments_dir", "folder that holds the experiments"),
+    ),
+    "model": (
+        Flag("--hf_model_id", "hf_model_id", "Hugging Face model id or local folder", required=True),
+        Flag(
+            "--nemo_model",
+            "nemo_model",
+            "weights to start from: a NeMo checkpoint or Hugging Face folder",
+            "-n",
+            "random weights",
+        ),
+    ),
+    "data": (
+        Flag(
+            "--dataset_path",
+            "data.dataset_path",
+            "folder of .bin/.idx, a prefix, or 'weight prefix ...'",
+            required=True,
+        ),
+        Flag("--sequence_length", "data.sequence_length", "tokens per sample"),
+        Flag("--split", "data.split", "shares of training, validation and test, by documents"),
+        Flag("--num_workers", "data.num_workers", "data loading processes per rank"),
+    ),
+    "batch and parallelism": (
+        Flag(
+            "--global_batch_size",
+            "training.global_batch_size",
+            "samples per step, a multiple of -m x data-parallel size",
+            "-g",
+        ),
+        Flag("--micro_batch_size", "training.micro_batch_size", "samples per forward pass of one rank", "-m"),
+        Flag(
+            "--tensor_model_parallel_size",
+            "parallel.tensor_model_parallel_size",
+            "ranks that share each layer's matrices",
+            "-T",
+        ),
+        Flag(
+            "--pipeline_model_parallel_size",
+            "parallel.pipeline_model_parallel_size",
+            "ranks that share the layers",
+            "-P",
+        ),
+        Flag(
+            "--context_parallel_size",
+            "parallel.context_parallel_size",
+            "ranks that share each sequence",
+            "-C",
+        ),
+    ),
+    "training": (
+        Flag("--max_steps", "training.max_steps", "optimizer steps", default_word="one epoch"),
+        Flag("--save_interval", "training.save_interval", "steps between checkpoints"),
+        Flag("--val_interval", "training.val_interval", "steps between evaluations; 0: none"),
+        Flag("--val_steps", "training.val_steps", "batches per evaluation"),
+        Flag("--log_interval", "training.log_interval", "steps between records"),
+        Flag("--precision", "training.precision", "auto, bf16 or fp32; auto: bf16 on GPU, fp32 on CPU"),
+        Flag("--seed", "training.seed", "seed of weights, data order and dropout"),
+    ),
+    "optimizer": (
+        Flag("--lr", "optimizer.lr", "highest learning rate"),
+        Flag("--min_lr", "optimizer.min_lr", "learning rate after the decay", default_word="a tenth of --lr"),
+        Flag("--lr_schedule", "optimizer.lr_schedule", "cosine, linear or constant after the warm-up"),
+        Flag(
+            "--lr_warmup_steps",
+            "optimizer.lr_warmup_steps",
+            "steps of linear warm-up",
+            default_word="1%% of --lr_decay_steps, at most 2000",
+        ),
+        Flag(
+            "--lr_decay_steps",
+            "optimizer.lr_decay_steps",
+            "step at which --min_lr is reached",
+            default_word="--max_steps",
+        ),
+        Flag("--weight_decay", "optimizer.weight_decay", "AdamW weight decay"),
+        Flag("--clip_grad", "optimizer.clip_grad", "largest gradient norm"),
+    ),
+}
+
+FLAGS: tuple[Flag, ...] = tuple(flag for group in GROUPS.values() for flag in group)
+
+
+def add_run_flags(parser: argparse.ArgumentParser) -> None:
+    """Add every flag of the table, and those that are no part of a run, to a parser.
+
+    Flags that were not given are absent from the parsed namespace, so that YAML can tell them from the rest.
+    """
+    for title, flags in GROUPS.items():
+        group = parser.add_argument_group(title)
+        for flag in flags:
+            field = FIELDS[flag.field]
+            default = flag.default_word or field.default
+            names = (flag.short, flag.name) if flag.short else (flag.name,)
+            group.add_argument(
+                *names,
+                dest=flag.field,
+                type=field.type,
+                default=argparse.SUPPRESS,
+                metavar=field.type.__name__.upper(),
+                help=f"{flag.help} ({'required' if flag.required else f'default: {default}'})",
+            )
+    request = parser.add_argument_group("how it is asked for")
+    request.add_argument(
+        "--config",
+        dest="config_files",
+        action="append",
+        type=Path,
+        default=[],
+        metavar="YAML",
+        help="file with any fields of a run; repeatable, later files win; flags and --set win over all files",
+    )
+    request.add_argument(
+        "--set",
+        dest="assignments",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="set any field by its dotted name, e.g. optimizer.adam_beta2=0.99; may be repeated",
+    )
+    request.add_argument(
+        "--dry_run",
+        action="store_true",
+        help="check everything, write run.json, print the resolved run and the command, start nothing",
+    )
+    request.add_argument(
+        "--hf_token",
+        metavar="TOKEN",
+        default=None,
+        help="hub token, never written anywhere; better given by the environment variable HF_TOKEN",
+    )
+
+
+def given_flags(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The flags of the table that were given: dotted field -> value."""
+    return {flag.field: vars(arguments)[flag.field] for flag in FLAGS if flag.field in vars(arguments)}
