@@ -1,0 +1,293 @@
+"""The parts that decoder-only families share: config fields, their reading, and rows of the weight table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pretrainkit.config.schema import ModelShape, RopeScaling
+from pretrainkit.errors import RequestError
+from pretrainkit.models.family import Layout, Weight
+
+READ_FIELDS = frozenset(
+    {
+        "head_dim",
+        "hidden_size",
+        "initializer_range",
+        "intermediate_size",
+        "max_position_embeddings",
+        "num_attention_heads",
+        "num_hidden_layers",
+        "num_key_value_heads",
+        "rms_norm_eps",
+        "rope_parameters",
+        "rope_scaling",
+        "rope_theta",
+        "tie_word_embeddings",
+        "vocab_size",
+    }
+)
+"""Fields that `read_decoder` turns into a ModelShape."""
+
+REQUIRED_FIELDS = (
+    "hidden_size",
+    "intermediate_size",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "rms_norm_eps",
+    "vocab_size",
+)
+
+FIXED_FIELDS: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "quantization_config": (None,),
+    "pretraining_tp": (1, None),
+    "is_decoder": (None, True, False),
+    "add_cross_attention": (None, False),
+    "chunk_size_feed_forward": (0,),
+    "pruned_heads": ({},),
+    "is_encoder_decoder": (False,),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "rope_interleaved": (False,),
+    "partial_rotary_factor": (1.0, 1),
+}
+"""Fields that every family here supports at these values only."""
+
+IGNORED_FIELDS = frozenset(
+    {
+        # What the file is
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "_name_or_path",
+        "_commit_hash",
+        "architectures",
+        "auto_map",
+        "dtype",
+        "is_llama_config",
+        "model_type",
+        "torch_dtype",
+        "transformers.js_config",
+        "transformers_version",
+        "unsloth_fixed",
+        "unsloth_version",
+        # Token ids and generation
+        "bad_words_ids",
+        "begin_suppress_tokens",
+        "bos_token_id",
+        "decoder_start_token_id",
+        "diversity_penalty",
+        "do_sample",
+        "early_stopping",
+        "encoder_no_repeat_ngram_size",
+        "eos_token_id",
+        "exponential_decay_length_penalty",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "length_penalty",
+        "max_length",
+        "min_length",
+        "no_repeat_ngram_size",
+        "num_beam_groups",
+        "num_beams",
+        "num_return_sequences",
+        "output_scores",
+        "pad_token_id",
+        "remove_invalid_values",
+        "repetition_penalty",
+        "return_dict_in_generate",
+        "sep_token_id",
+        "suppress_tokens",
+        "temperature",
+        "tokenizer_class",
+        "top_k",
+        "top_p",
+        "typical_p",
+        "prefix",
+        # Other tasks and outputs
+        "cross_attention_hidden_size",
+        "finetuning_task",
+        "id2label",
+        "label2id",
+        "output_attentions",
+        "output_hidden_states",
+        "problem_type",
+        "return_dict",
+        "task_specific_params",
+        "tf_legacy_loss",
+        "tie_encoder_decoder",
+        "torchscript",
+        "use_bfloat16",
+        "use_cache",
+        # Training only
+        "attention_dropout",
+        "hidden_dropout",
+        "embd_pdrop",
+        "resid_pdrop",
+    }
+)
+"""Fields without effect on the arithmetic of a forward pass without dropout."""
+
+
+def check_required(config: Mapping[str, Any]) -> None:
+    """Raise RequestError when a field that shapes the model is absent."""
+    missing = [name for name in REQUIRED_FIELDS if config.get(name) is None]
+    if missing:
+        raise RequestError(
+            f"config.json lacks {', '.join(missing)}",
+            needed="the config.json that belongs to the model's weights",
+        )
+
+
+def read_decoder(family: str, config: Mapping[str, Any], **extra: Any) -> ModelShape:
+    """A ModelShape from the fields that all decoder families share; `extra` adds or replaces fields."""
+    check_required(config)
+    heads = config["num_attention_heads"]
+    theta, scaling = read_rope(config)
+    fields: dict[str, Any] = {
+        "family": family,
+        "num_layers": config["num_hidden_layers"],
+        "hidden_size": config["hidden_size"],
+        "ffn_hidden_size": config["intermediate_size"],
+        "num_attention_heads": heads,
+        "num_query_groups": config.get("num_key_value_heads") or heads,
+        "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
+        "vocab_size": config["vocab_size"],
+        "max_position_embeddings": config["max_position_embeddings"],
+        "rope_theta": float(theta),
+        "rms_norm_eps": config["rms_norm_eps"],
+        "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
+        "rope_scaling": scaling,
+        "initializer_range": config.get("initializer_range", 0.02),
+    }
+    shape = ModelShape(**{**fields, **extra})
+    if shape.num_attention_heads % shape.num_query_groups:
+        raise RequestError(
+            f"{heads} attention heads don't divide into {shape.num_query_groups} key/value heads",
+            where="config.json",
+            needed="num_attention_heads a multiple of num_key_value_heads",
+        )
+    return shape
+
+
+def read_rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+    """The rotary base and its scaling, from either spelling (`rope_theta` + `rope_scaling`, or `rope_parameters`)."""
+    parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    theta = parameters.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
+    kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
+    parameters.pop("type", None)
+    if kind == "default":
+        _refuse_rope(parameters)
+        return theta, None
+    if kind != "llama3":
+        raise RequestError(
+            f"rope type {kind!r} is not supported", where="config.json: rope_scaling", needed="'default' or 'llama3'"
+        )
+    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    missing = [name for name in names if name not in parameters]
+    if missing:
+        raise RequestError(f"rope type 'llama3' lacks {', '.join(missing)}", where="config.json: rope_scaling")
+    scaling = RopeScaling(
+        factor=float(parameters.pop("factor")),
+        low_freq_factor=float(parameters.pop("low_freq_factor")),
+        high_freq_factor=float(parameters.pop("high_freq_factor")),
+        original_max_position_embeddings=parameters.pop("original_max_position_embeddings"),
+    )
+    _refuse_rope(parameters)
+    return theta, scaling
+
+
+def _refuse_rope(rest: Mapping[str, Any]) -> None:
+    if rest:
+        raise RequestError(f"unknown rope settings: {', '.join(sorted(rest))}", where="config.json: rope_scaling")
+
+
+def embedding(shape: ModelShape) -> Weight:
+    """The word embedding."""
+    return Weight(
+        "embedding.word_embeddings.weight",
+        ("model.embed_tokens.weight",),
+        Layout.VOCABULARY,
+        ((shape.vocab_size, shape.hidden_size),),
+    )
+
+
+def head(shape: ModelShape) -> tuple[Weight, ...]:
+    """The final norm, and the output layer unless it is the embedding."""
+    norm = Weight("decoder.final_layernorm.weight", ("model.norm.weight",), Layout.REPLICATED, ((shape.hidden_size,),))
+    output = Weight(
+        "output_layer.weight", ("lm_head.weight",), Layout.VOCABULARY, ((shape.vocab_size, shape.hidden_size),)
+    )
+    return (norm,) if shape.tie_word_embeddings else (norm, output)
+
+
+def attention(shape: ModelShape) -> tuple[Weight, ...]:
+    """Grouped-query attention with its input norm; QKV biases and query/key norms where the shape has them."""
+    ours, theirs = "decoder.layers.{layer}.self_attention.", "model.layers.{layer}.self_attn."
+    query, key_value = shape.num_attention_heads * shape.head_dim, shape.num_query_groups * shape.head_dim
+    hidden = shape.hidden_size
+    projections = tuple(f"{theirs}{name}_proj" for name in "qkv")
+    rows = [
+        Weight(
+            ours + "linear_qkv.layer_norm_weight",
+            ("model.layers.{layer}.input_layernorm.weight",),
+            Layout.REPLICATED,
+            ((hidden,),),
+        ),
+        Weight(
+            ours + "linear_qkv.weight",
+            tuple(f"{name}.weight" for name in projections),
+            Layout.QKV,
+            ((query, hidden), (key_value, hidden), (key_value, hidden)),
+        ),
+    ]
+    if shape.qkv_bias:
+        rows.append(
+            Weight(
+                ours + "linear_qkv.bias",
+                tuple(f"{name}.bias" for name in projections),
+                Layout.QKV,
+                ((query,), (key_value,), (key_value,)),
+            )
+        )
+    if shape.qk_norm:
+        for name in "qk":
+            rows.append(
+                Weight(
+                    f"{ours}{name}_layernorm.weight",
+                    (f"{theirs}{name}_norm.weight",),
+                    Layout.REPLICATED,
+                    ((shape.head_dim,),),
+                )
+            )
+    rows.append(Weight(ours + "linear_proj.weight", (theirs + "o_proj.weight",), Layout.ROW, ((hidden, query),)))
+    return tuple(rows)
+
+
+def gated_mlp(
+    shape: ModelShape,
+    ours: str = "decoder.layers.{layer}.mlp.",
+    theirs: str = "model.layers.{layer}.mlp.",
+    *,
+    ffn_hidden_size: int | None = None,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> tuple[Weight, ...]:
+    """The SwiGLU matrices under a prefix on each side."""
+    ffn, hidden = ffn_hidden_size or shape.ffn_hidden_size, shape.hidden_size
+    gate, up, down = (f"{theirs}{name}.weight" for name in names)
+    return (
+        Weight(ours + "linear_fc1.weight", (gate, up), Layout.GATED, ((ffn, hidden), (ffn, hidden))),
+        Weight(ours + "linear_fc2.weight", (down,), Layout.ROW, ((hidden, ffn),)),
+    )
+
+
+def mlp_norm(shape: ModelShape, ours: str = "decoder.layers.{layer}.mlp.linear_fc1.layer_norm_weight") -> Weight:
+    """The norm before the MLP; part of `linear_fc1` in a dense layer, `pre_mlp_layernorm` before experts."""
+    name = "model.layers.{layer}.post_attention_layernorm.weight"
+    return Weight(ours, (name,), Layout.REPLICATED, ((shape.hidden_size,),))
+
+
+def dense_weights(shape: ModelShape) -> tuple[Weight, ...]:
+    """The whole table of a dense decoder."""
+    return (embedding(shape), *attention(shape), mlp_norm(shape), *gated_mlp(shape), *head(shape))

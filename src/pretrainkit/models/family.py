@@ -1,0 +1,86 @@
+"""What a model family is: how its Hugging Face config is read, and its weights as a table.
+
+The table names both sides, so it serves both directions of a conversion. Megatron names are those that
+megatron-core's Transformer Engine layer spec gives (norm weights inside `linear_qkv` and `linear_fc1`),
+which is what its distributed checkpoints hold whatever layer implementation wrote them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from pretrainkit.config.schema import ModelShape
+
+
+class Layout(Enum):
+    """How the Hugging Face tensors of one row become one Megatron tensor, and how tensor parallelism cuts it."""
+
+    REPLICATED = "replicated"
+    """Same tensor, whole on every tensor-parallel rank."""
+    COLUMN = "column"
+    """Same tensor, cut along dimension 0."""
+    ROW = "row"
+    """Same tensor, cut along dimension 1."""
+    VOCABULARY = "vocabulary"
+    """Same tensor with padding rows added at the end, cut along dimension 0."""
+    QKV = "qkv"
+    """query, key, value: per query group its query heads, its key head, its value head; cut along dimension 0."""
+    GATED = "gated"
+    """gate over up; a rank holds its part of gate over its part of up."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One row of a family's table. `{layer}` and `{expert}` in the names make a row repeat."""
+
+    megatron: str
+    hf: tuple[str, ...]
+    layout: Layout
+    shapes: tuple[tuple[int, ...], ...]
+    """Shapes of the Hugging Face tensors, in the order of `hf`."""
+    keep_dtype: bool = False
+    """Never cast: a router bias in fp32 chooses other experts when it is rounded."""
+
+    @property
+    def per_layer(self) -> bool:
+        return "{layer}" in self.megatron
+
+    @property
+    def per_expert(self) -> bool:
+        return "{expert}" in self.hf[0]
+
+
+@dataclass(frozen=True)
+class ConfigFields:
+    """Which fields of a config.json a family knows, beyond those that every decoder shares.
+
+    A field that is in none of these lists may change the model's arithmetic, so it is refused by name.
+    """
+
+    read: frozenset[str] = frozenset()
+    """Fields that the family turns into a ModelShape."""
+    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Fields that are supported at these values only; the first one is the default when absent."""
+    ignored: frozenset[str] = frozenset()
+    """Fields without effect on pretraining arithmetic (limits, losses of other tasks)."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model family; one module of this package defines one."""
+
+    name: str
+    architectures: tuple[str, ...]
+    """Values of `architectures` in config.json."""
+    fields: ConfigFields
+    shape: Callable[[Mapping[str, Any]], ModelShape]
+    """Reads a checked config.json."""
+    weights: Callable[[ModelShape], tuple[Weight, ...]]
+    """The table for a shape, in the order of the Hugging Face model."""
+    nemo_model: str
+    """NeMo's model class, `module:name`, for the context of a NeMo checkpoint."""
+    nemo_config: str
+    """NeMo's config class, `module:name`."""

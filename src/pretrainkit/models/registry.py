@@ -1,0 +1,102 @@
+"""Which family a Hugging Face folder belongs to, and the shape that its config.json describes.
+
+Plain JSON: neither torch nor transformers is imported, and no code of the folder is run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pretrainkit.config.schema import ModelShape
+from pretrainkit.errors import RequestError
+from pretrainkit.models import decoder, llama
+from pretrainkit.models.family import Family
+
+FAMILIES: tuple[Family, ...] = (llama.FAMILY,)
+"""Every family there is; a new one is added here."""
+
+
+def supported_architectures() -> list[str]:
+    """All values of `architectures` in config.json that can be converted."""
+    return sorted(name for family in FAMILIES for name in family.architectures)
+
+
+def family_named(name: str) -> Family:
+    """The family of a ModelShape."""
+    return next(family for family in FAMILIES if family.name == name)
+
+
+def read_config(hf_folder: str | Path) -> dict[str, Any]:
+    """The config.json of a Hugging Face model folder. Raises RequestError when it isn't one."""
+    path = Path(hf_folder) / "config.json"
+    if not path.is_file():
+        raise RequestError(
+            "not a Hugging Face model folder: no config.json in it",
+            where=str(hf_folder),
+            needed="a local folder with config.json",
+            action="download the model first, for example with `huggingface-cli download ID --local-dir FOLDER`",
+        )
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise RequestError(f"not valid JSON: {error}", where=str(path)) from error
+    if not isinstance(config, dict):
+        raise RequestError("not a JSON object", where=str(path))
+    return config
+
+
+def find_family(config: Mapping[str, Any], where: str = "config.json") -> Family:
+    """The family that config.json names. Raises RequestError that lists what is supported."""
+    architectures = config.get("architectures") or []
+    for family in FAMILIES:
+        if any(name in family.architectures for name in architectures):
+            return family
+    raise RequestError(
+        f"architecture {', '.join(architectures) or 'missing'} (model_type {config.get('model_type')!r})"
+        " is not supported",
+        where=where,
+        needed=f"one of {', '.join(supported_architectures())}",
+    )
+
+
+def read_shape(hf_folder: str | Path, *, ignore_fields: Iterable[str] = ()) -> ModelShape:
+    """The architecture that a Hugging Face folder's config.json describes.
+
+    Raises RequestError for an unknown architecture, for a setting that is not supported, and for a field
+    that is not known: it may change the model's arithmetic. `ignore_fields` names unknown fields that don't.
+    """
+    config = read_config(hf_folder)
+    where = str(Path(hf_folder) / "config.json")
+    family = find_family(config, where)
+    _check_fields(config, family, set(ignore_fields), where)
+    return family.shape(config)
+
+
+def _check_fields(config: Mapping[str, Any], family: Family, ignored: set[str], where: str) -> None:
+    problems = []
+    fixed = {**decoder.FIXED_FIELDS, **family.fields.fixed}
+    for name, values in fixed.items():
+        if name in config and config[name] not in values and name not in family.fields.read:
+            problems.append(
+                RequestError(
+                    f"{name} = {config[name]!r} is not supported for {family.name}",
+                    where=where,
+                    needed=f"{name} = {' or '.join(json.dumps(value) for value in values)}",
+                )
+            )
+    known = decoder.READ_FIELDS | decoder.IGNORED_FIELDS | family.fields.read | family.fields.ignored | set(fixed)
+    unknown = sorted(name for name in config if name not in known and name not in ignored)
+    if unknown:
+        problems.append(
+            RequestError(
+                f"unknown field{'s' if len(unknown) > 1 else ''} {', '.join(unknown)}",
+                where=where,
+                needed="fields whose effect on the model's arithmetic is known",
+                action=f"if they change nothing in the forward pass, name them: --ignore-config-fields {' '.join(unknown)}",
+            )
+        )
+    if problems:
+        raise RequestError.of_all(problems)
