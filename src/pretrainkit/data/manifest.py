@@ -1,0 +1,118 @@
+"""The record beside a prepared dataset, `<prefix>.manifest.json`: what it was made from and how.
+
+It is written last, so it is also the mark that the pair is complete. Data made by Megatron itself has none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from pretrainkit.errors import DataError
+from pretrainkit.files import read_json, write_json
+
+FORMAT = "pretrainkit-data-1"
+
+
+@dataclass(frozen=True)
+class InputFile:
+    """One input file as it was read."""
+
+    path: str
+    num_bytes: int
+    """Size on disk, compressed if it is."""
+    xxh3_128: str
+    """XXH3-128 over the XXH3-128 digests of its pieces of 16 MiB, in hex; empty if it was not taken."""
+    num_records: int
+
+
+@dataclass(frozen=True)
+class TokenizerRecord:
+    """Which tokenizer gave the ids."""
+
+    name: str
+    """Folder, file or hub id as given."""
+    sha256: str
+    """Of the tokenizer.json that was used."""
+    largest_id: int
+    """Largest id it can give, added tokens included."""
+    eod_id: int | None
+    bos_id: int | None
+    engine: str
+    """`fastokens` or `tokenizers`: which library encoded."""
+    versions: dict[str, str] = field(default_factory=dict)
+    """Versions of the libraries that give ids."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All of a dataset's record. in = out + empty + rejected holds for every one."""
+
+    key: str
+    """JSON key, or column, whose text was encoded."""
+    dtype: str
+    num_documents: int
+    """Documents written (out)."""
+    num_tokens: int
+    num_records: int
+    """Records read (in); blank lines are none."""
+    num_empty: int
+    """Records without a token; not written."""
+    num_rejected: int
+    """Bad records, set aside in the rejects file."""
+    num_blank_lines: int
+    num_text_bytes: int
+    """UTF-8 bytes of the encoded text."""
+    bin_bytes: int
+    bin_crc32: int
+    append_eod: bool
+    add_bos: bool
+    special_tokens_in_text: str
+    """`plain`: spelled as ordinary text; `encode`: given their ids; `error`: such a record is bad."""
+    tokenizer: TokenizerRecord
+    inputs: tuple[InputFile, ...]
+    flags: dict[str, Any] = field(default_factory=dict)
+    elapsed_s: float = 0.0
+    megabytes_per_second: float = 0.0
+    """Of input as read after decompression, 10^6 bytes."""
+    tokens_per_second: float = 0.0
+    finished_at: str = ""
+    """UTC, ISO 8601."""
+    pretrainkit_version: str = ""
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        accounted = self.num_documents + self.num_empty + self.num_rejected
+        assert self.num_records == accounted, f"books do not balance: {self.num_records} != {accounted}"
+
+
+def manifest_path(prefix: Path | str) -> Path:
+    """`<prefix>.manifest.json`."""
+    return Path(f"{prefix}.manifest.json")
+
+
+def write_manifest(prefix: Path | str, manifest: Manifest) -> None:
+    """Write the record of a pair, atomically."""
+    write_json(manifest_path(prefix), {"format": FORMAT, **asdict(manifest)})
+
+
+def read_manifest(prefix: Path | str) -> Manifest | None:
+    """The record of a pair; None when there is no manifest: data made by Megatron itself.
+
+    Raises DataError when it can't be read as one.
+    """
+    path = manifest_path(prefix)
+    if not path.is_file():
+        return None
+    try:
+        value = read_json(path)
+        if value.pop("format") != FORMAT:
+            raise ValueError(f"not of the format {FORMAT}")
+        value["tokenizer"] = TokenizerRecord(**value["tokenizer"])
+        value["inputs"] = tuple(InputFile(**entry) for entry in value["inputs"])
+        value["notes"] = tuple(value.get("notes", ()))
+        known = {entry.name for entry in fields(Manifest)}
+        return Manifest(**{name: entry for name, entry in value.items() if name in known})
+    except (ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:
+        raise DataError(f"not a readable manifest: {error}", where=str(path)) from error

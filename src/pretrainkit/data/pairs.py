@@ -1,0 +1,73 @@
+"""Which prepared datasets lie under a path: the complete .bin/.idx pairs, and what they hold."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from pretrainkit.data.indexed import IndexedDataset, bin_path, idx_path
+from pretrainkit.errors import DataError, RequestError
+
+
+@dataclass(frozen=True)
+class PairCounts:
+    """What the index of a pair says; the .bin itself is not read."""
+
+    prefix: Path
+    num_tokens: int
+    num_sequences: int
+    num_documents: int
+    dtype: str
+
+
+def natural_key(name: str) -> list[tuple[int, int, str]]:
+    """Sort key by which part2 comes before part10; digits before letters, equal numbers by their spelling."""
+    pieces = re.split(r"(\d+)", name)
+    return [(0, int(piece), piece) if piece.isdigit() else (1, 0, piece) for piece in pieces if piece]
+
+
+def find_pairs(path: Path | str) -> list[Path]:
+    """The prefixes of all complete pairs at `path`, in natural order: a prefix, one of its files, or a folder.
+
+    Raises RequestError when there is none, or half of one.
+    """
+    path = Path(path)
+    if path.suffix in (".bin", ".idx") and path.is_file():
+        path = path.with_suffix("")
+    if path.is_dir():
+        names = {file.with_suffix("") for file in path.iterdir() if file.suffix in (".bin", ".idx")}
+        prefixes = sorted(names, key=lambda prefix: natural_key(prefix.name))
+    else:
+        prefixes = [path] if bin_path(path).is_file() or idx_path(path).is_file() else []
+    if not prefixes:
+        raise RequestError(
+            "no .bin/.idx pair here",
+            where=str(path),
+            needed="a folder with pairs, or a prefix P of P.bin and P.idx",
+            action="make one with tools/preprocess_data.py",
+        )
+    halves = [half for prefix in prefixes for half in (bin_path(prefix), idx_path(prefix)) if not half.is_file()]
+    if halves:
+        raise RequestError(
+            "half of a pair is missing: " + ", ".join(str(half) for half in halves),
+            where=str(path),
+            action="preprocess or copy this data again, or move the other half away",
+        )
+    return prefixes
+
+
+def read_counts(prefix: Path | str) -> PairCounts:
+    """Tokens, sequences and documents of a pair.
+
+    Raises RequestError when its files contradict each other.
+    """
+    try:
+        dataset = IndexedDataset(prefix)
+    except DataError as error:
+        raise RequestError(error.found, where=error.where, needed=error.needed, action=error.action) from error
+    return PairCounts(
+        Path(prefix), dataset.num_tokens, dataset.num_sequences, dataset.num_documents, np.dtype(dataset.dtype).name
+    )

@@ -1,0 +1,185 @@
+"""A Hugging Face tokenizer as a data engine needs it: its tokenizer.json, largest id, EOD, BOS and hash.
+
+Nothing here loads a Rust tokenizer unless the folder leaves no other way: a process that has one must not
+fork, and a wrong request is refused in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pretrainkit.errors import RequestError
+from pretrainkit.logs import get_logger
+
+LOGGER = get_logger(__name__)
+PLAIN_CLASSES = {
+    "PreTrainedTokenizerFast",
+    "GPT2Tokenizer",
+    "GPT2TokenizerFast",
+    "LlamaTokenizer",
+    "LlamaTokenizerFast",
+    "Qwen2Tokenizer",
+    "Qwen2TokenizerFast",
+}
+"""Tokenizer classes of transformers that use a complete tokenizer.json as it stands."""
+ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+FLAGS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+
+
+@dataclass(frozen=True)
+class TokenizerFile:
+    """A tokenizer ready to be loaded by any library that reads tokenizer.json."""
+
+    name: str
+    """Folder, file or hub id as given."""
+    json_path: Path
+    sha256: str
+    """Of the tokenizer.json."""
+    largest_id: int
+    """Largest id it can give, added tokens included."""
+    eod_id: int | None
+    """End of document: the EOS token, or the one named instead."""
+    bos_id: int | None
+    special_tokens: dict[str, int]
+    """Spelling and id of the added tokens marked special."""
+
+    @property
+    def num_ids(self) -> int:
+        """Ids run from 0 to num_ids - 1."""
+        return self.largest_id + 1
+
+
+def load_tokenizer(name: Path | str, eod_token: str | None = None) -> TokenizerFile:
+    """Read a tokenizer: a folder with tokenizer.json, such a file itself, or a hub id or older folder.
+
+    The last two go through transformers, as does a folder whose tokenizer_config.json says more than its
+    tokenizer.json. `eod_token` replaces the EOS token as end of document.
+    Raises RequestError when there is no such tokenizer, or it doesn't know `eod_token`.
+    """
+    path = Path(name)
+    roles: dict[str, str] = {}
+    json_path = path / "tokenizer.json" if path.is_dir() else path
+    if not json_path.is_file():
+        json_path, roles = _through_transformers(str(name))
+    raw = json_path.read_bytes()
+    description = _parse(json_path, raw)
+    if path.is_dir() and not roles:
+        config, token_map = _config(path / "tokenizer_config.json"), _config(path / "special_tokens_map.json")
+        reason = _says_more(config, token_map, description)
+        if reason:
+            LOGGER.info("%s: %s, so transformers loads it", path, reason)
+            json_path, roles = _through_transformers(str(name))
+            raw = json_path.read_bytes()
+            description = _parse(json_path, raw)
+        else:
+            roles = {
+                role: _content(value) for role, value in {**token_map, **config}.items() if role in ROLES and value
+            }
+    added = {token["content"]: int(token["id"]) for token in description["added_tokens"]}
+    vocabulary = description["model"]["vocab"]
+    largest = len(vocabulary) - 1 if isinstance(vocabulary, list) else max(vocabulary.values(), default=-1)
+
+    def id_of(token: str | None) -> int | None:
+        if token is None or token in added:
+            return added.get(token or "")
+        return None if isinstance(vocabulary, list) else vocabulary.get(token)
+
+    if eod_token is not None and id_of(eod_token) is None:
+        raise RequestError(
+            f"--eod-token {eod_token!r} is not in its vocabulary",
+            where=str(name),
+            needed="one of " + ", ".join([*added][:20]) if added else "a token that it has",
+        )
+    return TokenizerFile(
+        name=str(name),
+        json_path=json_path,
+        sha256=hashlib.sha256(raw).hexdigest(),
+        largest_id=max([largest, *added.values()]),
+        eod_id=id_of(eod_token or roles.get("eos_token")),
+        bos_id=id_of(roles.get("bos_token")),
+        special_tokens={t["content"]: int(t["id"]) for t in description["added_tokens"] if t.get("special")},
+    )
+
+
+def _parse(path: Path, raw: bytes) -> dict[str, Any]:
+    import orjson
+
+    try:
+        description = orjson.loads(raw)
+        description["model"]["vocab"]
+    except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+        raise RequestError(
+            f"not a tokenizer.json: {error}",
+            where=str(path),
+            needed="a folder with tokenizer.json, that file, or the hub id of a model",
+        ) from error
+    description["added_tokens"] = description.get("added_tokens") or []
+    return description
+
+
+def _config(path: Path) -> dict[str, Any]:
+    import orjson
+
+    if not path.is_file():
+        return {}
+    try:
+        return orjson.loads(path.read_bytes())
+    except orjson.JSONDecodeError as error:
+        raise RequestError(f"not JSON: {error}", where=str(path)) from error
+
+
+def _content(token: str | dict[str, Any]) -> str:
+    return token["content"] if isinstance(token, dict) else token
+
+
+def _says_more(config: dict[str, Any], token_map: dict[str, Any], description: dict[str, Any]) -> str:
+    """Why tokenizer.json alone may not be what transformers makes of the folder; empty when it is."""
+    kind = config.get("tokenizer_class", "PreTrainedTokenizerFast")
+    if kind not in PLAIN_CLASSES:
+        return f"class {kind}"
+    known = {token["content"]: token for token in description["added_tokens"]}
+    for token in config.get("added_tokens_decoder", {}).values():
+        listed = known.get(token["content"])
+        if listed is None or any(bool(token.get(flag)) != bool(listed.get(flag)) for flag in FLAGS[1:]):
+            return f"its config defines the added token {token['content']!r} differently"
+    named = [value for role, value in {**token_map, **config}.items() if role in ROLES and value]
+    named += config.get("additional_special_tokens") or []
+    extra = config.get("extra_special_tokens") or {}
+    named += list(extra.values()) if isinstance(extra, dict) else extra
+    missing = [_content(token) for token in named if _content(token) not in known]
+    if missing:
+        return f"its config names special tokens that tokenizer.json doesn't add: {', '.join(missing)}"
+    if kind != "PreTrainedTokenizerFast" and "eos_token" not in {**token_map, **config}:
+        return f"class {kind} has tokens of its own"
+    if config.get("from_slow") or (kind.startswith("Llama") and config.get("add_prefix_space") is not None):
+        return "its config asks for another prefix space"
+    prefix_space = (description.get("pre_tokenizer") or {}).get("add_prefix_space")
+    if prefix_space is not None and prefix_space != bool(config.get("add_prefix_space", False)):
+        return "its config asks for another prefix space"
+    return ""
+
+
+def _through_transformers(name: str) -> tuple[Path, dict[str, str]]:
+    """The tokenizer.json that transformers makes of a hub id or folder, in a temporary place, and its roles."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, use_fast=True)
+        text = tokenizer.backend_tokenizer.to_str()
+    except Exception as error:
+        raise RequestError(
+            f"no tokenizer here: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
+            where=name,
+            needed="a folder with tokenizer.json, that file, or the hub id of a model",
+        ) from error
+    folder = Path(tempfile.mkdtemp(prefix="pretrainkit-tokenizer-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    (folder / "tokenizer.json").write_text(text, encoding="utf-8")
+    roles = {role: getattr(tokenizer, role) for role in ROLES if getattr(tokenizer, role, None)}
+    return folder / "tokenizer.json", roles
