@@ -1,0 +1,53 @@
+#!/usr/bin/env python
+"""One rank of a training run: started by torchrun or srun with RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE.
+
+Everything it needs to know stands in run.json, which pretrain.py writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pretrainkit.cli import Parser, run_command
+from pretrainkit.config.run_file import read_run
+from pretrainkit.errors import EXIT_DONE, RequestError
+
+
+def build_parser() -> Parser:
+    parser = Parser(prog="train.py", description=__doc__)
+    parser.add_argument("--run", type=Path, required=True, help="run.json of the experiment")
+    return parser
+
+
+def command(arguments: argparse.Namespace) -> int:
+    run = read_run(arguments.run)
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size != run.world_size:
+        raise RequestError(
+            f"{world_size} processes were started",
+            needed=f"{run.world_size}, as the run was resolved for",
+            action="start it with pretrain.py, or with as many ranks as run.json says",
+            where=str(arguments.run),
+        )
+    if run.accelerator == "cpu":
+        from pretrainkit.training import cpu
+
+        cpu.bridge()
+    from pretrainkit.training import nemo
+
+    rank, local_world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    nemo.train(run, rank=rank, local_world_size=local_world_size)
+    return EXIT_DONE
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    return run_command(command, build_parser(), argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

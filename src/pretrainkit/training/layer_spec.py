@@ -1,0 +1,73 @@
+"""Megatron's transformer layer from plain torch parts, for machines without Transformer Engine.
+
+Parameter names are those of Transformer Engine's spec (a norm's weight belongs to the linear layer after
+it), so that checkpoints move freely between the two.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from pretrainkit.training.attention import ScaledDotProductAttention
+
+
+def _norm_weight(config: TransformerConfig, size: int) -> torch.nn.Parameter:
+    weight = torch.nn.Parameter(torch.ones(size, dtype=config.params_dtype))
+    # Under sequence parallelism each rank sees a part of the tokens; Megatron sums such gradients over TP.
+    weight.sequence_parallel = config.sequence_parallel
+    return weight
+
+
+class RMSNorm(torch.nn.Module):
+    """Root-mean-square norm over the last dimension, in fp32 inside (torch's own kernel)."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = _norm_weight(config, hidden_size)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return F.rms_norm(hidden, hidden.shape[-1:], self.weight, self.eps)
+
+
+class RMSNormColumnParallelLinear(ColumnParallelLinear):
+    """RMSNorm, then a column-parallel linear layer: Transformer Engine's LayerNormColumnParallelLinear."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **kwargs)
+        self.layer_norm_weight = _norm_weight(config, input_size)
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        normed = F.rms_norm(hidden, hidden.shape[-1:], self.layer_norm_weight, self.config.layernorm_epsilon)
+        return super().forward(normed, *args, **kwargs)
+
+
+def torch_layer_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """The decoder's layers and final norm for a dense RMSNorm transformer."""
+    if config.num_moe_experts or config.normalization != "RMSNorm":
+        raise NotImplementedError(
+            f"without Transformer Engine only dense RMSNorm models train; found {config.normalization}, "
+            f"{config.num_moe_experts} experts"
+        )
+    layer = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
+    parts = layer.submodules
+    attention = parts.self_attention.submodules
+    attention.core_attention = ScaledDotProductAttention
+    attention.linear_qkv = RMSNormColumnParallelLinear
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    parts.mlp.submodules.linear_fc1 = RMSNormColumnParallelLinear
+    parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
+    # Megatron's local spec renames separate norms to TE's names when saving; ours have those names already.
+    parts.sharded_state_dict_keys_map = {}
+    num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)

@@ -1,0 +1,74 @@
+"""AdamW for machines without Transformer Engine and apex, with their state layout.
+
+Megatron's distributed optimizer can save and reshard only that layout: the step count lives in the
+parameter group, and each parameter's state holds `exp_avg` and `exp_avg_sq` alone. torch.optim.AdamW keeps
+a step tensor per parameter, which Megatron's checkpoint code refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.optim.adamw import adamw
+
+
+class FusedAdamW(torch.optim.Optimizer):
+    """AdamW (https://arxiv.org/abs/1711.05101) by torch's fused kernel, one call per parameter group."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        **_: Any,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        """Update every parameter that has a gradient."""
+        for group in self.param_groups:
+            step = group["step"] = group.get("step", 0) + 1
+            params = [param for param in group["params"] if param.grad is not None]
+            if not params:
+                continue
+            for param in params:
+                if not self.state[param]:
+                    self.state[param]["exp_avg"] = torch.zeros_like(param)
+                    self.state[param]["exp_avg_sq"] = torch.zeros_like(param)
+            # The kernel counts each parameter's step itself, so it gets the number before this one.
+            steps = [torch.tensor(float(step - 1), device=param.device) for param in params]
+            adamw(
+                params,
+                [param.grad for param in params],
+                [self.state[param]["exp_avg"] for param in params],
+                [self.state[param]["exp_avg_sq"] for param in params],
+                [],
+                steps,
+                fused=True,
+                amsgrad=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+
+
+def use_in_megatron() -> None:
+    """Make Megatron's optimizers take FusedAdamW where they would take Transformer Engine's or apex's.
+
+    Call it before an optimizer is built, and only where neither package is installed.
+    """
+    import megatron.core.optimizer as megatron_optimizer
+    import megatron.core.optimizer.distrib_optimizer as distrib_optimizer
+
+    megatron_optimizer.Adam = distrib_optimizer.Adam = FusedAdamW
+    megatron_optimizer.USING_PYTORCH_OPTIMIZER = False
+    distrib_optimizer.HAVE_APEX_OR_TE = True
+    distrib_optimizer.USING_APEX_OPTIMIZER = True

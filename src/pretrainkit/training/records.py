@@ -1,0 +1,90 @@
+"""What a run writes down about itself: one JSON object a line in metrics.jsonl, and one line on the terminal."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from pretrainkit.logs import get_logger
+from pretrainkit.units import format_count, format_duration
+
+log = get_logger(__name__)
+
+
+class RunRecorder:
+    """Writes the records of one attempt; only the first rank has one.
+
+    Lines are appended and flushed one by one, so a kill costs at most the line being written. After a resume
+    a step may stand twice in the file: the later line is the one that counts.
+    """
+
+    def __init__(self, path: Path, *, tokens_per_step: int, max_steps: int, world_size: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _cut_torn_line(path)
+        self._file = path.open("a", encoding="utf-8")
+        self._tokens_per_step, self._max_steps, self._world_size = tokens_per_step, max_steps, world_size
+        self._last_time_s = time.monotonic()
+        self._last_step: int | None = None
+
+    def start(self, step: int) -> None:
+        """Begin timing; `step` optimizer steps are done."""
+        self._last_time_s, self._last_step = time.monotonic(), step
+
+    def train_step(self, step: int, *, loss: float, learning_rate: float, grad_norm: float | None) -> None:
+        """Record optimizer step number `step` (the first is 1); rates are means since the last record."""
+        now_s = time.monotonic()
+        steps = step - (self._last_step if self._last_step is not None else step - 1)
+        step_time_s = (now_s - self._last_time_s) / max(steps, 1)
+        self._last_time_s, self._last_step = now_s, step
+        tokens_per_second = self._tokens_per_step / step_time_s
+        self._write(
+            step=step,
+            loss=loss,
+            learning_rate=learning_rate,
+            grad_norm=grad_norm,
+            tokens=step * self._tokens_per_step,
+            step_time_s=round(step_time_s, 4),
+            tokens_per_second=round(tokens_per_second, 2),
+            tokens_per_second_per_rank=round(tokens_per_second / self._world_size, 2),
+        )
+        norm = "" if grad_norm is None else f"grad norm {grad_norm:.3f}  "
+        log.info(
+            f"step {step}/{self._max_steps}  loss {loss:.4f}  lr {learning_rate:.3g}  {norm}"
+            f"{format_count(tokens_per_second)} tokens/s  "
+            f"{format_duration((self._max_steps - step) * step_time_s)} left"
+        )
+
+    def validation(self, step: int, *, loss: float) -> None:
+        """Record the held-out loss after optimizer step `step`; its time doesn't count as training time."""
+        self._write(step=step, val_loss=loss)
+        log.info(f"step {step}/{self._max_steps}  held-out loss {loss:.4f}")
+
+    def event(self, kind: str, **details: Any) -> None:
+        """Record something that happened, such as the start of an attempt or a checkpoint."""
+        self._write(event=kind, time=time.strftime("%Y-%m-%dT%H:%M:%S%z"), **details)
+
+    def skip_time(self) -> None:
+        """Don't count the time until now as training time (after an evaluation or a save)."""
+        self._last_time_s = time.monotonic()
+
+    def _write(self, **record: Any) -> None:
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+
+def _cut_torn_line(path: Path) -> None:
+    """Remove a last line that a kill left without its end, so that every line parses."""
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    whole = content.rfind(b"\n") + 1
+    if whole != len(content):
+        with path.open("r+b") as file:
+            file.truncate(whole)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All records of a run in the order they were written, over all its attempts."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

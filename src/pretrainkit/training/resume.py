@@ -1,0 +1,118 @@
+"""Which checkpoint a start continues from, decided from the files alone.
+
+A checkpoint is a folder `step_<n>` below an experiment's `checkpoints/`. Its commit mark, `complete.json`, is
+written last, by rename, and lists every file with its size; a folder without a mark, or one that contradicts
+it, is not a checkpoint.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from pretrainkit import files
+from pretrainkit.errors import CheckpointError
+from pretrainkit.logs import get_logger
+
+COMMIT_MARK = "complete.json"
+INCOMPLETE_SUFFIX = ".incomplete"
+_PREFIX = "step_"
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint."""
+
+    path: Path
+    step: int
+    """Optimizer steps done."""
+    consumed_samples: int
+    """Training samples used so far; the next step reads on from there."""
+
+
+def checkpoint_name(step: int) -> str:
+    """The folder's name for a checkpoint after `step` optimizer steps."""
+    return f"{_PREFIX}{step:08d}"
+
+
+def commit(folder: Path, *, step: int, consumed_samples: int) -> None:
+    """Declare a fully written checkpoint complete. One process does this, after all have written."""
+    sizes = {str(path.relative_to(folder)): path.stat().st_size for path in _files(folder)}
+    for subfolder in {path.parent for path in _files(folder)} | {folder}:
+        files.fsync_path(subfolder)
+    files.write_json(
+        folder / COMMIT_MARK,
+        {"step": step, "consumed_samples": consumed_samples, "file_sizes": dict(sorted(sizes.items()))},
+    )
+
+
+def read(folder: Path) -> Checkpoint:
+    """The checkpoint in `folder`; CheckpointError says what is missing when it is not complete."""
+    mark = folder / COMMIT_MARK
+    try:
+        content = files.read_json(mark)
+        step, consumed_samples, sizes = content["step"], content["consumed_samples"], content["file_sizes"]
+    except FileNotFoundError:
+        raise CheckpointError("not finished: it has no commit mark", where=str(mark)) from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"unreadable commit mark ({error!r})", where=str(mark)) from None
+    for name, size in sizes.items():
+        path = folder / name
+        found = path.stat().st_size if path.is_file() else None
+        if found != size:
+            has = "is missing" if found is None else f"has {found} bytes"
+            raise CheckpointError(f"{name} {has}", needed=f"{size} bytes, as written", where=str(folder))
+    return Checkpoint(folder, step, consumed_samples)
+
+
+def newest_complete(checkpoints: Path) -> Checkpoint | None:
+    """The checkpoint to continue from, or None when the run has not saved yet.
+
+    Incomplete folders newer than it are passed over with a warning. When checkpoints were complete once and
+    none is now, CheckpointError: starting afresh over them would lose the run without a word.
+    """
+    problems = []
+    for folder in sorted(_folders(checkpoints), reverse=True):
+        try:
+            checkpoint = read(folder)
+        except CheckpointError as problem:
+            problems.append(problem)
+            log.warning("passing over an incomplete checkpoint: %s", problem)
+        else:
+            return checkpoint
+    # A folder without a mark was being written when the run died: nothing counted on it yet.
+    if any((folder / COMMIT_MARK).exists() for folder in _folders(checkpoints)):
+        raise CheckpointError(
+            f"none of {len(problems)} checkpoints is complete; the newest: {problems[0]}",
+            needed="at least one complete checkpoint to continue from",
+            action="restore one from a backup, or move the folder away to start this run from its beginning",
+            where=str(checkpoints),
+        )
+    return None
+
+
+def quarantine_incomplete(checkpoints: Path) -> list[Path]:
+    """Rename incomplete checkpoint folders, so that they are neither loaded nor in the way of new ones."""
+    moved = []
+    for folder in _folders(checkpoints):
+        try:
+            read(folder)
+        except CheckpointError:
+            target = folder.with_name(folder.name + INCOMPLETE_SUFFIX)
+            number = 1
+            while target.exists():
+                number += 1
+                target = folder.with_name(f"{folder.name}{INCOMPLETE_SUFFIX}{number}")
+            folder.rename(target)
+            moved.append(target)
+    return moved
+
+
+def _folders(checkpoints: Path) -> list[Path]:
+    return [path for path in checkpoints.glob(f"{_PREFIX}*") if path.is_dir() and path.name[len(_PREFIX) :].isdigit()]
+
+
+def _files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file() and path.name != COMMIT_MARK]

@@ -1,0 +1,85 @@
+"""Small real things that many tests need: a tokenizer, Hugging Face models with random weights, text."""
+
+from __future__ import annotations
+
+import json
+import pydoc_data.topics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+VOCAB_SIZE = 320
+
+
+def text_documents() -> list[str]:
+    """Real English: the chapters of the Python language reference that ship with Python."""
+    return [text for _, text in sorted(pydoc_data.topics.topics.items())]
+
+
+@pytest.fixture(scope="session")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level BPE tokenizer of VOCAB_SIZE ids with <|begin|> (0), <|end|> (1) and <|pad|> (2)."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=["<|begin|>", "<|end|>", "<|pad|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(text_documents()[:8], trainer)
+    folder = tmp_path_factory.mktemp("tokenizer")
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<|begin|>", eos_token="<|end|>", pad_token="<|pad|>"
+    ).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def make_hf_llama(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path) -> Callable[..., Path]:
+    """A factory of Hugging Face Llama folders: hidden 64, 8 heads, 2 key/value heads, random fp32 weights, tokenizer."""
+
+    def make(*, seed: int = 0, **config: Any) -> Path:
+        import torch
+        from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+        torch.manual_seed(seed)
+        settings: dict[str, Any] = {
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 512,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+            "pad_token_id": 2,
+            "tie_word_embeddings": False,
+        }
+        folder = tmp_path_factory.mktemp("hf_llama")
+        model = LlamaForCausalLM(LlamaConfig(**(settings | config)))
+        # Norm weights of 1 would hide a norm that is applied twice, or not at all.
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                torch.nn.init.uniform_(parameter, 0.5, 1.5)
+        model.save_pretrained(folder)
+        AutoTokenizer.from_pretrained(tokenizer_folder).save_pretrained(folder)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def jsonl_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Forty real English documents as JSON lines with a `text` key."""
+    path = tmp_path_factory.mktemp("text") / "reference.jsonl"
+    lines = (json.dumps({"text": text}) for text in text_documents()[:40])
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
