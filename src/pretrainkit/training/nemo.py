@@ -67,7 +67,7 @@ def train(run: ResolvedRun, *, rank: int, local_world_size: int) -> None:
 
     model = _model(run)
     trainer = _trainer(run, local_world_size)
-    trainer.callbacks.append(_Recording(run, recorder))
+    trainer.callbacks.insert(0, _Recording(run, recorder))  # before the saving of checkpoints, to time the step alone
     pl.seed_everything(run.config.training.seed, workers=True, verbose=False)
     llm.pretrain(
         model=model,
@@ -311,7 +311,6 @@ class _Checkpoints(nl.ModelCheckpoint):
             save_top_k=-1,
             save_optim_on_train_end=True,
             auto_insert_metric_name=False,
-            filename=resume.checkpoint_name(0).rstrip("0") + "{step:08d}",
             verbose=False,
             **kwargs,
         )
@@ -319,12 +318,13 @@ class _Checkpoints(nl.ModelCheckpoint):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.global_step != self._last_global_step_saved:
-            self._save_checkpoint(trainer, self.format_checkpoint_name({"step": torch.tensor(trainer.global_step)}))
+            self._save_checkpoint(trainer, "")
 
     def _save_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
-        super()._save_checkpoint(trainer, filepath)
+        # Lightning's own name counts the step that was just done as not done.
+        folder = Path(str(self.dirpath)) / resume.checkpoint_name(trainer.global_step)
+        super()._save_checkpoint(trainer, f"{folder}{self.FILE_EXTENSION}")
         if trainer.is_global_zero:
-            folder = Path(str(filepath).removesuffix(".ckpt"))
             consumed_samples = trainer.datamodule.state_dict()["consumed_samples"]
             resume.commit(folder, step=trainer.global_step, consumed_samples=consumed_samples)
             if self._recorder:

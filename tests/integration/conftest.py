@@ -1,0 +1,95 @@
+"""Runs of tiny models, resolved by hand and trained in forked ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+
+from pretrainkit.config.run_file import write_run
+from pretrainkit.config.schema import (
+    DataConfig,
+    DatasetFacts,
+    LaunchConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    ResolvedRun,
+    RunConfig,
+    TrainingConfig,
+)
+from pretrainkit.models.registry import read_shape
+from pretrainkit.training.records import read_metrics
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="session")
+def dataset_prefix(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path, jsonl_file: Path) -> Path:
+    """A .bin/.idx pair of real English, made by the project's own command."""
+    prefix = tmp_path_factory.mktemp("dataset") / "reference"
+    command = [sys.executable, "tools/preprocess_data.py", "--input", jsonl_file, "--output-prefix", prefix]
+    command += ["--tokenizer-model", tokenizer_folder, "--append-eod"]
+    subprocess.run(command, check=True, cwd=REPOSITORY)
+    return prefix.with_name(prefix.name + "_text_document")
+
+
+@pytest.fixture
+def train_tiny(tmp_path: Path, dataset_prefix: Path) -> Callable[..., list[dict[str, Any]]]:
+    """Train a tiny model and get its metrics records; keyword arguments change the run."""
+
+    def train(
+        hf_folder: Path,
+        experiment: str,
+        *,
+        tensor: int = 1,
+        pipeline: int = 1,
+        context: int = 1,
+        data_parallel: int = 1,
+        sequence_parallel: bool = False,
+        max_steps: int = 4,
+        initial_checkpoint: Path | None = None,
+        **training: Any,
+    ) -> list[dict[str, Any]]:
+        world_size = tensor * pipeline * context * data_parallel
+        settings = {"global_batch_size": 4, "save_interval": 4, "val_interval": 0, "precision": "fp32"} | training
+        config = RunConfig(
+            experiment=experiment,
+            experiments_dir=str(tmp_path),
+            hf_model_id=str(hf_folder),
+            data=DataConfig(dataset_path=str(dataset_prefix), sequence_length=128, split="8,1,1", num_workers=0),
+            parallel=ParallelConfig(tensor, pipeline, context, sequence_parallel),
+            optimizer=OptimizerConfig(lr=1e-3, lr_warmup_steps=2),
+            training=TrainingConfig(max_steps=max_steps, **settings),
+            launch=LaunchConfig(num_gpus=world_size, accelerator="cpu"),
+        )
+        run = ResolvedRun(
+            config=config,
+            model=read_shape(hf_folder),
+            dataset=DatasetFacts((str(dataset_prefix),), (), 0, 0, None, "0" * 64),
+            experiment_dir=str(tmp_path / experiment),
+            hf_folder=str(hf_folder),
+            initial_checkpoint=str(initial_checkpoint) if initial_checkpoint else None,
+            accelerator="cpu",
+            precision="fp32",
+            world_size=world_size,
+            data_parallel_size=data_parallel,
+            sequence_parallel=sequence_parallel,
+            max_steps=max_steps,
+            lr_warmup_steps=2,
+            lr_decay_steps=20,
+            min_lr=1e-4,
+            padded_vocab_size=384,
+        )
+        run_file = tmp_path / experiment / "run.json"
+        run_file.parent.mkdir(parents=True, exist_ok=True)
+        write_run(run_file, dataclasses.replace(run))
+        ranks.train(run_file, world_size)
+        return read_metrics(tmp_path / experiment / "metrics.jsonl")
+
+    return train
