@@ -82,5 +82,5 @@ class Family:
     """The table for a shape, in the order of the Hugging Face model."""
     nemo_model: str
     """NeMo's model class, `module:name`, for the context of a NeMo checkpoint."""
-    nemo_config: str
-    """NeMo's config class, `module:name`."""
+    nemo_config: Callable[[ModelShape], tuple[str, dict[str, Any]]]
+    """NeMo's config class, `module:name`, and its settings beyond those that every decoder has."""

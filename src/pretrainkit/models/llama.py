@@ -15,6 +15,19 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
     return read_decoder("llama", config)
 
 
+def nemo_config(shape: ModelShape) -> tuple[str, dict[str, Any]]:
+    """NeMo scales rotary frequencies in a config class of its own."""
+    module, scaling = "nemo.collections.llm.gpt.model.llama", shape.rope_scaling
+    if scaling is None:
+        return f"{module}:LlamaConfig", {}
+    return f"{module}:Llama31Config", {
+        "scale_factor": scaling.factor,
+        "low_freq_factor": scaling.low_freq_factor,
+        "high_freq_factor": scaling.high_freq_factor,
+        "old_context_len": scaling.original_max_position_embeddings,
+    }
+
+
 FAMILY = Family(
     name="llama",
     architectures=("LlamaForCausalLM",),
@@ -22,5 +35,5 @@ FAMILY = Family(
     shape=read_shape,
     weights=dense_weights,
     nemo_model="nemo.collections.llm.gpt.model.llama:LlamaModel",
-    nemo_config="nemo.collections.llm.gpt.model.llama:LlamaConfig",
+    nemo_config=nemo_config,
 )

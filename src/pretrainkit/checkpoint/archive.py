@@ -1,0 +1,218 @@
+"""Reads files of `torch.save` without running their pickle's code and without loading their tensors.
+
+A `torch.save` file is an uncompressed zip archive: `<root>/data.pkl` describes the objects, one record
+`<root>/data/<key>` holds each storage's bytes. Here the pickle is read by an unpickler that knows tensors
+and plain containers and turns everything else into inert objects, and a tensor is only mapped into memory
+when it is asked for, and unmapped when it is dropped. Resident memory stays that of the tensors in use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import io
+import mmap
+import pickle
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from pretrainkit.errors import CheckpointError
+
+
+def map_bytes(path: Path, offset: int, num_bytes: int) -> torch.Tensor:
+    """`num_bytes` of a file as a uint8 tensor that is mapped, not read; dropping the tensor unmaps it.
+
+    The mapping is private (copy on write), so the file can't be changed through it.
+    """
+    if num_bytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    skip = offset % mmap.ALLOCATIONGRANULARITY
+    with path.open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), num_bytes + skip, access=mmap.ACCESS_COPY, offset=offset - skip)
+    mapped.madvise(mmap.MADV_SEQUENTIAL)
+    return torch.frombuffer(mapped, dtype=torch.uint8, count=num_bytes, offset=skip)
+
+
+def map_tensor(path: Path, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A contiguous tensor at a byte offset of a file, mapped."""
+    numel = torch.Size(shape).numel()
+    data = map_bytes(path, offset, numel * dtype.itemsize)
+    if offset % dtype.itemsize:
+        data = data.clone()  # a view in another dtype needs aligned memory
+    return data.view(dtype).view(shape)
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies in a `torch.save` file."""
+
+    path: Path
+    offset: int
+    """Byte of the file at which the tensor's first element lies."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def read(self) -> torch.Tensor:
+        """The tensor, mapped; contiguous or not, as it was saved."""
+        if 0 in self.shape:
+            return torch.empty(self.shape, dtype=self.dtype)
+        last = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+        flat = map_tensor(self.path, self.offset, (last + 1,), self.dtype)
+        return flat.as_strided(self.shape, self.stride)
+
+
+class Inert:
+    """Stands for an object of a class that is not loaded; keeps its state as attributes."""
+
+    def __init__(self, *arguments: Any, **_: Any) -> None:
+        self.arguments = arguments
+        self.state: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            self.__dict__.update(state)
+        else:
+            self.state = state
+
+    def __setitem__(self, key: Any, value: Any) -> None: ...
+    def append(self, value: Any) -> None: ...
+    def extend(self, values: Any) -> None: ...
+    def __call__(self, *_: Any, **__: Any) -> Inert:
+        return self
+
+    def __hash__(self) -> int:
+        return id(self)
+
+
+@dataclass(frozen=True)
+class _Storage:
+    """A storage as the pickle names it."""
+
+    dtype: torch.dtype | None
+    key: str
+
+
+class InertUnpickler(pickle.Unpickler):
+    """An unpickler that constructs only what `known` lists; everything else becomes an Inert."""
+
+    known: dict[tuple[str, str], Any] = {  # noqa: RUF012 - a table, never changed
+        ("argparse", "Namespace"): argparse.Namespace,
+        ("collections", "OrderedDict"): collections.OrderedDict,
+        ("collections", "defaultdict"): lambda *_: {},
+        ("torch", "Size"): torch.Size,
+        ("_codecs", "encode"): lambda text, encoding: text.encode(encoding),
+        ("builtins", "set"): set,
+        ("builtins", "slice"): slice,
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in self.known:
+            return self.known[module, name]
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        return type(name, (Inert,), {"__module__": module})
+
+
+class _ArchiveUnpickler(InertUnpickler):
+    def __init__(self, file: io.BytesIO, rebuild: Callable[..., StoredTensor]) -> None:
+        super().__init__(file)
+        self._rebuild = rebuild
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_tensor"):
+            return self._rebuild
+        if module == "torch._utils" and name == "_rebuild_parameter":
+            return lambda data, *_: data
+        if module in ("torch", "torch.storage") and name.endswith("Storage"):
+            return _STORAGE_DTYPES.get(name)
+        return super().find_class(module, name)
+
+    def persistent_load(self, identifier: Any) -> _Storage:
+        _, dtype, key, *_ = identifier
+        return _Storage(dtype if isinstance(dtype, torch.dtype) else None, str(key))
+
+
+_STORAGE_DTYPES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+}
+"""What the storage classes that torch.save names hold."""
+
+
+def read_archive(path: Path, offset: int = 0, num_bytes: int | None = None) -> Any:
+    """The objects of a `torch.save` file (or of one inside a file), tensors as StoredTensor.
+
+    Raises CheckpointError when the file is cut, not such a file, or holds compressed records.
+    """
+    with path.open("rb") as file:
+        part: BinaryIO = file if num_bytes is None else _Part(file, offset, num_bytes)  # type: ignore[assignment]
+        try:
+            with zipfile.ZipFile(part) as archive:
+                records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+                description = archive.read(records["data.pkl"])
+        except (zipfile.BadZipFile, KeyError, OSError) as error:
+            raise CheckpointError(
+                f"not a readable torch.save file ({error})", where=str(path), action="the file is cut or damaged"
+            ) from error
+
+        def rebuild(storage: _Storage, first: int, shape: Any, stride: Any, *_: Any) -> StoredTensor:
+            info = records[f"data/{storage.key}"]
+            if info.compress_type != zipfile.ZIP_STORED or storage.dtype is None:
+                raise CheckpointError(f"record {info.filename} can't be mapped", where=str(path))
+            start = offset + _data_start(part, info) + first * storage.dtype.itemsize
+            return StoredTensor(path, start, storage.dtype, tuple(shape), tuple(stride))
+
+        try:
+            return _ArchiveUnpickler(io.BytesIO(description), rebuild).load()
+        except (pickle.UnpicklingError, KeyError, EOFError, TypeError, ValueError) as error:
+            raise CheckpointError(f"can't read the objects of a torch.save file ({error})", where=str(path)) from error
+
+
+def _data_start(file: BinaryIO, info: zipfile.ZipInfo) -> int:
+    """Where a record's bytes begin: after its local header, whose two variable lengths are at 26 and 28."""
+    file.seek(info.header_offset + 26)
+    lengths = file.read(4)
+    return info.header_offset + 30 + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
+
+
+class _Part(io.RawIOBase):
+    """A window of a file that looks like a file."""
+
+    def __init__(self, file: BinaryIO, offset: int, num_bytes: int) -> None:
+        self._file, self._offset, self._size, self._position = file, offset, num_bytes, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def seek(self, position: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        self._position = base + position
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        wanted = max(0, min(len(buffer), self._size - self._position))
+        self._file.seek(self._offset + self._position)
+        data = self._file.read(wanted)
+        buffer[: len(data)] = data
+        self._position += len(data)
+        return len(data)

@@ -1,0 +1,91 @@
+"""What kind of model folder a path is, from what is there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from pretrainkit.checkpoint import hf, torch_dist
+from pretrainkit.errors import RequestError
+
+TRACKER_NAME = "latest_checkpointed_iteration.txt"
+HF_SOURCE = "hf_source"
+"""Folder inside a converted checkpoint with the model's config.json, tokenizer and generation config."""
+
+
+class Kind(str, Enum):
+    """The formats that are read and written."""
+
+    HF = "hf"
+    """Hugging Face folder: config.json and safetensors."""
+    NEMO = "nemo"
+    """NeMo 2 checkpoint: weights/ (torch_dist) and context/."""
+    TORCH_DIST = "torch_dist"
+    """Megatron-LM's distributed checkpoint: tracker file and iter_NNNNNNN/ or release/."""
+    TORCH = "torch"
+    """Megatron-LM's classic checkpoint: tracker file and mp_rank_XX[_YYY][_ZZZ]/model_optim_rng.pt."""
+
+    def __str__(self) -> str:
+        return self.value
+
+
+@dataclass(frozen=True)
+class Found:
+    """A recognised model folder."""
+
+    kind: Kind
+    root: Path
+    """The folder that belongs together: what a user calls the checkpoint."""
+    weights: Path
+    """The folder with the weight files."""
+
+
+def detect(path: Path) -> Found:
+    """Recognise a folder. Raises RequestError that says what was looked for."""
+    if not path.is_dir():
+        raise RequestError("no such folder", where=str(path))
+    if (path / "weights").is_dir() and torch_dist.is_torch_dist(path / "weights"):
+        return Found(Kind.NEMO, path, path / "weights")
+    if path.name == "weights" and torch_dist.is_torch_dist(path):
+        return Found(Kind.NEMO, path.parent, path)
+    if torch_dist.is_torch_dist(path):
+        root = path.parent if (path.parent / TRACKER_NAME).is_file() else path
+        return Found(Kind.TORCH_DIST, root, path)
+    if any(path.glob("mp_rank_*")):
+        root = path.parent if (path.parent / TRACKER_NAME).is_file() else path
+        return Found(Kind.TORCH, root, path)
+    if (path / TRACKER_NAME).is_file():
+        return detect(_tracked(path))
+    if (path / "config.json").is_file():
+        return Found(Kind.HF, path, path)
+    raise RequestError(
+        "not a model folder that is known",
+        where=str(path),
+        needed=f"config.json with {hf.SINGLE_NAME} (Hugging Face), weights/ with metadata.json (NeMo), or "
+        f"{TRACKER_NAME} or mp_rank_* (Megatron-LM)",
+        action=_hint(path),
+    )
+
+
+def _tracked(path: Path) -> Path:
+    """The iteration folder that Megatron-LM's tracker file names."""
+    text = (path / TRACKER_NAME).read_text(encoding="utf-8", errors="replace").strip()
+    name = "release" if text == "release" else f"iter_{int(text):07d}" if text.isdecimal() else None
+    if name is None or not (path / name).is_dir():
+        found = sorted(entry.name for entry in path.iterdir() if entry.is_dir())
+        raise RequestError(
+            f"{TRACKER_NAME} says {text!r}, which names no folder here",
+            where=str(path),
+            needed=f"one of {', '.join(found) or 'no folders at all'}",
+            action="give the iteration's folder itself",
+        )
+    return path / name
+
+
+def _hint(path: Path) -> str:
+    inside = [entry for entry in sorted(path.iterdir()) if entry.is_dir()]
+    for entry in inside:
+        if (entry / "weights").is_dir() or (entry / "metadata.json").is_file() or any(entry.glob("mp_rank_*")):
+            return f"perhaps you mean {entry}"
+    return ""

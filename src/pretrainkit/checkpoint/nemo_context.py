@@ -1,0 +1,183 @@
+"""Writes the `context/` folder of a NeMo 2 checkpoint without importing NeMo.
+
+`context/io.json` is a Fiddle configuration (fiddle.experimental.serialization, version 0.0.1) of NeMo's
+`TrainerContext`: which model class with which config and tokenizer, and a trainer. `nemo.lightning.io.
+load_context` builds the objects from it. Beside it lie the files that it refers to.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pretrainkit.checkpoint.hf import side_files
+from pretrainkit.config.schema import ModelShape
+from pretrainkit.files import write_json
+from pretrainkit.models.registry import family_named
+
+TOKENIZER_FOLDER = "nemo_tokenizer"
+GENERATION_FOLDER = "artifacts"
+
+
+@dataclass(frozen=True)
+class Call:
+    """A class or function by its importable name, `module:name`, and the arguments to call it with."""
+
+    target: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Name:
+    """An importable object by its name, `module:name`."""
+
+    target: str
+
+
+def write_context(
+    folder: Path, shape: ModelShape, hf_folder: Path, dtype: torch.dtype, *, vocabulary_divisor: int
+) -> None:
+    """Write a context for a model of this shape with the tokenizer and generation config of `hf_folder`."""
+    folder.mkdir()
+    files = {path.name: path for path in side_files(hf_folder)}
+    tokenizer = folder / TOKENIZER_FOLDER
+    tokenizer.mkdir()
+    for name, path in files.items():
+        if name != "generation_config.json":
+            shutil.copyfile(path, tokenizer / name)
+    # AutoTokenizer reads the class of some tokenizers from config.json.
+    shutil.copyfile(hf_folder / "config.json", tokenizer / "config.json")
+    generation = files.get("generation_config.json")
+    if generation:
+        (folder / GENERATION_FOLDER).mkdir()
+        shutil.copyfile(generation, folder / GENERATION_FOLDER / generation.name)
+    model = model_call(shape, dtype, vocabulary_divisor=vocabulary_divisor, has_generation_config=bool(generation))
+    strategy = Call(
+        "nemo.lightning.pytorch.strategies.megatron_strategy:MegatronStrategy", {"ckpt_save_optimizer": False}
+    )
+    trainer = Call("nemo.lightning.pytorch.trainer:Trainer", {"accelerator": "cpu", "strategy": strategy, "devices": 1})
+    context = Call("nemo.lightning.io.pl:TrainerContext", {"model": model, "trainer": trainer, "extra": {}})
+    write_json(folder / "io.json", fiddle_json(context))
+
+
+def model_call(shape: ModelShape, dtype: torch.dtype, *, vocabulary_divisor: int, has_generation_config: bool) -> Call:
+    """NeMo's model with its config, as a call that isn't made here."""
+    family = family_named(shape.family)
+    config_class, extra = family.nemo_config(shape)
+    settings: dict[str, Any] = {
+        "num_layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "ffn_hidden_size": shape.ffn_hidden_size,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_query_groups": shape.num_query_groups,
+        "kv_channels": shape.head_dim,
+        "init_method_std": shape.initializer_range,
+        "layernorm_epsilon": shape.rms_norm_eps,
+        "seq_length": shape.max_position_embeddings,
+        "rotary_base": shape.rope_theta,
+        "gated_linear_unit": True,
+        "share_embeddings_and_output_weights": shape.tie_word_embeddings,
+        "make_vocab_size_divisible_by": vocabulary_divisor,
+        "vocab_size": shape.vocab_size,
+        "fp16": dtype == torch.float16,
+        "bf16": dtype == torch.bfloat16,
+        "params_dtype": Name(f"torch:{str(dtype).removeprefix('torch.')}"),
+        **extra,
+    }
+    if has_generation_config:
+        settings["generation_config"] = Call(
+            "nemo.lightning.io.artifact.hf_auto:from_pretrained",
+            {
+                "auto_cls": Name("transformers.generation.configuration_utils:GenerationConfig"),
+                "pretrained_model_name_or_path": f"./{GENERATION_FOLDER}",
+            },
+        )
+    tokenizer = Call(
+        "nemo.collections.common.tokenizers.huggingface.auto_tokenizer:AutoTokenizer",
+        {"pretrained_model_name": TOKENIZER_FOLDER},
+    )
+    return Call(family.nemo_model, {"config": Call(config_class, settings), "tokenizer": tokenizer})
+
+
+def fiddle_json(root: Call) -> dict[str, Any]:
+    """The JSON that fiddle's serialization gives for a configuration of `root`."""
+    writer = _FiddleWriter()
+    reference = writer.call(root, "<root>")
+    return {"root": reference, "objects": writer.objects, "refcounts": writer.refcounts, "version": "0.0.1"}
+
+
+class _FiddleWriter:
+    def __init__(self) -> None:
+        self.objects: dict[str, Any] = {}
+        self.refcounts: dict[str, int] = {}
+
+    def _add(self, hint: str, value: dict[str, Any]) -> dict[str, Any]:
+        number = 1
+        while f"{hint}_{number}" in self.objects:
+            number += 1
+        key = f"{hint}_{number}"
+        self.objects[key], self.refcounts[key] = value, 1
+        return {"type": "ref", "key": key}
+
+    def _container(self, name: str, items: list[Any], metadata: Any) -> dict[str, Any]:
+        return self._add(name, {"type": _pyref("builtins:" + name), "items": items, "metadata": metadata})
+
+    def _empty_dict(self) -> dict[str, Any]:
+        return self._container("dict", [], {"type": _pyref("builtins:tuple"), "items": [], "metadata": None})
+
+    def call(self, call: Call, path: str) -> dict[str, Any]:
+        """A `fdl.Config` node."""
+        names = [[f"Index(index={i})", name] for i, name in enumerate(call.arguments)]
+        about = [
+            ["Attr(name='fn_or_cls')", _pyref(call.target)],
+            ["Attr(name='argument_names')", self._container("tuple", names, None)],
+            ["Attr(name='argument_tags')", self._empty_dict()],
+            ["Attr(name='argument_history')", self._empty_dict()],
+        ]
+        kind = _pyref("fiddle._src.config:BuildableTraverserMetadata")
+        metadata = self._add("buildable_traverser_metadata", {"type": kind, "items": about, "metadata": kind})
+        items = [
+            [f"Attr(name={name!r})", self.value(value, f"{path}.{name}")] for name, value in call.arguments.items()
+        ]
+        node = {
+            "type": _pyref("fiddle._src.config:Config"),
+            "items": items,
+            "metadata": metadata,
+            "paths": [path],
+        }
+        return self._add(call.target.rpartition(":")[2].lower(), node)
+
+    def value(self, value: Any, path: str) -> dict[str, Any]:
+        """A node for an argument."""
+        if isinstance(value, Call):
+            return self.call(value, path)
+        if isinstance(value, Name):
+            return {**_pyref(value.target), "paths": [path]}
+        if value == {}:
+            return self._empty_dict()
+        return {"type": "leaf", "value": value, "paths": [path]}
+
+
+def _pyref(target: str) -> dict[str, str]:
+    module, _, name = target.partition(":")
+    return {"type": "pyref", "module": module, "name": name}
+
+
+def common_state() -> dict[str, Any]:
+    """What NeMo keeps unsharded in `weights/common.pt`, for a model at step 0 without optimizer."""
+    return {
+        "epoch": 0,
+        "global_step": 0,
+        "pytorch-lightning_version": "2.4.0",
+        "state_dict": {},
+        "loops": {},
+        "callbacks": {},
+        "optimizer_states": [],
+        "lr_schedulers": [],
+        "content_metadata": {"singleton_local_shards": False, "chained_optim_avoid_prefix": True},
+    }

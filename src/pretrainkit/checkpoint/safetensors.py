@@ -1,0 +1,146 @@
+"""Reads and writes Hugging Face's safetensors files one tensor at a time.
+
+The safetensors package maps or holds whole files; here only the tensor in use is in memory, which is what
+keeps a conversion's memory flat. The format, all little-endian:
+
+| bytes | what |
+|---|---|
+| 0-7 | n, length of the header, u64 |
+| 8 to 8+n | header, JSON: name -> {"dtype", "shape", "data_offsets": [begin, end]}, optional "__metadata__" |
+| 8+n on | the tensors' bytes, contiguous, row-major, in the order of their offsets, without gaps |
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from pretrainkit.checkpoint.archive import map_tensor
+from pretrainkit.errors import CheckpointError
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_HEADER_LIMIT = 100_000_000  # bytes; the safetensors package refuses longer ones
+
+
+@dataclass(frozen=True)
+class TensorLocation:
+    """Where a tensor lies."""
+
+    path: Path
+    offset: int
+    """Byte of the file."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def read(self) -> torch.Tensor:
+        """The tensor, mapped."""
+        return map_tensor(self.path, self.offset, self.shape, self.dtype)
+
+
+def read_header(path: Path) -> dict[str, TensorLocation]:
+    """All tensors of a file. Raises CheckpointError when the file is cut, has gaps or isn't safetensors."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, _HEADER_LIMIT):
+            raise CheckpointError("not a whole safetensors file", where=str(path), action=_AGAIN)
+        try:
+            header = json.loads(file.read(length))
+        except ValueError as error:
+            raise CheckpointError(f"unreadable safetensors header ({error})", where=str(path), action=_AGAIN) from error
+    start = 8 + length
+    tensors = {name: _location(path, start, name, info) for name, info in header.items() if name != "__metadata__"}
+    end = start
+    for name, location in sorted(tensors.items(), key=lambda item: item[1].offset):
+        if location.offset != end and location.num_bytes:
+            raise CheckpointError(f"gap or overlap before tensor {name}", where=str(path), action=_AGAIN)
+        end = max(end, location.offset + location.num_bytes)
+    if end != size:
+        raise CheckpointError(f"{size} bytes, but its header describes {end}", where=str(path), action=_AGAIN)
+    return tensors
+
+
+_AGAIN = "the file is cut or damaged: fetch or write it again"
+
+
+def _location(path: Path, start: int, name: str, info: Mapping[str, Any]) -> TensorLocation:
+    dtype = DTYPES.get(info["dtype"])
+    if dtype is None:
+        raise CheckpointError(f"tensor {name} has dtype {info['dtype']}, which is not supported", where=str(path))
+    begin, end = info["data_offsets"]
+    location = TensorLocation(path, start + begin, tuple(info["shape"]), dtype)
+    if location.num_bytes != end - begin:
+        raise CheckpointError(f"tensor {name}: shape and length disagree", where=str(path), action=_AGAIN)
+    return location
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """A tensor that is going to be written."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+class SafetensorsWriter:
+    """Writes a file whose tensors are known beforehand by name, shape and dtype, in that order."""
+
+    def __init__(self, file: BinaryIO, plan: Iterable[TensorPlan]) -> None:
+        self._file, self._pending = file, list(plan)[::-1]
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        position = 0
+        for tensor in reversed(self._pending):
+            end = position + tensor.num_bytes
+            header[tensor.name] = {
+                "dtype": _NAMES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [position, end],
+            }
+            position = end
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)  # the data begins at a multiple of 8, as the safetensors package does it
+        file.write(len(text).to_bytes(8, "little") + text)
+
+    def write(self, tensor: torch.Tensor) -> None:
+        """Write the next planned tensor."""
+        plan = self._pending.pop()
+        assert tuple(tensor.shape) == plan.shape and tensor.dtype == plan.dtype, (plan, tensor.shape, tensor.dtype)
+        write_bytes(self._file, tensor)
+
+    def finish(self) -> None:
+        """Check that everything planned has been written."""
+        assert not self._pending, self._pending
+
+
+def write_bytes(file: BinaryIO, tensor: torch.Tensor) -> None:
+    """A tensor's elements, row-major."""
+    if tensor.numel():
+        file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)

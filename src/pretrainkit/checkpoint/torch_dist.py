@@ -1,0 +1,421 @@
+"""Megatron-core's distributed checkpoints ("torch_dist") as source and target, one tensor at a time.
+
+The format is that of torch.distributed.checkpoint as megatron-core's `TorchDistSaveShardedStrategy` writes it:
+
+| file | what |
+|---|---|
+| `.metadata` | pickled `Metadata`: global shape, dtype and chunks of every tensor, and where each chunk lies |
+| `__<rank>_<n>.distcp` | chunks one after another, each a `torch.save` archive |
+| `metadata.json` | format names and versions |
+| `common.pt` | `torch.save` of everything that is not sharded |
+
+Tensors are global: tensor parallel parts are joined, layers are stacked along a new first dimension (experts
+along a second), so a checkpoint is independent of the parallelism that reads it. Checkpoints that keep layers
+(`decoder.layers.0.`), experts (`experts.0.`) or gate and up (`weight_w`, `weight_v`) under names of their own,
+as newer versions of megatron-core write them, are read too.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pretrainkit.checkpoint.archive import InertUnpickler, StoredTensor, read_archive
+from pretrainkit.checkpoint.mapping import Entry
+from pretrainkit.checkpoint.transforms import merge_qkv, split_qkv
+from pretrainkit.config.schema import ModelShape
+from pretrainkit.errors import CheckpointError
+from pretrainkit.files import read_json, write_json
+from pretrainkit.models.family import Layout
+
+METADATA_NAME = ".metadata"
+CONFIG_NAME = "metadata.json"
+COMMON_NAME = "common.pt"
+
+_CONFIG = {"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch"}
+_WRAPPERS = re.compile(r"^((module|model)\.)+")
+_NOT_WEIGHTS = re.compile(r"^((chained_\d+\.)?optimizer\.|rng_state|rerun_state_machine_state|opt_param_scheduler)")
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A rectangular part of a global tensor and the bytes it lies in."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    path: Path
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class GlobalTensor:
+    """A tensor of the checkpoint."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[Chunk, ...]
+
+
+def is_torch_dist(folder: Path) -> bool:
+    """Whether a folder is a distributed checkpoint in this format."""
+    if not (folder / CONFIG_NAME).is_file():
+        return False
+    config = read_json(folder / CONFIG_NAME)
+    return isinstance(config, dict) and config.get("sharded_backend") == "torch_dist"
+
+
+def read_metadata(folder: Path) -> dict[str, GlobalTensor]:
+    """All tensors of a checkpoint by their stored name; no tensor is read.
+
+    Raises CheckpointError when a file is missing or shorter than the metadata says.
+    """
+    path = folder / METADATA_NAME
+    if not path.is_file():
+        raise CheckpointError("incomplete checkpoint: no .metadata", where=str(folder), action=_OLDER)
+    try:
+        with path.open("rb") as file:
+            metadata = InertUnpickler(file).load()
+        described, stored = metadata.state_dict_metadata, metadata.storage_data
+    except (pickle.UnpicklingError, AttributeError, EOFError, TypeError, ValueError) as error:
+        raise CheckpointError(f"unreadable .metadata ({error})", where=str(folder), action=_OLDER) from error
+    places: dict[str, dict[tuple[int, ...], Any]] = {}
+    ends: dict[str, int] = {}
+    for index, info in stored.items():
+        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+        if getattr(info, "transform_descriptors", None):
+            raise CheckpointError(f"{index.fqn} is stored transformed, which is not supported", where=str(folder))
+        if getattr(index, "offset", None) is not None:
+            places.setdefault(index.fqn, {})[tuple(index.offset)] = info
+    _check_files(folder, ends)
+    return {
+        name: _global_tensor(folder, name, description, places.get(name, {}))
+        for name, description in described.items()
+        if hasattr(description, "chunks")
+    }
+
+
+_OLDER = "use an older, complete checkpoint"
+
+
+def _check_files(folder: Path, ends: Mapping[str, int]) -> None:
+    for name, end in sorted(ends.items()):
+        path = folder / name
+        if not path.is_file() or path.stat().st_size < end:
+            state = "cut" if path.is_file() else "missing"
+            raise CheckpointError(f"incomplete checkpoint: {name} is {state}", where=str(folder), action=_OLDER)
+
+
+def _global_tensor(folder: Path, name: str, description: Any, places: Mapping[tuple[int, ...], Any]) -> GlobalTensor:
+    chunks = []
+    for chunk in description.chunks:
+        info = places.get(tuple(chunk.offsets))
+        if info is None:
+            raise CheckpointError(f"no bytes for a part of {name}", where=str(folder), action=_OLDER)
+        path = folder / info.relative_path
+        chunks.append(Chunk(tuple(chunk.offsets), tuple(chunk.sizes), path, info.offset, info.length))
+    dtype = description.properties.state[0]  # TensorProperties pickles itself as a tuple that begins with it
+    return GlobalTensor(name, tuple(description.size), dtype, tuple(chunks))
+
+
+def read_region(tensor: GlobalTensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    """A rectangular region of a global tensor; mapped when it lies in one chunk, else joined from its chunks."""
+    joined: Tensor | None = None
+    covered = 0
+    for chunk in tensor.chunks:
+        begin = [max(a, b) for a, b in zip(offsets, chunk.offsets, strict=True)]
+        end = [min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, chunk.offsets, chunk.sizes, strict=True)]
+        if any(b >= e for b, e in zip(begin, end, strict=True)):
+            continue
+        part = _read_chunk(chunk, tensor.name)
+        for dim, (b, e) in enumerate(zip(begin, end, strict=True)):
+            part = part.narrow(dim, b - chunk.offsets[dim], e - b)
+        if list(part.shape) == list(sizes):
+            return part
+        if joined is None:
+            joined = torch.empty(tuple(sizes), dtype=tensor.dtype)
+        place = joined
+        for dim, (b, e) in enumerate(zip(begin, end, strict=True)):
+            place = place.narrow(dim, b - offsets[dim], e - b)
+        place.copy_(part)
+        covered += part.numel()
+    if joined is None or covered != joined.numel():
+        raise CheckpointError(f"{tensor.name}: a part is in no file", action=_OLDER)
+    return joined
+
+
+def _read_chunk(chunk: Chunk, name: str) -> Tensor:
+    stored = read_archive(chunk.path, chunk.offset, chunk.num_bytes)
+    if not isinstance(stored, StoredTensor) or torch.Size(stored.shape).numel() != torch.Size(chunk.sizes).numel():
+        raise CheckpointError(
+            f"{name}: a chunk doesn't hold the tensor that .metadata describes", where=str(chunk.path)
+        )
+    return stored.read().reshape(chunk.sizes)
+
+
+class TorchDistSource:
+    """The weights of a distributed checkpoint, as Hugging Face tensors. Optimizer states are not touched."""
+
+    kind = "torch_dist"
+
+    def __init__(self, folder: Path, entries: Sequence[Entry], shape: ModelShape) -> None:
+        self.folder, self.shape = folder, shape
+        self.left_out: list[str] = []
+        self.padding_rows = 0
+        self._tensors: dict[str, GlobalTensor] = {}
+        for name, tensor in read_metadata(folder).items():
+            bare = _WRAPPERS.sub("", name)
+            if _NOT_WEIGHTS.match(bare):
+                self.left_out.append(name)
+            elif not bare.endswith("_extra_state"):
+                self._tensors[bare] = tensor
+        self._parts = {entry: self._find(entry) for entry in entries}
+        used = {tensor.name for parts in self._parts.values() for tensor, _ in parts}
+        unknown = sorted(tensor.name for tensor in self._tensors.values() if tensor.name not in used)
+        if unknown:
+            raise CheckpointError(
+                f"{len(unknown)} tensors that the architecture doesn't have: {', '.join(unknown[:8])}",
+                where=str(folder),
+                needed=f"a {shape.family} checkpoint of the shape that config.json describes",
+            )
+
+    def _find(self, entry: Entry) -> list[tuple[GlobalTensor, tuple[int, ...]]]:
+        """The global tensors that hold an entry, each with the leading indices (layer, expert) to take."""
+        for name, leading in _stored_names(entry):
+            names = [name + "_w", name + "_v"] if entry.layout is Layout.GATED and name not in self._tensors else [name]
+            if not all(part in self._tensors for part in names):
+                continue
+            found = [self._tensors[part] for part in names]
+            self._check_shape(entry, found, leading)
+            return [(tensor, leading) for tensor in found]
+        raise CheckpointError(
+            f"tensor {entry.weight.megatron.replace('{layer}.', '')} is missing"
+            + (f" (layer {entry.layer})" if entry.layer is not None else ""),
+            where=str(self.folder),
+            needed=f"all tensors of a {self.shape.family} model with {self.shape.num_layers} layers",
+        )
+
+    def _check_shape(self, entry: Entry, tensors: Sequence[GlobalTensor], leading: tuple[int, ...]) -> None:
+        counts = (self.shape.num_layers, self.shape.num_experts)[: len(leading)]
+        wanted = [*counts, *entry.megatron_shape]
+        if len(tensors) > 1:
+            wanted[len(leading)] //= len(tensors)
+        for tensor in tensors:
+            found = list(tensor.shape)
+            if entry.layout is Layout.VOCABULARY and found[0] > wanted[0]:
+                self.padding_rows = max(self.padding_rows, found[0] - wanted[0])
+                found[0] = wanted[0]
+            if found != wanted:
+                raise CheckpointError(
+                    f"{tensor.name} has shape {list(tensor.shape)}",
+                    where=str(self.folder),
+                    needed=f"{wanted}, which follows from config.json",
+                )
+
+    def dtype(self, entry: Entry) -> torch.dtype:
+        return self._parts[entry][0][0].dtype
+
+    def read(self, entry: Entry) -> list[Tensor]:
+        """The Hugging Face tensors of an entry."""
+        parts = self._parts[entry]
+        rows = [shape[0] for shape in entry.shapes]
+        if entry.layout is Layout.QKV:
+            return split_qkv(_rows(*parts[0], 0, sum(rows)), self.shape.num_query_groups, rows)
+        if entry.layout is Layout.GATED and len(parts) == 1:
+            return [_rows(*parts[0], 0, rows[0]), _rows(*parts[0], rows[0], rows[1])]
+        return [_rows(tensor, leading, 0, count) for (tensor, leading), count in zip(parts, rows, strict=True)]
+
+    def notes(self) -> list[str]:
+        """What was left out, for the report."""
+        notes = []
+        if self.left_out:
+            notes.append(f"{len(self.left_out)} optimizer and training states left out")
+        if self.padding_rows:
+            notes.append(f"{self.padding_rows} padding rows of the vocabulary taken away")
+        return notes
+
+
+def _stored_names(entry: Entry) -> list[tuple[str, tuple[int, ...]]]:
+    """The names an entry may have, with the leading indices that its tensor then needs."""
+    template = entry.weight.megatron
+    layer = () if entry.layer is None else (entry.layer,)
+    expert = () if entry.expert is None else (entry.expert,)
+    stacked = template.replace("{layer}.", "")
+    single = template.format(layer=entry.layer)
+    names = [(stacked, layer + expert), (single, expert)]
+    if expert:
+        names.append((single.replace(".experts.experts.", f".experts.experts.{entry.expert}."), ()))
+    return names
+
+
+def _rows(tensor: GlobalTensor, leading: tuple[int, ...], first: int, count: int) -> Tensor:
+    rest = tensor.shape[len(leading) + 1 :]
+    region = read_region(tensor, (*leading, first, *(0 for _ in rest)), (*(1 for _ in leading), count, *rest))
+    return region.reshape(count, *rest)
+
+
+class TorchDistTarget:
+    """Writes a distributed checkpoint of weights into an empty folder, layers and experts stacked."""
+
+    kind = "torch_dist"
+
+    def __init__(
+        self,
+        folder: Path,
+        entries: Sequence[Entry],
+        dtypes: Mapping[Entry, torch.dtype],
+        shape: ModelShape,
+        *,
+        prefix: str,
+        common: Mapping[str, Any],
+        padded_rows: int,
+        num_files: int,
+    ) -> None:
+        self.folder, self.dtypes, self.shape = folder, dtypes, shape
+        self._prefix, self._common, self._padded_rows = prefix, common, padded_rows
+        self.parts = _balance(entries, dtypes, num_files)
+        """Entries by file: one worker writes one file."""
+        self._written: dict[int, list[_WrittenChunk]] = {}
+        self._extra_states = _extra_state_names(entries, shape, prefix)
+
+    def write_part(self, part: int, tensors: Iterable[tuple[Entry, Sequence[Tensor]]]) -> None:
+        """Write one file; `tensors` come in the order of `parts[part]`."""
+        name = f"__0_{part}.distcp"
+        chunks = []
+        with (self.folder / name).open("wb") as file:
+            if part == 0:
+                state = io.BytesIO()
+                torch.save([None], state)
+                for key in self._extra_states:
+                    chunks.append(_WrittenChunk(key, None, None, name, file.tell(), len(state.getvalue())))
+                    file.write(state.getvalue())
+            for entry, values in tensors:
+                for first_row, piece in self._pieces(entry, values):
+                    begin = file.tell()
+                    leading = [index for index in (entry.layer, entry.expert) if index is not None]
+                    torch.save(piece.reshape(*(1 for _ in leading), *piece.shape), file)
+                    chunks.append(
+                        _WrittenChunk(
+                            self._name(entry),
+                            (*leading, first_row, *(0 for _ in piece.shape[1:])),
+                            (*(1 for _ in leading), *piece.shape),
+                            name,
+                            begin,
+                            file.tell() - begin,
+                        )
+                    )
+            file.flush()
+            os.fsync(file.fileno())
+        self._written[part] = chunks
+
+    def _pieces(self, entry: Entry, values: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
+        """An entry's Megatron tensor as row blocks, so that what needs no rearranging isn't copied."""
+        if entry.layout is Layout.QKV:
+            return [(0, merge_qkv(values[0], values[1], values[2], self.shape.num_query_groups))]
+        pieces, first = [], 0
+        for value in values:
+            pieces.append((first, _own(value)))
+            first += value.shape[0]
+        if entry.layout is Layout.VOCABULARY and self._padded_rows > first:
+            pieces.append((first, values[0].new_zeros(self._padded_rows - first, *values[0].shape[1:])))
+        return pieces
+
+    def _name(self, entry: Entry) -> str:
+        return self._prefix + entry.weight.megatron.replace("{layer}.", "")
+
+    def _global_shape(self, entry: Entry) -> tuple[int, ...]:
+        leading = [self.shape.num_layers] if entry.layer is not None else []
+        leading += [self.shape.num_experts] if entry.expert is not None else []
+        rows, *rest = entry.megatron_shape
+        return (*leading, max(rows, self._padded_rows) if entry.layout is Layout.VOCABULARY else rows, *rest)
+
+    def finish(self) -> None:
+        """Write metadata and common state; the checkpoint is complete after it."""
+        from torch.distributed.checkpoint import metadata as dcp
+        from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+        described: dict[str, Any] = {}
+        stored = {}
+        for entry in (entry for part in self.parts for entry in part):
+            properties = dcp.TensorProperties(dtype=self.dtypes[entry], memory_format=torch.contiguous_format)
+            size = torch.Size(self._global_shape(entry))
+            described.setdefault(self._name(entry), dcp.TensorStorageMetadata(properties, size, []))
+        for chunk in (chunk for part in sorted(self._written) for chunk in self._written[part]):
+            if chunk.offsets is None or chunk.sizes is None:
+                described[chunk.name] = dcp.BytesStorageMetadata()
+                index = dcp.MetadataIndex(chunk.name)
+            else:
+                offsets = torch.Size(chunk.offsets)
+                described[chunk.name].chunks.append(dcp.ChunkStorageMetadata(offsets, torch.Size(chunk.sizes)))
+                index = dcp.MetadataIndex(chunk.name, offsets)
+            stored[index] = _StorageInfo(chunk.file, chunk.begin, chunk.num_bytes)
+        with (self.folder / METADATA_NAME).open("wb") as file:
+            pickle.dump(dcp.Metadata(described, storage_data=stored), file)
+        torch.save(dict(self._common), self.folder / COMMON_NAME)
+        write_json(self.folder / CONFIG_NAME, {**_CONFIG, "common_backend_version": 1})
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """The tensor in a storage of just its size, since torch.save writes whole storages."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize else tensor.clone()
+
+
+@dataclass(frozen=True)
+class _WrittenChunk:
+    name: str
+    offsets: tuple[int, ...] | None
+    sizes: tuple[int, ...] | None
+    file: str
+    begin: int
+    num_bytes: int
+
+
+def _balance(entries: Sequence[Entry], dtypes: Mapping[Entry, torch.dtype], num_files: int) -> list[list[Entry]]:
+    """Entries split into runs of about equal bytes, in order."""
+    total = sum(entry.numel * dtypes[entry].itemsize for entry in entries)
+    parts: list[list[Entry]] = [[] for _ in range(min(num_files, len(entries)))]
+    done = 0
+    for entry in entries:
+        parts[min(done * len(parts) // max(total, 1), len(parts) - 1)].append(entry)
+        done += entry.numel * dtypes[entry].itemsize
+    return [part for part in parts if part]
+
+
+def _extra_state_names(entries: Sequence[Entry], shape: ModelShape, prefix: str) -> list[str]:
+    """Names of the (empty) extra states that Transformer Engine's modules insist on finding.
+
+    Which modules have one differs between its versions; readers ignore those they don't have.
+    """
+    names = []
+    for entry in entries:
+        module = entry.weight.megatron.rpartition(".")[0]
+        if entry.weight.megatron.endswith("layer_norm_weight"):
+            continue
+        last = module.rpartition(".")[2]
+        if not (last.startswith("linear_") or last.endswith("layernorm")) or entry.weight.megatron.endswith("bias"):
+            continue
+        names.append(_extra_state(module, entry.layer, entry.expert, shape))
+        if last == "linear_proj":
+            names.append(_extra_state(module[: -len(last)] + "core_attention", entry.layer, None, shape))
+    return [prefix + name for name in names]
+
+
+def _extra_state(module: str, layer: int | None, expert: int | None, shape: ModelShape) -> str:
+    """megatron-core's `ShardedObject.unique_key`."""
+    places = [
+        (index, count) for index, count in ((layer, shape.num_layers), (expert, shape.num_experts)) if index is not None
+    ]
+    offsets, counts = zip(*(places or [(0, 1)]), strict=True)
+    key = module.replace("{layer}.", "")
+    return f"{key}._extra_state/shard_{'.'.join(map(str, offsets))}_{'.'.join(map(str, counts))}"
