@@ -35,7 +35,7 @@ def temporary_name(final: Path) -> Path:
 
 def commit(temporary: Path, final: Path) -> None:
     """Give a finished, flushed file or folder its final name, and make the renaming itself durable."""
-    os.replace(temporary, final)
+    temporary.replace(final)
     fsync_path(final.parent)
 
 

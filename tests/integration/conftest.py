@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import subprocess
 import sys
 from collections.abc import Callable
@@ -88,8 +87,8 @@ def train_tiny(tmp_path: Path, dataset_prefix: Path) -> Callable[..., list[dict[
         )
         run_file = tmp_path / experiment / "run.json"
         run_file.parent.mkdir(parents=True, exist_ok=True)
-        write_run(run_file, dataclasses.replace(run))
-        ranks.train(run_file, world_size)
+        write_run(run_file, run)
+        ranks.run_ranks(ranks.train_rank, world_size, run_file.parent, run_file=run_file)
         return read_metrics(tmp_path / experiment / "metrics.jsonl")
 
     return train

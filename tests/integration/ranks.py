@@ -1,46 +1,22 @@
-"""Trains in forked ranks: NeMo is imported once (10 s and more), then each rank is a fork of that process."""
+"""Runs functions in forked ranks: NeMo is imported once (10 s and more), then each rank is a fork of that process."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import socket
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 RANK_TIMEOUT_S = 240
 
 
-def train_rank(run_file: Path, rank: int, world_size: int, port: int, output: Path) -> None:
-    """What torchrun and train.py do for one rank, in a process that has NeMo imported already."""
-    with output.open("w") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_RUN_ID": "test",
-    }
-    import torch
+def run_ranks(target: Callable[..., None], world_size: int, folder: Path, **arguments: Any) -> None:
+    """Call `target(rank, world_size, **arguments)` on every rank, with gloo's and torchrun's environment.
 
-    from pretrainkit import logs
-    from pretrainkit.config.run_file import read_run
-    from pretrainkit.training import cpu
-
-    cpu.bridge()
-    from pretrainkit.training import nemo
-
-    torch.set_num_threads(1)
-    logs.configure()
-    nemo.train(read_run(run_file), rank=rank, local_world_size=world_size)
-
-
-def train(run_file: Path, world_size: int) -> None:
-    """Run all ranks of a run on this machine; raises with the end of their output when one fails."""
+    Output goes to `folder`; raises with the end of it when a rank fails or hangs.
+    """
     # The fork server looks for modules to preload on PYTHONPATH alone.
     os.environ["PYTHONPATH"] = str(Path(__file__).parent)
     context = multiprocessing.get_context("forkserver")
@@ -48,9 +24,9 @@ def train(run_file: Path, world_size: int) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    outputs = [run_file.with_name(f"rank{rank}.log") for rank in range(world_size)]
+    outputs = [folder / f"rank{rank}.log" for rank in range(world_size)]
     ranks = [
-        context.Process(target=train_rank, args=(run_file, rank, world_size, port, output))
+        context.Process(target=_rank, args=(target, rank, world_size, port, output, arguments))
         for rank, output in enumerate(outputs)
     ]
     for process in ranks:
@@ -66,5 +42,51 @@ def train(run_file: Path, world_size: int) -> None:
         raise AssertionError(f"ranks {failed} of {world_size} failed or hung\n{tails}")
 
 
-if __name__ == "__main__":
-    train(Path(sys.argv[1]), int(sys.argv[2]))
+def _rank(target: Any, rank: int, world_size: int, port: int, output: Path, arguments: dict[str, Any]) -> None:
+    with output.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RUN_ID": "test",
+    }
+    import torch
+
+    from pretrainkit import logs
+    from pretrainkit.training import cpu
+
+    cpu.bridge()
+    torch.set_num_threads(1)
+    logs.configure()
+    target(rank, world_size, **arguments)
+
+
+def train_rank(rank: int, world_size: int, *, run_file: Path) -> None:
+    """What train.py does for one rank."""
+    from pretrainkit.config.run_file import read_run
+    from pretrainkit.training import nemo
+
+    nemo.train(read_run(run_file), rank=rank, local_world_size=world_size)
+
+
+def logits_rank(rank: int, world_size: int, *, hf_folder: Path, checkpoint: Path, tokens_file: Path) -> None:
+    """Write the Megatron model's logits for saved tokens beside them, at tensor parallel size `world_size`."""
+    import torch
+
+    from pretrainkit.models.registry import read_shape
+    from pretrainkit.training import megatron_model
+
+    torch.distributed.init_process_group("gloo")
+    megatron_model.initialize(tensor_parallel_size=world_size)
+    shape, tokens = read_shape(hf_folder), torch.load(tokens_file)
+    model = megatron_model.load_model(
+        checkpoint / "weights", shape, padded_vocab_size=shape.vocab_size, sequence_length=tokens.size(1)
+    )
+    logits = megatron_model.logits(model, tokens, vocab_size=shape.vocab_size)
+    if rank == 0:
+        torch.save(logits, tokens_file.with_name("logits.pt"))

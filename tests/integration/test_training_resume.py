@@ -40,6 +40,7 @@ def test_optimizer_state_moves_to_another_layout(
     unbroken = train_tiny(tiny, "unbroken", max_steps=8)
     train_tiny(tiny, "stopped", max_steps=4)
     resumed = by_step(train_tiny(tiny, "stopped", max_steps=8, **layout))
-    print(layout, unbroken[-3:], [resumed[s] for s in sorted(resumed)][-3:])
     for step, expected in by_step(unbroken).items():
         assert resumed[step] == pytest.approx(expected, abs=1e-6)
+        # Splitting weights or layers over ranks changes no order of additions in the forward pass.
+        assert "tensor" not in layout or resumed[step][0] == expected[0]

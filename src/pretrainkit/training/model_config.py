@@ -5,12 +5,14 @@ NeMo's configs extend TransformerConfig, so the same fields serve NeMo's trainer
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-from pretrainkit.config.schema import ModelShape
+from pretrainkit.config.schema import ModelShape, RopeScaling
 
 
 def transformer_config_fields(
@@ -51,3 +53,16 @@ def transformer_config_fields(
         "apply_rope_fusion": has_transformer_engine,
         "masked_softmax_fusion": has_transformer_engine,
     }
+
+
+def scaled_inverse_frequencies(inverse_frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Llama 3.1's scaling of rotary inverse frequencies [head_dim / 2], in radians per token.
+
+    Frequencies that turn less than `low_freq_factor` times in the old context are divided by `factor`, those that
+    turn more than `high_freq_factor` times are kept, and those between are blended
+    (transformers: modeling_rope_utils._compute_llama3_parameters).
+    """
+    turns = scaling.original_max_position_embeddings * inverse_frequencies / (2 * math.pi)
+    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept = kept.clamp(0, 1)
+    return kept * inverse_frequencies + (1 - kept) * inverse_frequencies / scaling.factor

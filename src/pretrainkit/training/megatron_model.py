@@ -1,0 +1,80 @@
+"""A bare Megatron-core model with a checkpoint's weights, for comparing its logits and losses with others'.
+
+No trainer and no NeMo: the same modules that training uses, at any tensor parallel size.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from pretrainkit.config.schema import ModelShape
+from pretrainkit.training.layer_spec import torch_layer_spec
+from pretrainkit.training.model_config import scaled_inverse_frequencies, transformer_config_fields
+
+
+def initialize(*, tensor_parallel_size: int = 1) -> None:
+    """Set up Megatron's process groups; torch.distributed is initialised already, on every rank."""
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel_size)
+        model_parallel_cuda_manual_seed(0)
+
+
+def load_model(
+    weights: Path,
+    shape: ModelShape,
+    *,
+    padded_vocab_size: int,
+    sequence_length: int,
+    precision: str = "fp32",
+    with_transformer_engine: bool = False,
+    key_prefix: str = "module.",
+) -> GPTModel:
+    """This rank's part of the model, with the weights of a torch_dist folder, ready to evaluate.
+
+    `key_prefix` stands before every tensor's name in the folder: 'module.' as NeMo writes it.
+    """
+    tensor_parallel_size = parallel_state.get_tensor_model_parallel_world_size()
+    config = TransformerConfig(
+        **transformer_config_fields(shape, precision=precision, has_transformer_engine=with_transformer_engine),
+        tensor_model_parallel_size=tensor_parallel_size,
+    )
+    spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=shape.qk_norm) if with_transformer_engine else None
+    model = GPTModel(
+        config,
+        transformer_layer_spec=spec or torch_layer_spec(config),
+        vocab_size=padded_vocab_size,
+        max_sequence_length=sequence_length,
+        position_embedding_type="rope",
+        rotary_base=shape.rope_theta,
+        share_embeddings_and_output_weights=shape.tie_word_embeddings,
+    )
+    if shape.rope_scaling:
+        rotary = model.rotary_pos_emb
+        rotary.inv_freq = scaled_inverse_frequencies(rotary.inv_freq, shape.rope_scaling)
+    state: dict[str, Any] = model.sharded_state_dict(prefix=key_prefix)
+    loaded = dist_checkpointing.load(state, str(weights))
+    values = {name.removeprefix(key_prefix): loaded[name] for name in state if "_extra_state" not in name}
+    missing, unexpected = model.load_state_dict(values, strict=False)
+    # Megatron's layers list an `_extra_state` without content, which checkpoints may omit.
+    left = [name for name in (*missing, *unexpected) if "_extra_state" not in name]
+    assert not left, f"dist_checkpointing.load should have refused: {left}"
+    return model.eval()
+
+
+@torch.no_grad()
+def logits(model: GPTModel, tokens: Tensor, *, vocab_size: int) -> Tensor:
+    """The model's logits [batch, sequence, vocab_size] in fp32 for token ids [batch, sequence], padding cut off."""
+    batch, length = tokens.shape
+    positions = torch.arange(length, device=tokens.device).expand(batch, length)
+    local = model(tokens, positions, None)  # [batch, sequence, rows on this rank]
+    return gather_from_tensor_model_parallel_region(local)[..., :vocab_size].float()
