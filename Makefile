@@ -1,0 +1,27 @@
+# setup | demo | test | check | bench. Each target makes the environment first when that is needed.
+SHELL := /bin/bash
+VENV ?= .venv
+READY := $(VENV)/.ready
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+
+.PHONY: setup demo test check bench
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt scripts/setup.sh
+	scripts/setup.sh $(VENV)
+
+demo: $(READY)
+	scripts/demo.sh
+
+test: $(READY)
+	python -m pytest
+
+check: $(READY)
+	ruff check .
+	ruff format --check .
+	mypy
+	lint-imports
+	git ls-files '*.sh' | xargs -r shellcheck
+
+bench: $(READY)
+	scripts/bench.sh
