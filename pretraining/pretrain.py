@@ -1,0 +1,45 @@
+"""Starts the pretraining of a model, or continues it: flags and YAML -> run.json -> executor."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pretrainkit.cli import Parser, run_command
+from pretrainkit.config.flags import add_run_flags, given_flags
+from pretrainkit.launch.secrets import hide_token_from_process_list
+
+TRAIN_SCRIPT = Path(__file__).resolve().with_name("train.py")
+
+
+def build_parser() -> Parser:
+    """The parser of this command."""
+    parser = Parser(
+        prog="pretrain.py", usage="%(prog)s --hf_model_id MODEL --dataset_path DATA [options]", description=__doc__
+    )
+    add_run_flags(parser)
+    return parser
+
+
+def command(arguments: argparse.Namespace) -> int:
+    """Start the run that the arguments ask for."""
+    from pretrainkit.config.load import load_config
+    from pretrainkit.launch.start import dry_run, start
+
+    config = load_config(arguments.config_files, given_flags(arguments), arguments.assignments)
+    if arguments.dry_run:
+        return dry_run(config, train_script=TRAIN_SCRIPT)
+    return start(config, train_script=TRAIN_SCRIPT, command_line=sys.argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and give its exit code."""
+    if argv is None:
+        hide_token_from_process_list()
+    return run_command(command, build_parser(), argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""From what was asked and what is known to what will run: pure functions, no files and no devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pretrainkit.config.schema import DatasetFacts, ModelShape, ResolvedRun, RunConfig
+from pretrainkit.config.split import num_samples
+
+VOCABULARY_MULTIPLE = 128
+"""Megatron pads the embedding's rows to a multiple of this x TP (its --make-vocab-size-divisible-by)."""
+WARMUP_SHARE = 0.01
+MAX_DEFAULT_WARMUP_STEPS = 2000
+
+
+@dataclass(frozen=True)
+class MachineFacts:
+    """What this machine has."""
+
+    num_gpus: int
+    """CUDA devices that this process may use and that the installed torch can drive."""
+    num_cpus: int
+    """Cores that this process may use."""
+    torch_has_cuda: bool = True
+    """Whether the installed torch was built for CUDA."""
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """All that is known before a run starts. What could not be found out is None, and what needs it is skipped."""
+
+    machine: MachineFacts
+    experiment_dir: str
+    model: ModelShape | None = None
+    hf_folder: str = ""
+    initial_checkpoint: str | None = None
+    tokenizer_sha256: str | None = None
+    """Of the model's tokenizer.json."""
+    tokenizer_largest_id: int | None = None
+    """Largest id that the model's tokenizer can give."""
+    dataset: DatasetFacts | None = None
+    split_tokens: tuple[tuple[int, int, int], ...] | None = None
+    """Per prefix, the tokens of its training, validation and test documents."""
+    dataset_tokenizers: tuple[str | None, ...] = ()
+    """Per prefix, SHA-256 of the tokenizer.json that made it; None where no manifest tells."""
+
+
+def world_size(config: RunConfig) -> int:
+    """Ranks of the run."""
+    return config.launch.num_nodes * config.launch.num_gpus
+
+
+def model_parallel_size(config: RunConfig) -> int:
+    """Ranks that hold one copy of the model together: TP x PP x CP."""
+    parallel = config.parallel
+    return parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
+
+
+def data_parallel_size(config: RunConfig) -> int:
+    """Copies of the model."""
+    return world_size(config) // model_parallel_size(config)
+
+
+def accelerator(config: RunConfig, machine: MachineFacts) -> str:
+    """cpu or gpu."""
+    if config.launch.accelerator != "auto":
+        return config.launch.accelerator
+    return "gpu" if config.launch.executor != "local" or machine.num_gpus > 0 else "cpu"
+
+
+def sequence_parallel(config: RunConfig) -> bool:
+    """Whether activations are split along the sequence; with one tensor-parallel rank there is nothing to split."""
+    asked = config.parallel.sequence_parallel
+    return config.parallel.tensor_model_parallel_size > 1 and (asked is None or asked)
+
+
+def samples_per_epoch(config: RunConfig, split_tokens: tuple[tuple[int, int, int], ...]) -> int:
+    """Training samples in one pass over the dataset; samples don't cross from one prefix to the next."""
+    return sum(num_samples(training, config.data.sequence_length) for training, _, _ in split_tokens)
+
+
+def max_steps(config: RunConfig, split_tokens: tuple[tuple[int, int, int], ...]) -> int:
+    """Optimizer steps of the run: as asked, or one epoch without its last incomplete batch."""
+    if config.training.max_steps is not None:
+        return config.training.max_steps
+    return samples_per_epoch(config, split_tokens) // config.training.global_batch_size
+
+
+def lr_decay_steps(config: RunConfig, steps: int) -> int:
+    """Step at which the learning rate reaches min_lr."""
+    return config.optimizer.lr_decay_steps or steps
+
+
+def lr_warmup_steps(config: RunConfig, steps: int) -> int:
+    """Steps of linear warm-up."""
+    if config.optimizer.lr_warmup_steps is not None:
+        return config.optimizer.lr_warmup_steps
+    return min(MAX_DEFAULT_WARMUP_STEPS, int(WARMUP_SHARE * lr_decay_steps(config, steps)))
+
+
+def padded_vocab_size(vocab_size: int, tensor_model_parallel_size: int) -> int:
+    """Rows of the embedding in Megatron."""
+    multiple = VOCABULARY_MULTIPLE * tensor_model_parallel_size
+    return -(-vocab_size // multiple) * multiple
+
+
+def resolve(config: RunConfig, facts: RunFacts) -> ResolvedRun:
+    """The whole run. Its request must have passed `pretrainkit.config.checks.problems_of` without a problem."""
+    assert facts.model and facts.dataset and facts.split_tokens
+    chosen = accelerator(config, facts.machine)
+    steps = max_steps(config, facts.split_tokens)
+    optimizer = config.optimizer
+    return ResolvedRun(
+        config=config,
+        model=facts.model,
+        dataset=facts.dataset,
+        experiment_dir=facts.experiment_dir,
+        hf_folder=facts.hf_folder,
+        initial_checkpoint=facts.initial_checkpoint,
+        accelerator=chosen,
+        precision=_precision(config, chosen),
+        world_size=world_size(config),
+        data_parallel_size=data_parallel_size(config),
+        sequence_parallel=sequence_parallel(config),
+        max_steps=steps,
+        lr_warmup_steps=lr_warmup_steps(config, steps),
+        lr_decay_steps=lr_decay_steps(config, steps),
+        min_lr=optimizer.lr / 10 if optimizer.min_lr is None else optimizer.min_lr,
+        padded_vocab_size=padded_vocab_size(facts.model.vocab_size, config.parallel.tensor_model_parallel_size),
+    )
+
+
+def _precision(config: RunConfig, chosen_accelerator: str) -> str:
+    if config.training.precision != "auto":
+        return config.training.precision
+    return "bf16" if chosen_accelerator == "gpu" else "fp32"

@@ -1,0 +1,177 @@
+"""What the files of a dataset say, before a run starts: read from the indexes and manifests alone."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from pretrainkit import files
+from pretrainkit.config.schema import DatasetFacts
+from pretrainkit.config.split import parse_split, split_bounds
+from pretrainkit.data.indexed import IndexedDataset, bin_path, idx_path
+from pretrainkit.data.manifest import Manifest, read_manifest
+from pretrainkit.data.pairs import find_pairs
+from pretrainkit.errors import DataError, RequestError
+
+_EDGE_BYTES = 1 << 20
+"""Bytes hashed at either end of a .bin that has no manifest: enough to tell two files apart, never slow."""
+
+
+@dataclass(frozen=True)
+class DatasetReading:
+    """A dataset's facts, and those of each prefix that the checks of a run need."""
+
+    facts: DatasetFacts
+    split_tokens: tuple[tuple[int, int, int], ...] | None
+    """Per prefix, tokens of training, validation and test; None when the split can't be read."""
+    tokenizers: tuple[str | None, ...]
+    """Per prefix, SHA-256 of the tokenizer.json that made it."""
+    unknown_ids: tuple[str, ...]
+    """Prefixes without a manifest: the largest token id in them is not known."""
+
+
+def read_dataset(dataset_path: str, split: str) -> DatasetReading:
+    """Read all that is known about a dataset.
+
+    Args:
+        dataset_path: a .bin/.idx prefix, a folder of them, or 'weight prefix weight prefix ...'.
+        split: shares such as '969,30,1'.
+
+    Raises:
+        RequestError: no complete pair there, damaged files, wrong weights, a prefix named twice.
+    """
+    parts = [part for weight, path in _parse_blend(dataset_path) for part in _weighted_pairs(weight, path)]
+    prefixes = [prefix for prefix, _ in parts]
+    if twice := sorted({str(prefix) for prefix in prefixes if prefixes.count(prefix) > 1}):
+        raise RequestError(
+            f"named twice: {', '.join(twice)}",
+            action="name it once, with its weights added",
+            where="--dataset_path",
+        )
+    readings = [_read_pair(prefix, split) for prefix in prefixes]
+    # Megatron gives a blend without weights one epoch and no more; the numbers of tokens mean the same mixture.
+    weights = [
+        float(reading.num_tokens) if weight is None else weight
+        for reading, (_, weight) in zip(readings, parts, strict=True)
+    ]
+    largest_ids = [reading.largest_id for reading in readings if reading.largest_id is not None]
+    splits = [reading.split_tokens for reading in readings]
+    digest = hashlib.sha256("".join(reading.digest for reading in readings).encode())
+    return DatasetReading(
+        facts=DatasetFacts(
+            prefixes=tuple(str(prefix) for prefix in prefixes),
+            weights=tuple(weights) if len(prefixes) > 1 else (),
+            num_tokens=sum(reading.num_tokens for reading in readings),
+            num_documents=sum(reading.num_documents for reading in readings),
+            max_token_id=max(largest_ids, default=None),
+            data_hash=digest.hexdigest(),
+        ),
+        split_tokens=tuple(tokens for tokens in splits if tokens) if all(splits) else None,
+        tokenizers=tuple(reading.tokenizer_sha256 for reading in readings),
+        unknown_ids=tuple(
+            str(prefix) for prefix, reading in zip(prefixes, readings, strict=True) if reading.largest_id is None
+        ),
+    )
+
+
+def _parse_blend(dataset_path: str) -> list[tuple[float | None, str]]:
+    """(weight, path) of each part of a blend; one part without a weight when it is a single path."""
+    plain = Path(dataset_path).expanduser()
+    words = shlex.split(dataset_path)
+    if plain.exists() or idx_path(plain).exists() or bin_path(plain).exists() or len(words) < 2:
+        return [(None, str(plain))]
+    needed = "'weight prefix weight prefix ...', each weight above 0"
+    if len(words) % 2:
+        raise RequestError(f"{dataset_path!r}", needed=f"a prefix, a folder, or {needed}", where="--dataset_path")
+    parts: list[tuple[float | None, str]] = []
+    for word, path in zip(words[::2], words[1::2], strict=True):
+        try:
+            weight = float(word)
+        except ValueError:
+            raise RequestError(f"{word!r} is not a weight", needed=needed, where="--dataset_path") from None
+        if not math.isfinite(weight) or weight <= 0:
+            raise RequestError(f"weight {word} of {path}", needed=needed, where="--dataset_path")
+        parts.append((weight, str(Path(path).expanduser())))
+    return parts
+
+
+def _weighted_pairs(weight: float | None, path: str) -> list[tuple[Path, float | None]]:
+    """The prefixes at a path, with their parts of the path's weight, in proportion to their tokens."""
+    prefixes = [prefix.resolve() for prefix in find_pairs(path)]
+    if weight is None or len(prefixes) == 1:
+        return [(prefix, weight) for prefix in prefixes]
+    sizes = [bin_path(prefix).stat().st_size for prefix in prefixes]
+    total = sum(sizes) or 1
+    return [(prefix, weight * size / total) for prefix, size in zip(prefixes, sizes, strict=True)]
+
+
+@dataclass(frozen=True)
+class _PairReading:
+    num_tokens: int
+    num_documents: int
+    split_tokens: tuple[int, int, int] | None
+    largest_id: int | None
+    tokenizer_sha256: str | None
+    digest: str
+
+
+def _read_pair(prefix: Path, split: str) -> _PairReading:
+    try:
+        dataset = IndexedDataset(prefix)
+        manifest = read_manifest(prefix)
+    except DataError as error:
+        raise RequestError(error.found, where=error.where, needed=error.needed, action=error.action) from error
+    if manifest and (manifest.bin_bytes, manifest.num_documents) != (
+        bin_path(prefix).stat().st_size,
+        dataset.num_documents,
+    ):
+        raise RequestError(
+            f"its manifest tells of {manifest.num_documents} documents and {manifest.bin_bytes} bytes, the pair has "
+            f"{dataset.num_documents} and {bin_path(prefix).stat().st_size}",
+            action="the manifest is of other data: preprocess again, or copy all three files",
+            where=str(prefix),
+        )
+    return _PairReading(
+        num_tokens=dataset.num_tokens,
+        num_documents=dataset.num_documents,
+        split_tokens=_split_tokens(dataset, split),
+        largest_id=manifest.tokenizer.largest_id if manifest else None,
+        tokenizer_sha256=manifest.tokenizer.sha256 if manifest else None,
+        digest=_manifest_digest(manifest) if manifest else _files_digest(prefix),
+    )
+
+
+def _split_tokens(dataset: IndexedDataset, split: str) -> tuple[int, int, int] | None:
+    try:
+        shares = parse_split(split)
+    except RequestError:  # told by the checks of the request
+        return None
+    lengths = dataset.sequence_lengths
+    bounds = split_bounds(shares, len(lengths))
+    training, validation, test = (
+        int(lengths[begin:end].sum(dtype=np.int64)) for begin, end in itertools.pairwise(bounds)
+    )
+    return (training, validation, test)
+
+
+def _manifest_digest(manifest: Manifest) -> str:
+    """What changes when the content of a pair does, wherever it lies and however often it was made."""
+    content = f"{manifest.bin_bytes} {manifest.bin_crc32} {manifest.num_documents} {manifest.tokenizer.sha256}"
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def _files_digest(prefix: Path) -> str:
+    """The same for a pair that tells nothing about itself: of its index, and the ends of its tokens."""
+    digest = hashlib.sha256(files.sha256_file(idx_path(prefix)).encode())
+    with bin_path(prefix).open("rb") as tokens:
+        digest.update(tokens.read(_EDGE_BYTES))
+        size = tokens.seek(0, 2)
+        tokens.seek(max(0, size - _EDGE_BYTES))
+        digest.update(tokens.read(_EDGE_BYTES))
+    return digest.hexdigest()

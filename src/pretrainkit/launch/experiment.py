@@ -1,0 +1,149 @@
+"""An experiment's folder: its run.json, its attempts, and what may not change under a run that has checkpoints."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pretrainkit.config.run_file import read_run, to_json, write_run
+from pretrainkit.config.schema import ResolvedRun
+from pretrainkit.errors import RequestError
+from pretrainkit.logs import get_logger
+
+RUN_FILE = "run.json"
+CHECKPOINTS = "checkpoints"
+LOGS = "logs"
+RANKS_LOCK = ".ranks.lock"
+"""Held by the process that has started ranks on this machine, until the last of them has ended."""
+LAUNCHER_LOCK = ".launcher.lock"
+"""Held by pretrain.py from before run.json is written until the run has ended."""
+
+IDENTITY = (
+    "model",
+    "config.nemo_model",
+    "config.data.sequence_length",
+    "config.data.split",
+    "config.training.seed",
+    "dataset.weights",
+    "dataset.data_hash",
+)
+"""Fields of run.json that say which run this is: weights, data, and the order in which it is read."""
+_NOT_COMPARED = ("config.experiments_dir", "experiment_dir", "format_version", "initial_checkpoint", "dataset.prefixes")
+"""Fields that name places: a moved experiment, model or dataset is the same one."""
+
+log = get_logger(__name__)
+
+
+def changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Fields that differ between two run.json objects: dotted name -> (old, new), places left out."""
+    before, after = dict(_leaves(old, "")), dict(_leaves(new, ""))
+    return {
+        name: (before.get(name), after.get(name))
+        for name in [*before, *(name for name in after if name not in before)]
+        if before.get(name) != after.get(name) and not name.startswith(_NOT_COMPARED)
+    }
+
+
+def _leaves(value: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, item in value.items():
+        if isinstance(item, dict):
+            yield from _leaves(item, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", list(item) if isinstance(item, tuple) else item
+
+
+def is_identity(name: str) -> bool:
+    """Whether a field of run.json says which run this is."""
+    return any(name == field or name.startswith(f"{field}.") for field in IDENTITY)
+
+
+def write_run_file(run: ResolvedRun) -> Path:
+    """Write run.json, if the experiment may become this run.
+
+    Once it has checkpoints, its identity can't change: the same command continues it, another model, dataset,
+    sequence length, split or seed is another experiment. Other changes are logged.
+
+    Raises RequestError that names every changed field with both values.
+    """
+    path = Path(run.experiment_dir) / RUN_FILE
+    if path.exists():
+        changed = changes(to_json(read_run(path)), to_json(run))
+        if has_checkpoints(Path(run.experiment_dir)):
+            _refuse_other_identity(path, changed)
+        for name, (old, new) in changed.items():
+            log.info("changed since the last start: %s: %s -> %s", name, old, new)
+    elif has_checkpoints(path.parent):
+        raise RequestError(
+            "checkpoints, but no run.json that says what they are of",
+            action="restore run.json, or take another --experiment",
+            where=str(path.parent),
+        )
+    write_run(path, run)
+    return path
+
+
+def has_checkpoints(experiment_dir: Path) -> bool:
+    """Whether an experiment has saved anything."""
+    folder = experiment_dir / CHECKPOINTS
+    return folder.is_dir() and any(folder.iterdir())
+
+
+def _refuse_other_identity(path: Path, changed: dict[str, tuple[Any, Any]]) -> None:
+    identity = {name: values for name, values in changed.items() if is_identity(name)}
+    if identity:
+        listed = "; ".join(f"{name} was {old}, now {new}" for name, (old, new) in identity.items())
+        raise RequestError(
+            f"this experiment has checkpoints of another run: {listed}",
+            needed="the same model, data, sequence length, split and seed, to continue",
+            action="take them back, or take another --experiment (and --nemo_model to start from trained weights)",
+            where=str(path.parent),
+        )
+
+
+def new_attempt(experiment_dir: Path) -> tuple[int, Path]:
+    """Number and new, empty log folder of the next attempt; the first is 1."""
+    logs = experiment_dir / LOGS
+    logs.mkdir(parents=True, exist_ok=True)
+    number = max((_attempt_number(path) for path in logs.glob("attempt_*")), default=0) + 1
+    while True:
+        folder = logs / f"attempt_{number}"
+        try:
+            folder.mkdir()
+        except FileExistsError:  # another node of the same job, or another start, was faster
+            number += 1
+        else:
+            return number, folder
+
+
+def _attempt_number(path: Path) -> int:
+    digits = path.name.removeprefix("attempt_")
+    return int(digits) if digits.isdigit() else 0
+
+
+@contextmanager
+def locked(experiment_dir: Path, name: str) -> Iterator[None]:
+    """Hold one of an experiment's locks. Raises RequestError when another process holds it.
+
+    Where the file system has no locks, the run goes on without this protection.
+    """
+    experiment_dir.mkdir(parents=True, exist_ok=True)
+    with (experiment_dir / name).open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            raise RequestError(
+                f"this experiment is running already (process {lock.read().strip() or 'unknown'})",
+                action="wait for it, stop it, or take another --experiment",
+                where=str(experiment_dir),
+            ) from None
+        except OSError as error:
+            log.warning("no file locks here (%s): nothing keeps a second start away", error.strerror)
+        lock.truncate(0)
+        lock.write(f"{os.getpid()} on {os.uname().nodename}\n")
+        lock.flush()
+        yield

@@ -1,0 +1,69 @@
+"""Everything that a request has to be checked against, gathered from this machine, the model and the data."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from pretrainkit.config.resolve import RunFacts
+from pretrainkit.config.schema import RunConfig
+from pretrainkit.data.tokenizer import load_tokenizer
+from pretrainkit.errors import RequestError
+from pretrainkit.launch import weights
+from pretrainkit.launch.dataset import read_dataset
+from pretrainkit.launch.hub import local_folder
+from pretrainkit.launch.machine import read_machine
+from pretrainkit.models.registry import read_shape
+
+
+def gather(config: RunConfig) -> tuple[RunFacts, list[RequestError]]:
+    """The facts of a request, and what was wrong with the places they should come from.
+
+    A fact that couldn't be had is None, so that all other checks can still be made.
+    """
+    experiments_dir = Path(config.experiments_dir).expanduser().resolve()
+    facts = RunFacts(
+        machine=read_machine(config.launch.accelerator), experiment_dir=str(experiments_dir / config.experiment)
+    )
+    problems: list[RequestError] = []
+    for add in (_add_model, _add_dataset, _add_weights):
+        try:
+            facts = add(config, facts)
+        except RequestError as problem:
+            problems.append(problem)
+    return facts, problems
+
+
+def _add_model(config: RunConfig, facts: RunFacts) -> RunFacts:
+    if not config.hf_model_id:
+        return facts
+    folder = local_folder(config.hf_model_id)
+    tokenizer = load_tokenizer(folder)
+    return dataclasses.replace(
+        facts,
+        model=read_shape(folder),
+        hf_folder=str(folder),
+        tokenizer_sha256=tokenizer.sha256,
+        tokenizer_largest_id=tokenizer.largest_id,
+    )
+
+
+def _add_dataset(config: RunConfig, facts: RunFacts) -> RunFacts:
+    if not config.data.dataset_path:
+        return facts
+    reading = read_dataset(config.data.dataset_path, config.data.split)
+    return dataclasses.replace(
+        facts,
+        dataset=reading.facts,
+        split_tokens=reading.split_tokens,
+        dataset_tokenizers=reading.tokenizers,
+    )
+
+
+def _add_weights(config: RunConfig, facts: RunFacts) -> RunFacts:
+    if config.nemo_model is None:
+        return facts
+    initial = weights.locate(config.nemo_model, Path(config.experiments_dir).expanduser().resolve())
+    if facts.model:
+        weights.check_shape(initial, facts.model)
+    return dataclasses.replace(facts, initial_checkpoint=str(initial.checkpoint))

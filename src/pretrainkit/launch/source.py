@@ -1,0 +1,87 @@
+"""source.txt: what code, packages, data and command an attempt ran with, so that it can be had again."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import shlex
+import subprocess
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+
+from pretrainkit.config.schema import ResolvedRun
+from pretrainkit.launch.secrets import masked
+
+PACKAGES = (
+    "pretrainkit",
+    "torch",
+    "nemo_toolkit",
+    "megatron-core",
+    "nemo-run",
+    "lightning",
+    "transformers",
+    "tokenizers",
+    "transformer-engine",
+    "numpy",
+    "omegaconf",
+)
+"""Packages whose versions can change a result."""
+MAX_DIFF_BYTES = 2_000_000
+"""A longer diff is cut: it holds generated files, not source."""
+_GIT_TIMEOUT_S = 20
+
+
+def describe(run: ResolvedRun, command_line: Sequence[str]) -> str:
+    """The text of source.txt. Values of token variables are replaced by ***."""
+    parts = [
+        f"written {datetime.now(timezone.utc):%Y-%m-%d %H:%M:%S} UTC",
+        f"command: {shlex.join(command_line)}",
+        f"python {platform.python_version()}",
+        *(f"{name} {_version(name)}" for name in PACKAGES),
+        "",
+        f"data {run.dataset.data_hash}",
+        *(f"  {prefix}" for prefix in run.dataset.prefixes),
+        "",
+        *_repository(Path(__file__).parents[3]),
+    ]
+    return masked("\n".join(parts) + "\n")
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _repository(root: Path) -> list[str]:
+    """Commit, names of untracked files and the uncommitted diff of the checkout that holds this package."""
+    if not (root / ".git").exists():
+        return ["source: an installed package, not a git checkout"]
+    commit = _git(root, "rev-parse", "HEAD")
+    if commit is None:
+        return ["source: a git checkout that git can't read here"]
+    untracked = (_git(root, "ls-files", "--others", "--exclude-standard") or "").split()
+    diff = _git(root, "diff", "HEAD") or ""
+    if len(diff) > MAX_DIFF_BYTES:
+        diff = diff[:MAX_DIFF_BYTES] + f"\n[cut: the diff has {len(diff)} characters]"
+    return [
+        f"commit {commit.strip()}",
+        f"untracked: {' '.join(untracked) or 'nothing'}",
+        f"uncommitted changes: {'as follows' if diff else 'none'}",
+        *([diff] if diff else []),
+    ]
+
+
+def _git(root: Path, *words: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(root), *words],
+            capture_output=True,
+            timeout=_GIT_TIMEOUT_S,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.decode("utf-8", errors="replace")

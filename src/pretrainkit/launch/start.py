@@ -1,0 +1,99 @@
+"""From a request to a started run: gather, check, resolve, write, start."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pretrainkit import files
+from pretrainkit.config.checks import problems_of
+from pretrainkit.config.notes import notes_of
+from pretrainkit.config.resolve import resolve
+from pretrainkit.config.schema import ResolvedRun, RunConfig
+from pretrainkit.errors import EXIT_DONE, EXIT_STOPPED_AFTER_SAVING, RequestError
+from pretrainkit.launch import weights
+from pretrainkit.launch.experiment import LAUNCHER_LOCK, RUN_FILE, locked, new_attempt, write_run_file
+from pretrainkit.launch.facts import gather
+from pretrainkit.launch.follow import Follower
+from pretrainkit.launch.machine import count_cpus
+from pretrainkit.launch.node import NODE_LOG, RANKS_LOCK, rank_log_names
+from pretrainkit.launch.plan import LaunchPlan, plan_launch
+from pretrainkit.launch.secrets import masked
+from pretrainkit.launch.source import describe
+from pretrainkit.launch.summary import summarize
+from pretrainkit.logs import get_logger
+
+log = get_logger(__name__)
+
+
+def resolve_request(config: RunConfig) -> ResolvedRun:
+    """The resolved run of a request. Raises RequestError that tells everything that is wrong with it."""
+    facts, problems = gather(config)
+    problems = [*problems, *problems_of(config, facts)]
+    if problems:
+        raise RequestError.of_all(problems)
+    run = resolve(config, facts)
+    for note in notes_of(run, facts):
+        log.warning("%s", note)
+    return run
+
+
+def start(config: RunConfig, *, train_script: Path, command_line: Sequence[str]) -> int:
+    """Start the run that is asked for, or continue it, and wait for its end; the exit code is that of its ranks."""
+    run = resolve_request(config)
+    experiment_dir = Path(run.experiment_dir)
+    with locked(experiment_dir, LAUNCHER_LOCK):
+        with locked(experiment_dir, RANKS_LOCK):
+            pass  # a launcher that was killed may have left ranks that still save
+        _provide_weights(run)
+        run_file = write_run_file(run)
+        number, log_dir = new_attempt(experiment_dir)
+        source = describe(run, command_line)
+        for folder in (experiment_dir, log_dir):
+            files.write_text(folder / "source.txt", source)
+        files.write_text(log_dir / RUN_FILE, run_file.read_text(encoding="utf-8"))
+        plan = _plan(run, run_file, log_dir, train_script)
+        log.info("experiment %s, attempt %d, logs in %s", config.experiment, number, log_dir)
+        return _follow(plan)
+
+
+def dry_run(config: RunConfig, *, train_script: Path) -> int:
+    """Do all of a start but the conversion and the start: write run.json, print the run and the command."""
+    run = resolve_request(config)
+    experiment_dir = Path(run.experiment_dir)
+    with locked(experiment_dir, LAUNCHER_LOCK):
+        run_file = write_run_file(run)
+    plan = _plan(run, run_file, experiment_dir / "logs" / "attempt_N", train_script)
+    print(summarize(run))
+    print(f"run file   {run_file}")
+    print(f"command    {shlex.join(plan.node_command)}")
+    return EXIT_DONE
+
+
+def _provide_weights(run: ResolvedRun) -> None:
+    if run.config.nemo_model is not None:
+        initial = weights.locate(run.config.nemo_model, Path(run.experiment_dir).parent)
+        weights.provide(initial)
+
+
+def _plan(run: ResolvedRun, run_file: Path, log_dir: Path, train_script: Path) -> LaunchPlan:
+    return plan_launch(
+        run, run_file=run_file, log_dir=log_dir, train_script=train_script.resolve(), num_cpus=count_cpus()
+    )
+
+
+def _follow(plan: LaunchPlan) -> int:
+    from pretrainkit.launch.nemo_run import run_local
+
+    followed = [plan.log_dir / name for name in (NODE_LOG, *rank_log_names(0))]
+    with Follower(followed, sys.stderr.buffer):
+        outcome = run_local(plan)
+    if outcome.exit_code == EXIT_DONE:
+        log.info("done: %s", plan.experiment_dir)
+    elif outcome.exit_code == EXIT_STOPPED_AFTER_SAVING:
+        log.warning("stopped after saving; the same command continues it")
+    else:
+        log.error("failed: %s; logs of all ranks in %s", masked(outcome.reason), plan.log_dir)
+    return outcome.exit_code

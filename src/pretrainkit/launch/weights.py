@@ -1,0 +1,117 @@
+"""The weights a run starts from: a NeMo checkpoint, or a Hugging Face folder that is converted to one, once."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import hashlib
+import importlib.metadata
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from pretrainkit import files
+from pretrainkit.config.schema import ModelShape
+from pretrainkit.errors import RequestError
+from pretrainkit.logs import get_logger
+from pretrainkit.models.registry import read_shape
+
+CACHE_NAME = ".converted"
+"""Folder in experiments_dir with the checkpoints made from Hugging Face folders."""
+HF_SOURCE = "hf_source"
+"""Folder with the model's config.json inside a converted checkpoint (`pretrainkit.checkpoint.detect`)."""
+_WHERE = "--nemo_model"
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class InitialWeights:
+    """Where the weights of a run come from."""
+
+    source: Path
+    """What was asked for."""
+    checkpoint: Path
+    """The NeMo checkpoint: the source itself, or the place of its conversion, which may not be there yet."""
+
+    @property
+    def is_hugging_face(self) -> bool:
+        """Whether the source has to be converted."""
+        return self.source != self.checkpoint
+
+
+def locate(nemo_model: str, experiments_dir: Path) -> InitialWeights:
+    """What --nemo_model means. Raises RequestError unless it is a NeMo checkpoint or a Hugging Face folder."""
+    source = Path(nemo_model).expanduser().resolve()
+    needed = (
+        "a NeMo checkpoint (with weights/ and context/) or a Hugging Face folder (with config.json and *.safetensors)"
+    )
+    if not source.is_dir():
+        raise RequestError(f"no folder {nemo_model}", needed=needed, where=_WHERE)
+    if (source / "weights").is_dir() and (source / "context").is_dir():
+        return InitialWeights(source, source)
+    if (source / "config.json").is_file() and any(source.glob("*.safetensors")):
+        name = f"{source.name}-{_source_hash(source)[:16]}"
+        return InitialWeights(source, experiments_dir / CACHE_NAME / name)
+    raise RequestError(
+        f"{source} is neither",
+        needed=needed,
+        action="for another format convert it first with tools/convert_checkpoint.py",
+        where=_WHERE,
+    )
+
+
+def check_shape(initial: InitialWeights, model: ModelShape) -> None:
+    """Raise RequestError if the weights are of another shape than the model; NeMo's own checkpoints don't tell."""
+    folder = initial.source if initial.is_hugging_face else initial.source / HF_SOURCE
+    if not (folder / "config.json").is_file():
+        return
+    found, wanted = dataclasses.asdict(read_shape(folder)), dataclasses.asdict(model)
+    differing = [f"{name} {found[name]} and not {wanted[name]}" for name in wanted if found[name] != wanted[name]]
+    if differing:
+        raise RequestError(
+            f"not a model of the shape that --hf_model_id describes: {', '.join(differing)}",
+            needed="weights and config.json of one model",
+            where=_WHERE,
+        )
+
+
+def provide(initial: InitialWeights) -> Path:
+    """The checkpoint's folder, converted now if it isn't there; of several starts at once, one converts."""
+    if not initial.is_hugging_face:
+        return initial.checkpoint
+    with _locked(initial.checkpoint):
+        if not initial.checkpoint.is_dir():
+            log.info("converting %s once; later starts use %s", initial.source, initial.checkpoint)
+            from pretrainkit.checkpoint.convert import convert
+
+            convert(initial.source, initial.checkpoint)
+    return initial.checkpoint
+
+
+@contextmanager
+def _locked(checkpoint: Path) -> Iterator[None]:
+    """Hold the lock beside a checkpoint. Where the file system has no locks, the atomic rename alone decides."""
+    checkpoint.parent.mkdir(parents=True, exist_ok=True)
+    with checkpoint.with_name(f"{checkpoint.name}.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:
+            log.warning("no file locks here (%s): don't start two runs of one new model at once", error.strerror)
+        yield
+
+
+def _source_hash(folder: Path) -> str:
+    """What changes when a model's files do: the small ones by content, weights by name, size and time.
+
+    Hashing the content of hundreds of GB at every start would take minutes; any rewriting changes the time.
+    """
+    digest = hashlib.sha256(importlib.metadata.version("pretrainkit").encode())
+    for path in sorted(folder.iterdir()):
+        if path.suffix == ".safetensors":
+            status = path.stat()
+            digest.update(f"{path.name} {status.st_size} {status.st_mtime_ns}\n".encode())
+        elif path.is_file() and path.suffix in (".json", ".model", ".jinja", ".txt"):
+            digest.update(f"{path.name} {files.sha256_file(path)}\n".encode())
+    return digest.hexdigest()
