@@ -19,10 +19,13 @@ import torch
 from torch import Tensor
 
 from pretrainkit.checkpoint import hf, nemo_context
-from pretrainkit.checkpoint.detect import HF_SOURCE, Found, Kind, detect
+from pretrainkit.checkpoint.detect import HF_SOURCE, TRACKER_NAME, Found, Kind, detect
 from pretrainkit.checkpoint.hf import HfSource, HfTarget
 from pretrainkit.checkpoint.mapping import Entry, expand
+from pretrainkit.checkpoint.megatron_args import megatron_args
+from pretrainkit.checkpoint.parallel import Parallelism
 from pretrainkit.checkpoint.torch_dist import TorchDistSource, TorchDistTarget
+from pretrainkit.checkpoint.torch_legacy import CHECKPOINT_VERSION, TorchSource, TorchTarget
 from pretrainkit.checkpoint.transforms import padded_vocabulary
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import RequestError
@@ -34,6 +37,9 @@ from pretrainkit.units import format_bytes, format_duration
 logger = get_logger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+MEGATRON_VOCABULARY_DIVISOR = 128
+"""Megatron-LM's default of --make-vocab-size-divisible-by."""
+
 DTYPES |= {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -64,8 +70,13 @@ class Options:
     """Config.json, tokenizer and generation config for a Megatron source that doesn't carry them."""
     dtype: torch.dtype | None = None
     """Cast the weights; by default they keep theirs."""
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    """Cut of a classic checkpoint; the other formats are independent of it."""
     vocabulary_divisor: int | None = None
-    """Pad the vocabulary to a multiple of this times the tensor parallel size; None: what the format needs."""
+    """Pad the vocabulary to a multiple of this times the tensor parallel size. By default 128 for Megatron-LM's
+    formats, as it does itself, and 1 for NeMo's, whose models pad while loading."""
+    iteration: int | None = None
+    """Write Megatron-LM's formats as this iteration instead of as a release."""
     max_shard_bytes: int = 5_000_000_000
     """Largest safetensors file."""
     workers: int = 1
@@ -108,6 +119,7 @@ def convert(source: str | Path, target: str | Path, options: Options | None = No
     hf_folder = _hf_folder(found, options)
     _check_target(target, found, options)
     shape = read_shape(hf_folder, ignore_fields=options.ignore_config_fields)
+    options.parallelism.check(shape)
     entries = expand(shape)
     reader = open_source(found, entries, shape)
     dtypes = {entry: _target_dtype(entry, reader.dtype(entry), options.dtype) for entry in entries}
@@ -145,7 +157,7 @@ def open_source(found: Found, entries: Sequence[Entry], shape: ModelShape) -> So
         return HfSource(found.weights, entries, tied=shape.tie_word_embeddings)
     if found.kind in (Kind.NEMO, Kind.TORCH_DIST):
         return TorchDistSource(found.weights, entries, shape)
-    raise RequestError(f"reading the format {found.kind} is not there yet", where=str(found.root))
+    return TorchSource(found.weights, entries, shape)
 
 
 def _open_target(
@@ -180,7 +192,63 @@ def _open_target(
             num_files=options.workers,
         )
         return writer, _padding_notes(padded_rows - shape.vocab_size)
-    raise RequestError(f"writing the format {kind} is not there yet")
+    return _open_megatron_lm(kind, folder, entries, dtypes, shape, hf_folder, options)
+
+
+def _open_megatron_lm(
+    kind: Kind,
+    folder: Path,
+    entries: Sequence[Entry],
+    dtypes: dict[Entry, torch.dtype],
+    shape: ModelShape,
+    hf_folder: Path,
+    options: Options,
+) -> tuple[Target, list[str]]:
+    """The writer of one of Megatron-LM's two formats, in `release/` or `iter_NNNNNNN/` beside a tracker file."""
+    divisor = options.vocabulary_divisor or MEGATRON_VOCABULARY_DIVISOR
+    padded_rows = padded_vocabulary(shape.vocab_size, divisor, options.parallelism.tensor)
+    arguments = megatron_args(
+        shape,
+        options.parallelism,
+        padded_vocab_size=padded_rows,
+        divisor=divisor,
+        dtype=_main_dtype(entries, dtypes),
+        format=str(kind),
+    )
+    common = {
+        "args": arguments,
+        "checkpoint_version": CHECKPOINT_VERSION,
+        "iteration": options.iteration or 0,
+        "num_floating_point_operations_so_far": 0,
+    }
+    name = "release" if options.iteration is None else f"iter_{options.iteration:07d}"
+    carry_hf_files(hf_folder, folder)
+    (folder / name).mkdir()
+    (folder / TRACKER_NAME).write_text(
+        "release" if options.iteration is None else str(options.iteration), encoding="ascii"
+    )
+    notes = _padding_notes(padded_rows - shape.vocab_size)
+    if kind is Kind.TORCH:
+        return TorchTarget(
+            folder / name,
+            entries,
+            dtypes,
+            shape,
+            options.parallelism,
+            common=common,
+            padded_rows=padded_rows,
+            num_parts=options.workers,
+        ), notes
+    return TorchDistTarget(
+        folder / name,
+        entries,
+        dtypes,
+        shape,
+        prefix="",
+        common={**common, "content_metadata": nemo_context.CONTENT_METADATA},
+        padded_rows=padded_rows,
+        num_files=options.workers,
+    ), notes
 
 
 def carry_hf_files(hf_folder: Path, folder: Path) -> None:

@@ -17,8 +17,12 @@ import torch
 
 from pretrainkit.checkpoint.hf import side_files
 from pretrainkit.config.schema import ModelShape
+from pretrainkit.errors import RequestError
 from pretrainkit.files import write_json
 from pretrainkit.models.registry import family_named
+
+CONTENT_METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+"""How megatron-core's modules must name what they look for in the checkpoint (`sharded_state_dict(metadata=...)`)."""
 
 TOKENIZER_FOLDER = "nemo_tokenizer"
 GENERATION_FOLDER = "artifacts"
@@ -68,6 +72,10 @@ def write_context(
 def model_call(shape: ModelShape, dtype: torch.dtype, *, vocabulary_divisor: int, has_generation_config: bool) -> Call:
     """NeMo's model with its config, as a call that isn't made here."""
     family = family_named(shape.family)
+    if not family.nemo_model:
+        raise RequestError(
+            f"NeMo has no model class for {family.name}", needed="the format torch_dist or torch", where="target format"
+        )
     config_class, extra = family.nemo_config(shape)
     settings: dict[str, Any] = {
         "num_layers": shape.num_layers,
@@ -179,5 +187,5 @@ def common_state() -> dict[str, Any]:
         "callbacks": {},
         "optimizer_states": [],
         "lr_schedulers": [],
-        "content_metadata": {"singleton_local_shards": False, "chained_optim_avoid_prefix": True},
+        "content_metadata": dict(CONTENT_METADATA),
     }

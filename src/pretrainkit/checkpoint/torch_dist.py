@@ -283,7 +283,7 @@ class TorchDistTarget:
     ) -> None:
         self.folder, self.dtypes, self.shape = folder, dtypes, shape
         self._prefix, self._common, self._padded_rows = prefix, common, padded_rows
-        self.parts = _balance(entries, dtypes, num_files)
+        self.parts = balance(entries, dtypes, num_files)
         """Entries by file: one worker writes one file."""
         self._written: dict[int, list[_WrittenChunk]] = {}
         self._extra_states = _extra_state_names(entries, shape, prefix)
@@ -381,8 +381,8 @@ class _WrittenChunk:
     num_bytes: int
 
 
-def _balance(entries: Sequence[Entry], dtypes: Mapping[Entry, torch.dtype], num_files: int) -> list[list[Entry]]:
-    """Entries split into runs of about equal bytes, in order."""
+def balance(entries: Sequence[Entry], dtypes: Mapping[Entry, torch.dtype], num_files: int) -> list[list[Entry]]:
+    """Entries split into at most `num_files` runs of about equal bytes, in order."""
     total = sum(entry.numel * dtypes[entry].itemsize for entry in entries)
     parts: list[list[Entry]] = [[] for _ in range(min(num_files, len(entries)))]
     done = 0

@@ -7,7 +7,7 @@ from typing import Any
 
 from pretrainkit.config.schema import ModelShape, RopeScaling
 from pretrainkit.errors import RequestError
-from pretrainkit.models.family import Layout, Weight
+from pretrainkit.models.family import ConfigFields, Layout, Weight
 
 READ_FIELDS = frozenset(
     {
@@ -128,6 +128,47 @@ IGNORED_FIELDS = frozenset(
     }
 )
 """Fields without effect on the arithmetic of a forward pass without dropout."""
+
+
+QWEN_FIELDS = ConfigFields(
+    fixed={"use_sliding_window": (False, None)},
+    # Without use_sliding_window these have no effect.
+    ignored=frozenset({"sliding_window", "max_window_layers", "layer_types", "use_mrope"}),
+)
+"""Fields of Qwen2 and Qwen3 beyond those that every decoder has."""
+
+QWEN_MOE_READ = frozenset(
+    {"num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "router_aux_loss_coef"}
+)
+QWEN_MOE_FIXED: dict[str, tuple[Any, ...]] = {"decoder_sparse_step": (1,), "mlp_only_layers": ([], None)}
+"""Experts in every layer."""
+
+
+def read_qwen_moe(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The expert fields of a ModelShape, as Qwen's configs name them."""
+    names = {
+        "num_experts": "num_experts",
+        "num_experts_per_tok": "experts_per_token",
+        "moe_intermediate_size": "expert_ffn_hidden_size",
+        "norm_topk_prob": "norm_topk_prob",
+        "router_aux_loss_coef": "router_aux_loss_coef",
+    }
+    required = [name for name in ("num_experts", "moe_intermediate_size") if config.get(name) is None]
+    if required:
+        raise RequestError(f"config.json lacks {', '.join(required)}")
+    return {ours: config[theirs] for theirs, ours in names.items() if theirs in config}
+
+
+def check_sliding_window(config: Mapping[str, Any]) -> None:
+    """Raise RequestError for a window that is shorter than the context."""
+    window = config.get("sliding_window")
+    if window is not None and window < config.get("max_position_embeddings", 0):
+        raise RequestError(
+            f"sliding_window = {window} is not supported",
+            where="config.json",
+            needed="null, or at least max_position_embeddings",
+            action="if you train at sequences up to the window, set max_position_embeddings to it",
+        )
 
 
 def check_required(config: Mapping[str, Any]) -> None:
@@ -291,3 +332,39 @@ def mlp_norm(shape: ModelShape, ours: str = "decoder.layers.{layer}.mlp.linear_f
 def dense_weights(shape: ModelShape) -> tuple[Weight, ...]:
     """The whole table of a dense decoder."""
     return (embedding(shape), *attention(shape), mlp_norm(shape), *gated_mlp(shape), *head(shape))
+
+
+def moe_weights(
+    shape: ModelShape,
+    *,
+    router: str,
+    experts: str,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    more: tuple[Weight, ...] = (),
+) -> tuple[Weight, ...]:
+    """The whole table of a decoder with experts in every layer; `router` and `experts` are Hugging Face's names."""
+    ours = "decoder.layers.{layer}."
+    return (
+        embedding(shape),
+        *attention(shape),
+        mlp_norm(shape, ours + "pre_mlp_layernorm.weight"),
+        Weight(ours + "mlp.router.weight", (router,), Layout.REPLICATED, ((shape.num_experts, shape.hidden_size),)),
+        *gated_mlp(shape, ours + EXPERTS, experts, ffn_hidden_size=shape.expert_ffn_hidden_size, names=names),
+        *more,
+        *head(shape),
+    )
+
+
+EXPERTS = "mlp.experts.experts."
+"""Where megatron-core's distributed checkpoints keep the experts of a layer, stacked."""
+
+
+def moe_nemo_settings(shape: ModelShape) -> dict[str, Any]:
+    """Expert settings of NeMo's configs."""
+    return {
+        "num_moe_experts": shape.num_experts,
+        "moe_router_topk": shape.experts_per_token,
+        "moe_ffn_hidden_size": shape.expert_ffn_hidden_size,
+        "moe_router_pre_softmax": not shape.norm_topk_prob,
+        "moe_aux_loss_coeff": shape.router_aux_loss_coef,
+    }

@@ -80,7 +80,7 @@ class Family:
     """Reads a checked config.json."""
     weights: Callable[[ModelShape], tuple[Weight, ...]]
     """The table for a shape, in the order of the Hugging Face model."""
-    nemo_model: str
-    """NeMo's model class, `module:name`, for the context of a NeMo checkpoint."""
-    nemo_config: Callable[[ModelShape], tuple[str, dict[str, Any]]]
+    nemo_model: str = ""
+    """NeMo's model class, `module:name`, for the context of a NeMo checkpoint; empty when NeMo has none."""
+    nemo_config: Callable[[ModelShape], tuple[str, dict[str, Any]]] = lambda shape: ("", {})
     """NeMo's config class, `module:name`, and its settings beyond those that every decoder has."""

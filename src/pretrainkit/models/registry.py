@@ -12,10 +12,12 @@ from typing import Any
 
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import RequestError
-from pretrainkit.models import decoder, llama
+from pretrainkit.models import decoder, llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
 from pretrainkit.models.family import Family
 
-FAMILIES: tuple[Family, ...] = (llama.FAMILY,)
+FAMILIES: tuple[Family, ...] = tuple(
+    module.FAMILY for module in (llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe)
+)
 """Every family there is; a new one is added here."""
 
 

@@ -1,0 +1,427 @@
+"""Megatron-LM's classic checkpoints ("torch") as source and target, one tensor at a time.
+
+One file per model-parallel rank, `mp_rank_<TP>[_<PP>][_<EP>]/model_optim_rng.pt`, the second part with pipeline,
+the third with expert parallelism. A file is `torch.save` of a dictionary with `model` (or `model0`, `model1`, ...
+with interleaved stages), `args`, `checkpoint_version`, `iteration`, and optimizer and random states.
+
+Files are written without ever holding a rank's model: `torch.save` first writes each file with room for its
+tensors (torch.serialization.skip_data), then the tensors are put into their places.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pretrainkit.checkpoint.archive import StoredTensor, read_archive
+from pretrainkit.checkpoint.mapping import Entry
+from pretrainkit.checkpoint.megatron_args import check_args
+from pretrainkit.checkpoint.parallel import Parallelism
+from pretrainkit.checkpoint.torch_dist import balance
+from pretrainkit.checkpoint.torch_names import ExpertForm, LocalName, is_ignored, local_name, parse
+from pretrainkit.checkpoint.transforms import shard, unshard
+from pretrainkit.config.schema import ModelShape
+from pretrainkit.errors import CheckpointError
+from pretrainkit.files import fsync_path
+from pretrainkit.models.family import Layout
+
+FILE_NAME = "model_optim_rng.pt"
+CHECKPOINT_VERSION = 3.0
+"""Megatron-LM's number for the QKV order that is used here; older versions order it differently."""
+
+_RANK_FOLDER = re.compile(r"^mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?$")
+_TIED_OUTPUT = "output_layer.weight"
+
+
+@dataclass(frozen=True)
+class _Rank:
+    tensor: int
+    pipeline: int
+    expert: int
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A stored tensor of a rank, or one expert's part of a grouped one."""
+
+    tensor: StoredTensor
+    view: tuple[int, int, int] | None = None
+    """Grouped experts: the shape [experts, in, out] that the tensor is a view of."""
+    index: int = 0
+    """Grouped experts: which one."""
+
+    def read(self) -> Tensor:
+        """The Megatron tensor, mapped."""
+        tensor = self.tensor.read()
+        return tensor if self.view is None else tensor.view(self.view)[self.index].T
+
+
+class TorchSource:
+    """The weights of a classic checkpoint, as Hugging Face tensors. Optimizer states are not touched."""
+
+    kind = "torch"
+
+    def __init__(self, folder: Path, entries: Sequence[Entry], shape: ModelShape) -> None:
+        self.folder, self.shape = folder, shape
+        self.padding_rows = 0
+        self.left_out: set[str] = set()
+        states = _read_states(folder)
+        self.parallelism = _parallelism(states, folder)
+        first = next(iter(states.values()))
+        _check_version(first, folder)
+        if isinstance(first.get("args"), argparse.Namespace):
+            check_args(first["args"], shape, str(folder))
+        self._places: dict[tuple[str, int | None, int | None], dict[int, _Place]] = {}
+        self._tied_outputs: dict[int, _Place] = {}
+        for state in states.values():
+            self.left_out |= {key for key in state if key in ("optimizer", "opt_param_scheduler", "rng_state")}
+        self._index(states)
+        self._check(entries)
+
+    def _index(self, states: Mapping[_Rank, dict[str, Any]]) -> None:
+        """Find every tensor's global layer and expert."""
+        chunks = max(len(_chunks(state)) for state in states.values())
+        counts = {
+            (chunk, rank.pipeline): _num_layers(_chunks(state)[chunk])
+            for rank, state in states.items()
+            for chunk in range(len(_chunks(state)))
+            if rank.tensor == 0 and rank.expert == 0
+        }
+        firsts, total = {}, 0
+        for chunk in range(chunks):
+            for stage in range(self.parallelism.pipeline):
+                firsts[chunk, stage] = total
+                total += counts.get((chunk, stage), 0)
+        if total != self.shape.num_layers:
+            raise CheckpointError(
+                f"{total} layers in the files of all pipeline stages",
+                where=str(self.folder),
+                needed=f"{self.shape.num_layers} layers by config.json",
+            )
+        for rank, state in states.items():
+            for chunk, model in enumerate(_chunks(state)):
+                for name, tensor in model.items():
+                    if isinstance(tensor, StoredTensor) and not is_ignored(name):
+                        self._add(name, tensor, rank, firsts[chunk, rank.pipeline])
+
+    def _add(self, name: str, tensor: StoredTensor, rank: _Rank, first_layer: int) -> None:
+        local = parse(name.removeprefix("module."), has_experts=bool(self.shape.num_experts))
+        layer = None if local.layer is None else first_layer + local.layer
+        if local.template == _TIED_OUTPUT and self.shape.tie_word_embeddings:
+            self._tied_outputs[rank.tensor] = _Place(tensor)
+            return
+        for expert, place in self._experts(local, tensor, rank):
+            self._places.setdefault((local.template, layer, expert), {}).setdefault(rank.tensor, place)
+
+    def _experts(self, local: LocalName, tensor: StoredTensor, rank: _Rank) -> list[tuple[int | None, _Place]]:
+        if local.form is None:
+            return [(None, _Place(tensor))]
+        count = self.shape.num_experts // self.parallelism.expert
+        first = rank.expert * count
+        if local.form is ExpertForm.GROUPED:
+            hidden = self.shape.hidden_size
+            view = (count, hidden, -1) if "linear_fc1" in local.template else (count, -1, hidden)
+            return [(first + i, _Place(tensor, view, i)) for i in range(count)]
+        return [(first + (local.expert or 0), _Place(tensor))]
+
+    def _check(self, entries: Sequence[Entry]) -> None:
+        wanted = {_key(entry): entry for entry in entries}
+        size = self.parallelism.tensor
+        missing = [key for key in wanted if len(self._places.get(key, {})) != size]
+        unknown = [key for key in self._places if key not in wanted]
+        problems = [
+            f"{len(keys)} tensors {what}: {', '.join(map(_describe, keys[:8]))}"
+            for what, keys in (("missing", missing), ("that the architecture doesn't have", unknown))
+            if keys
+        ]
+        if problems:
+            raise CheckpointError(
+                "; ".join(problems),
+                where=str(self.folder),
+                needed=f"all tensors of a {self.shape.family} model of the shape that config.json describes",
+            )
+        for key, entry in wanted.items():
+            self._check_shape(entry, self._places[key])
+        for rank, place in self._tied_outputs.items():
+            embedding = self._places["embedding.word_embeddings.weight", None, None][rank]
+            if not torch.equal(embedding.read(), place.read()):
+                raise CheckpointError(
+                    "the output layer differs from the embedding that it is tied to",
+                    where=str(place.tensor.path),
+                )
+
+    def _check_shape(self, entry: Entry, places: Mapping[int, _Place]) -> None:
+        size = self.parallelism.tensor
+        wanted = list(entry.megatron_shape)
+        if entry.layout is Layout.ROW:
+            wanted[1] //= size
+        elif entry.layout is not Layout.REPLICATED:
+            wanted[0] //= size
+        for place in places.values():
+            found = list(place.read().shape)
+            if entry.layout is Layout.VOCABULARY:
+                padding = found[0] * size - entry.megatron_shape[0]
+                if padding >= 0:
+                    self.padding_rows = max(self.padding_rows, padding)
+                    wanted[0] = found[0]
+            if found != wanted:
+                raise CheckpointError(
+                    f"{_describe(_key(entry))} has shape {found}",
+                    where=str(place.tensor.path),
+                    needed=f"{wanted} at tensor parallel size {size}, which follows from config.json",
+                )
+
+    def dtype(self, entry: Entry) -> torch.dtype:
+        return self._places[_key(entry)][0].tensor.dtype
+
+    def read(self, entry: Entry) -> list[Tensor]:
+        """The Hugging Face tensors of an entry."""
+        places = self._places[_key(entry)]
+        parts = [places[rank].read() for rank in range(self.parallelism.tensor)]
+        if entry.layout is Layout.REPLICATED and any(not torch.equal(parts[0], part) for part in parts[1:]):
+            raise CheckpointError(
+                f"{_describe(_key(entry))} differs between tensor parallel ranks, which must hold the same",
+                where=str(self.folder),
+            )
+        rows = [shape[0] for shape in entry.shapes]
+        return unshard(entry.layout, parts, rows=rows, groups=self.shape.num_query_groups)
+
+    def notes(self) -> list[str]:
+        """What was left out, for the report."""
+        notes = [f"left out: {', '.join(sorted(self.left_out))}"] if self.left_out else []
+        if self.padding_rows:
+            notes.append(f"{self.padding_rows} padding rows of the vocabulary taken away")
+        return notes
+
+
+def _read_states(folder: Path) -> dict[_Rank, dict[str, Any]]:
+    """Every rank's dictionary, tensors unread."""
+    named: dict[tuple[int, ...], Path] = {}
+    for path in sorted(folder.glob("mp_rank_*")):
+        match = _RANK_FOLDER.match(path.name)
+        if match:
+            named[tuple(int(part) for part in match.groups() if part is not None)] = path / FILE_NAME
+    lengths = {len(rank) for rank in named}
+    if len(lengths) != 1:
+        raise CheckpointError("rank folders of different kinds", where=str(folder), needed="mp_rank_XX[_YYY][_ZZZ]")
+    for path in named.values():
+        if not path.is_file():
+            raise CheckpointError(
+                f"incomplete checkpoint: {path.parent.name}/{FILE_NAME} is missing", where=str(folder)
+            )
+    states = {rank: read_archive(path) for rank, path in named.items()}
+    for rank, state in states.items():
+        if not isinstance(state, dict) or not ("model" in state or "model0" in state):
+            raise CheckpointError("holds no model", where=str(named[rank]), needed="a Megatron-LM checkpoint")
+        if any("language_model" in chunk for chunk in _chunks(state)):
+            raise CheckpointError(
+                "a checkpoint of Megatron-LM's old model classes",
+                where=str(named[rank]),
+                needed="a megatron-core model",
+                action="convert it with Megatron-LM's tools/checkpoint/convert.py --saver core",
+            )
+    if lengths == {2} and _second_is_expert(states):
+        return {_Rank(rank[0], 0, rank[1]): state for rank, state in states.items()}
+    return {_Rank(*(*rank, 0, 0)[:3]): state for rank, state in states.items()}
+
+
+def _second_is_expert(states: Mapping[tuple[int, ...], dict[str, Any]]) -> bool:
+    """Whether `mp_rank_XX_YYY` means an expert rank: then every file holds the embedding."""
+    return len(states) > 1 and all(
+        any("embedding.word_embeddings.weight" in name for chunk in _chunks(state) for name in chunk)
+        for state in states.values()
+    )
+
+
+def _parallelism(states: Mapping[_Rank, Any], folder: Path) -> Parallelism:
+    sizes = Parallelism(
+        tensor=max(rank.tensor for rank in states) + 1,
+        pipeline=max(rank.pipeline for rank in states) + 1,
+        expert=max(rank.expert for rank in states) + 1,
+    )
+    expected = sizes.tensor * sizes.pipeline * sizes.expert
+    if len(states) != expected:
+        raise CheckpointError(
+            f"incomplete checkpoint: {len(states)} rank folders of {expected}"
+            f" (TP {sizes.tensor}, PP {sizes.pipeline}, EP {sizes.expert})",
+            where=str(folder),
+        )
+    return sizes
+
+
+def _check_version(state: Mapping[str, Any], folder: Path) -> None:
+    version = state.get("checkpoint_version", CHECKPOINT_VERSION)
+    if not isinstance(version, (int, float)) or version < 2.0:
+        raise CheckpointError(
+            f"checkpoint version {version}, which orders query, key and value differently",
+            where=str(folder),
+            needed="2.0 or newer",
+        )
+
+
+def _chunks(state: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The model, or the models of interleaved stages."""
+    if "model" in state:
+        return [state["model"]]
+    return [state[f"model{i}"] for i in range(len(state)) if f"model{i}" in state]
+
+
+def _num_layers(model: Mapping[str, Any]) -> int:
+    layers = {parse(name.removeprefix("module."), has_experts=False).layer for name in model}
+    return len(layers - {None})
+
+
+def _key(entry: Entry) -> tuple[str, int | None, int | None]:
+    return entry.weight.megatron, entry.layer, entry.expert
+
+
+def _describe(key: tuple[str, int | None, int | None]) -> str:
+    template, layer, expert = key
+    return template.format(layer=layer) + ("" if expert is None else f" (expert {expert})")
+
+
+class TorchTarget:
+    """Writes the files of all ranks of a classic checkpoint into an empty folder."""
+
+    kind = "torch"
+
+    def __init__(
+        self,
+        folder: Path,
+        entries: Sequence[Entry],
+        dtypes: Mapping[Entry, torch.dtype],
+        shape: ModelShape,
+        parallelism: Parallelism,
+        *,
+        common: Mapping[str, Any],
+        padded_rows: int,
+        num_parts: int,
+    ) -> None:
+        self.folder, self.dtypes, self.shape, self.parallelism = folder, dtypes, shape, parallelism
+        self._padded_rows = padded_rows
+        self._stages = parallelism.stages(shape.num_layers)
+        self.parts = balance(entries, dtypes, num_parts)
+        """Entries by worker; every worker writes into all files."""
+        self._places: dict[tuple[int, int, int], dict[str, StoredTensor]] = {}
+        for rank in self._ranks():
+            self._places[rank] = self._make_room(rank, entries, common)
+
+    def _ranks(self) -> list[tuple[int, int, int]]:
+        sizes = self.parallelism
+        return [
+            (tensor, pipeline, expert)
+            for tensor in range(sizes.tensor)
+            for pipeline in range(sizes.pipeline)
+            for expert in range(sizes.expert)
+        ]
+
+    def _path(self, rank: tuple[int, int, int]) -> Path:
+        name = f"mp_rank_{rank[0]:02d}"
+        if self.parallelism.pipeline > 1:
+            name += f"_{rank[1]:03d}"
+        if self.parallelism.expert > 1:
+            name += f"_{rank[2]:03d}"
+        return self.folder / name / FILE_NAME
+
+    def _names(self, entry: Entry, stage: int, expert_rank: int) -> list[str]:
+        """The names that an entry has on a rank: none, one, or two where a tied embedding is the output layer too."""
+        last = self.parallelism.pipeline - 1
+        if entry.layer is not None:
+            layers = self._stages[stage]
+            if entry.layer not in layers:
+                return []
+            expert = entry.expert
+            if expert is not None:
+                count = self.shape.num_experts // self.parallelism.expert
+                if expert // count != expert_rank:
+                    return []
+                expert %= count
+            return [local_name(entry.weight.megatron, entry.layer - layers.start, expert)]
+        if not entry.weight.megatron.startswith("embedding."):
+            return [entry.weight.megatron] if stage == last else []
+        names = [entry.weight.megatron] if stage == 0 else []
+        if self.shape.tie_word_embeddings and stage == last > 0:
+            names.append(_TIED_OUTPUT)
+        return names
+
+    def _local_shape(self, entry: Entry) -> tuple[int, ...]:
+        rows, *rest = entry.megatron_shape
+        if entry.layout is Layout.REPLICATED:
+            return entry.megatron_shape
+        if entry.layout is Layout.ROW:
+            return (rows, rest[0] // self.parallelism.tensor, *rest[1:])
+        rows = self._padded_rows if entry.layout is Layout.VOCABULARY else rows
+        return (rows // self.parallelism.tensor, *rest)
+
+    def _make_room(
+        self, rank: tuple[int, int, int], entries: Sequence[Entry], common: Mapping[str, Any]
+    ) -> dict[str, StoredTensor]:
+        """Write a rank's file without its tensors' bytes; where each tensor goes."""
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        model: dict[str, Any] = {}
+        with FakeTensorMode():
+            for entry in entries:
+                for name in self._names(entry, rank[1], rank[2]):
+                    model[name] = torch.empty(self._local_shape(entry), dtype=self.dtypes[entry])
+                    model.update(_extra_states(name))
+        path = self._path(rank)
+        path.parent.mkdir(parents=True)
+        with torch.serialization.skip_data(materialize_fake_tensors=True):
+            torch.save({**common, "model": model}, path)
+        return {name: tensor for name, tensor in read_archive(path)["model"].items() if tensor is not None}
+
+    def write_part(self, part: int, tensors: Iterable[tuple[Entry, Sequence[Tensor]]]) -> None:
+        """Write some entries into the files of all ranks that hold them."""
+        sizes = self.parallelism
+        for entry, values in tensors:
+            for rank in range(sizes.tensor):
+                local = shard(
+                    entry.layout,
+                    values,
+                    rank=rank,
+                    size=sizes.tensor,
+                    groups=self.shape.num_query_groups,
+                    padded_rows=self._padded_rows,
+                )
+                data = local.contiguous().reshape(-1).view(torch.uint8).numpy()
+                for stage in range(sizes.pipeline):
+                    for expert in range(sizes.expert):
+                        for name in self._names(entry, stage, expert):
+                            _put(self._places[rank, stage, expert][name], data)
+
+    def finish(self) -> None:
+        """Flush every file."""
+        for rank in self._ranks():
+            fsync_path(self._path(rank))
+
+
+def _extra_states(name: str) -> dict[str, None]:
+    """The empty extra state that Transformer Engine's modules expect beside their weight."""
+    module, _, parameter = name.rpartition(".")
+    if not parameter.startswith("weight") or "linear_" not in module:
+        return {}
+    states: dict[str, None] = {f"{module}._extra_state": None}
+    if module.endswith("self_attention.linear_proj"):
+        states[module.replace("linear_proj", "core_attention._extra_state")] = None
+    return states
+
+
+def _put(place: StoredTensor, data: Any) -> None:
+    """Write a tensor's bytes into its place."""
+    view = memoryview(data)
+    descriptor = os.open(place.path, os.O_WRONLY)
+    try:
+        done = 0
+        while done < len(view):
+            done += os.pwrite(descriptor, view[done:], place.offset + done)
+    finally:
+        os.close(descriptor)

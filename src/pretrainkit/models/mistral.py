@@ -1,0 +1,32 @@
+"""Mistral: Llama's arithmetic with a head dimension of its own; a sliding window is not supported."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pretrainkit.config.schema import ModelShape
+from pretrainkit.models.decoder import check_sliding_window, dense_weights, read_decoder
+from pretrainkit.models.family import ConfigFields, Family
+
+
+def read_shape(config: Mapping[str, Any]) -> ModelShape:
+    """The shape that a Mistral config.json describes."""
+    check_sliding_window(config)
+    return read_decoder("mistral", config)
+
+
+def nemo_config(shape: ModelShape) -> tuple[str, dict[str, Any]]:
+    """NeMo's base config has Mistral 7B v0.1's sliding window, which is taken away."""
+    return "nemo.collections.llm.gpt.model.mistral:MistralConfig7B", {"window_size": None, "cp_comm_type": None}
+
+
+FAMILY = Family(
+    name="mistral",
+    architectures=("MistralForCausalLM",),
+    fields=ConfigFields(read=frozenset({"sliding_window"})),
+    shape=read_shape,
+    weights=dense_weights,
+    nemo_model="nemo.collections.llm.gpt.model.mistral:MistralModel",
+    nemo_config=nemo_config,
+)

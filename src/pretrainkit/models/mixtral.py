@@ -1,0 +1,56 @@
+"""Mixtral: Mistral with a mixture of experts in every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pretrainkit.config.schema import ModelShape
+from pretrainkit.models.decoder import (
+    check_sliding_window,
+    moe_nemo_settings,
+    moe_weights,
+    read_decoder,
+)
+from pretrainkit.models.family import ConfigFields, Family, Weight
+
+
+def read_shape(config: Mapping[str, Any]) -> ModelShape:
+    """The shape that a Mixtral config.json describes; `intermediate_size` is that of one expert."""
+    check_sliding_window(config)
+    return read_decoder(
+        "mixtral",
+        config,
+        num_experts=config.get("num_local_experts", 8),
+        experts_per_token=config.get("num_experts_per_tok", 2),
+        expert_ffn_hidden_size=config["intermediate_size"],
+        router_aux_loss_coef=config.get("router_aux_loss_coef", 0.001),
+    )
+
+
+def weights(shape: ModelShape) -> tuple[Weight, ...]:
+    """Mixtral's table."""
+    block = "model.layers.{layer}.block_sparse_moe."
+    return moe_weights(
+        shape, router=block + "gate.weight", experts=block + "experts.{expert}.", names=("w1", "w3", "w2")
+    )
+
+
+def nemo_config(shape: ModelShape) -> tuple[str, dict[str, Any]]:
+    """NeMo's config for this shape."""
+    return "nemo.collections.llm.gpt.model.mixtral:MixtralConfig", moe_nemo_settings(shape)
+
+
+FAMILY = Family(
+    name="mixtral",
+    architectures=("MixtralForCausalLM",),
+    fields=ConfigFields(
+        read=frozenset({"sliding_window", "num_local_experts", "num_experts_per_tok", "router_aux_loss_coef"}),
+        fixed={"router_jitter_noise": (0.0, None)},
+        ignored=frozenset({"output_router_logits"}),
+    ),
+    shape=read_shape,
+    weights=weights,
+    nemo_model="nemo.collections.llm.gpt.model.mixtral:MixtralModel",
+    nemo_config=nemo_config,
+)

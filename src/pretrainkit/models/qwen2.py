@@ -1,0 +1,31 @@
+"""Qwen2 and Qwen2.5: Llama's arithmetic with biases on query, key and value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pretrainkit.config.schema import ModelShape
+from pretrainkit.models.decoder import QWEN_FIELDS, dense_weights, read_decoder
+from pretrainkit.models.family import Family
+
+
+def read_shape(config: Mapping[str, Any]) -> ModelShape:
+    """The shape that a Qwen2 config.json describes."""
+    return read_decoder("qwen2", config, qkv_bias=True)
+
+
+def nemo_config(shape: ModelShape) -> tuple[str, dict[str, Any]]:
+    """NeMo's config for this shape."""
+    return "nemo.collections.llm.gpt.model.qwen2:Qwen2Config", {"add_qkv_bias": True}
+
+
+FAMILY = Family(
+    name="qwen2",
+    architectures=("Qwen2ForCausalLM",),
+    fields=QWEN_FIELDS,
+    shape=read_shape,
+    weights=dense_weights,
+    nemo_model="nemo.collections.llm.gpt.model.qwen2:Qwen2Model",
+    nemo_config=nemo_config,
+)

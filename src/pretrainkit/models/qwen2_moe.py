@@ -1,0 +1,55 @@
+"""Qwen2-MoE (Qwen1.5-MoE): Qwen2 with experts and a gated shared expert in every layer. NeMo has no class for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from pretrainkit.config.schema import ModelShape
+from pretrainkit.models.decoder import (
+    QWEN_FIELDS,
+    QWEN_MOE_FIXED,
+    QWEN_MOE_READ,
+    gated_mlp,
+    moe_weights,
+    read_decoder,
+    read_qwen_moe,
+)
+from pretrainkit.models.family import Family, Layout, Weight
+
+
+def read_shape(config: Mapping[str, Any]) -> ModelShape:
+    """The shape that a Qwen2-MoE config.json describes."""
+    return read_decoder(
+        "qwen2_moe",
+        config,
+        qkv_bias=config.get("qkv_bias", True),
+        shared_expert_ffn_hidden_size=config.get("shared_expert_intermediate_size", 5632),
+        **{"num_experts": 60, "experts_per_token": 4, **read_qwen_moe({"norm_topk_prob": False, **config})},
+    )
+
+
+def weights(shape: ModelShape) -> tuple[Weight, ...]:
+    """Qwen2-MoE's table: the experts', and the shared expert's with its gate."""
+    ours, theirs = "decoder.layers.{layer}.mlp.shared_experts.", "model.layers.{layer}.mlp.shared_expert"
+    shared = (
+        *gated_mlp(shape, ours, theirs + ".", ffn_hidden_size=shape.shared_expert_ffn_hidden_size),
+        Weight(ours + "gate_weight", (theirs + "_gate.weight",), Layout.REPLICATED, ((1, shape.hidden_size),)),
+    )
+    mlp = "model.layers.{layer}.mlp."
+    return moe_weights(shape, router=mlp + "gate.weight", experts=mlp + "experts.{expert}.", more=shared)
+
+
+FAMILY = Family(
+    name="qwen2_moe",
+    architectures=("Qwen2MoeForCausalLM",),
+    fields=replace(
+        QWEN_FIELDS,
+        read=QWEN_FIELDS.read | QWEN_MOE_READ | {"shared_expert_intermediate_size", "qkv_bias"},
+        fixed={**QWEN_FIELDS.fixed, **QWEN_MOE_FIXED},
+        ignored=QWEN_FIELDS.ignored | {"output_router_logits"},
+    ),
+    shape=read_shape,
+    weights=weights,
+)

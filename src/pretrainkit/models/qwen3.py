@@ -1,0 +1,32 @@
+"""Qwen3: Llama's arithmetic with an RMSNorm on each query and key head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from pretrainkit.config.schema import ModelShape
+from pretrainkit.models.decoder import QWEN_FIELDS, dense_weights, read_decoder
+from pretrainkit.models.family import Family
+
+
+def read_shape(config: Mapping[str, Any]) -> ModelShape:
+    """The shape that a Qwen3 config.json describes; its head dimension is 128 where none is given."""
+    return read_decoder("qwen3", {"head_dim": 128, **config}, qk_norm=True)
+
+
+def nemo_config(shape: ModelShape) -> tuple[str, dict[str, Any]]:
+    """NeMo's config for this shape."""
+    return "nemo.collections.llm.gpt.model.qwen3:Qwen3Config", {"qk_layernorm": True}
+
+
+FAMILY = Family(
+    name="qwen3",
+    architectures=("Qwen3ForCausalLM",),
+    fields=replace(QWEN_FIELDS, fixed={**QWEN_FIELDS.fixed, "attention_bias": (False,)}),
+    shape=read_shape,
+    weights=dense_weights,
+    nemo_model="nemo.collections.llm.gpt.model.qwen3:Qwen3Model",
+    nemo_config=nemo_config,
+)

@@ -1,0 +1,51 @@
+"""Qwen3-MoE: Qwen3 with a mixture of experts in every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from pretrainkit.config.schema import ModelShape
+from pretrainkit.models.decoder import (
+    QWEN_FIELDS,
+    QWEN_MOE_FIXED,
+    QWEN_MOE_READ,
+    moe_nemo_settings,
+    moe_weights,
+    read_decoder,
+    read_qwen_moe,
+)
+from pretrainkit.models.family import Family, Weight
+
+
+def read_shape(config: Mapping[str, Any]) -> ModelShape:
+    """The shape that a Qwen3-MoE config.json describes."""
+    return read_decoder("qwen3_moe", {"head_dim": 128, **config}, qk_norm=True, **read_qwen_moe(config))
+
+
+def weights(shape: ModelShape) -> tuple[Weight, ...]:
+    """Qwen3-MoE's table."""
+    mlp = "model.layers.{layer}.mlp."
+    return moe_weights(shape, router=mlp + "gate.weight", experts=mlp + "experts.{expert}.")
+
+
+def nemo_config(shape: ModelShape) -> tuple[str, dict[str, Any]]:
+    """NeMo's config for this shape."""
+    return "nemo.collections.llm.gpt.model.qwen3:Qwen3MoEConfig", {"qk_layernorm": True, **moe_nemo_settings(shape)}
+
+
+FAMILY = Family(
+    name="qwen3_moe",
+    architectures=("Qwen3MoeForCausalLM",),
+    fields=replace(
+        QWEN_FIELDS,
+        read=QWEN_FIELDS.read | QWEN_MOE_READ,
+        fixed={**QWEN_FIELDS.fixed, **QWEN_MOE_FIXED, "attention_bias": (False,)},
+        ignored=QWEN_FIELDS.ignored | {"output_router_logits"},
+    ),
+    shape=read_shape,
+    weights=weights,
+    nemo_model="nemo.collections.llm.gpt.model.qwen3:Qwen3Model",
+    nemo_config=nemo_config,
+)
