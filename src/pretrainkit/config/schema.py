@@ -50,6 +50,12 @@ class ModelShape:
     """Experts per layer; 0 for a dense model."""
     experts_per_token: int = 0
     expert_ffn_hidden_size: int = 0
+    shared_expert_ffn_hidden_size: int = 0
+    """Of the expert that every token uses, with a sigmoid gate (Qwen2-MoE); 0 for none."""
+    norm_topk_prob: bool = True
+    """Router weights of the chosen experts add up to 1."""
+    router_aux_loss_coef: float = 0.0
+    """Weight of the load balancing loss."""
     initializer_range: float = 0.02
 
 
