@@ -90,7 +90,7 @@ def _check_fields(config: Mapping[str, Any], family: Family, ignored: set[str], 
                 )
             )
     known = decoder.READ_FIELDS | decoder.IGNORED_FIELDS | family.fields.read | family.fields.ignored | set(fixed)
-    unknown = sorted(name for name in config if name not in known and name not in ignored)
+    unknown = sorted(name for name in config if name not in known | ignored and not _is_bookkeeping(name))
     if unknown:
         problems.append(
             RequestError(
@@ -102,3 +102,8 @@ def _check_fields(config: Mapping[str, Any], family: Family, ignored: set[str], 
         )
     if problems:
         raise RequestError.of_all(problems)
+
+
+def _is_bookkeeping(name: str) -> bool:
+    """Whether a field can't touch the forward pass: transformers' private notes, and ids of special tokens."""
+    return name.startswith("_") or name.endswith("_token_id")
