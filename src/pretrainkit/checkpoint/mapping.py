@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import RequestError
@@ -72,6 +74,17 @@ def _layers(weights: Iterable[Weight], shape: ModelShape) -> list[Entry]:
         for weight in weights
         for expert in (range(shape.num_experts) if weight.per_expert else (None,))
     ]
+
+
+def balance(entries: Sequence[Entry], dtypes: Mapping[Entry, torch.dtype], num_files: int) -> list[list[Entry]]:
+    """Entries split into at most `num_files` runs of about equal bytes, in order."""
+    total = sum(entry.numel * dtypes[entry].itemsize for entry in entries)
+    parts: list[list[Entry]] = [[] for _ in range(min(num_files, len(entries)))]
+    done = 0
+    for entry in entries:
+        parts[min(done * len(parts) // max(total, 1), len(parts) - 1)].append(entry)
+        done += entry.numel * dtypes[entry].itemsize
+    return [part for part in parts if part]
 
 
 def check_names(entries: Iterable[Entry], found: Iterable[str], where: str) -> None:

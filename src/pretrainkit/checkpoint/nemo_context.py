@@ -43,24 +43,19 @@ class Name:
     target: str
 
 
-def write_context(
-    folder: Path, shape: ModelShape, hf_folder: Path, dtype: torch.dtype, *, vocabulary_divisor: int
-) -> None:
-    """Write a context for a model of this shape with the tokenizer and generation config of `hf_folder`."""
+def write_context(folder: Path, model: Call, hf_folder: Path) -> None:
+    """Write a context for a model (`model_call`) with the tokenizer and generation config of `hf_folder`."""
     folder.mkdir()
-    files = {path.name: path for path in side_files(hf_folder)}
     tokenizer = folder / TOKENIZER_FOLDER
     tokenizer.mkdir()
-    for name, path in files.items():
-        if name != "generation_config.json":
-            shutil.copyfile(path, tokenizer / name)
+    for path in side_files(hf_folder):
+        if path.name == "generation_config.json":
+            (folder / GENERATION_FOLDER).mkdir()
+            shutil.copyfile(path, folder / GENERATION_FOLDER / path.name)
+        else:
+            shutil.copyfile(path, tokenizer / path.name)
     # AutoTokenizer reads the class of some tokenizers from config.json.
     shutil.copyfile(hf_folder / "config.json", tokenizer / "config.json")
-    generation = files.get("generation_config.json")
-    if generation:
-        (folder / GENERATION_FOLDER).mkdir()
-        shutil.copyfile(generation, folder / GENERATION_FOLDER / generation.name)
-    model = model_call(shape, dtype, vocabulary_divisor=vocabulary_divisor, has_generation_config=bool(generation))
     strategy = Call(
         "nemo.lightning.pytorch.strategies.megatron_strategy:MegatronStrategy", {"ckpt_save_optimizer": False}
     )

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from pretrainkit.config.schema import ModelShape
-from pretrainkit.models.decoder import QWEN_FIELDS, dense_weights, read_decoder
+from pretrainkit.models.config_fields import QWEN_FIELDS
+from pretrainkit.models.decoder import dense_weights, read_decoder
 from pretrainkit.models.family import Family
 
 

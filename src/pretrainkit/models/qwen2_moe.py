@@ -7,10 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from pretrainkit.config.schema import ModelShape
+from pretrainkit.models.config_fields import QWEN_FIELDS, QWEN_MOE_FIXED, QWEN_MOE_READ
 from pretrainkit.models.decoder import (
-    QWEN_FIELDS,
-    QWEN_MOE_FIXED,
-    QWEN_MOE_READ,
     gated_mlp,
     moe_weights,
     read_decoder,

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from pretrainkit.config.schema import ModelShape
-from pretrainkit.models.decoder import QWEN_FIELDS, dense_weights, read_decoder
+from pretrainkit.models.config_fields import QWEN_FIELDS
+from pretrainkit.models.decoder import dense_weights, read_decoder
 from pretrainkit.models.family import Family
 
 

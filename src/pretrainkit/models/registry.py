@@ -12,7 +12,7 @@ from typing import Any
 
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import RequestError
-from pretrainkit.models import decoder, llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
+from pretrainkit.models import config_fields, llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
 from pretrainkit.models.family import Family
 
 FAMILIES: tuple[Family, ...] = tuple(
@@ -79,7 +79,7 @@ def read_shape(hf_folder: str | Path, *, ignore_fields: Iterable[str] = ()) -> M
 
 def _check_fields(config: Mapping[str, Any], family: Family, ignored: set[str], where: str) -> None:
     problems = []
-    fixed = {**decoder.FIXED_FIELDS, **family.fields.fixed}
+    fixed = {**config_fields.FIXED_FIELDS, **family.fields.fixed}
     for name, values in fixed.items():
         if name in config and config[name] not in values and name not in family.fields.read:
             problems.append(
@@ -89,7 +89,13 @@ def _check_fields(config: Mapping[str, Any], family: Family, ignored: set[str], 
                     needed=f"{name} = {' or '.join(json.dumps(value) for value in values)}",
                 )
             )
-    known = decoder.READ_FIELDS | decoder.IGNORED_FIELDS | family.fields.read | family.fields.ignored | set(fixed)
+    known = (
+        config_fields.READ_FIELDS
+        | config_fields.IGNORED_FIELDS
+        | family.fields.read
+        | family.fields.ignored
+        | set(fixed)
+    )
     unknown = sorted(name for name in config if name not in known | ignored and not _is_bookkeeping(name))
     if unknown:
         problems.append(

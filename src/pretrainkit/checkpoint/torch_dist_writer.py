@@ -1,0 +1,167 @@
+"""Writes Megatron-core's distributed checkpoints (see `torch_dist` for the format), one tensor at a time."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pretrainkit.checkpoint.mapping import Entry, balance
+from pretrainkit.checkpoint.torch_dist import COMMON_NAME, CONFIG_NAME, FORMAT, METADATA_NAME
+from pretrainkit.checkpoint.transforms import merge_qkv
+from pretrainkit.config.schema import ModelShape
+from pretrainkit.files import write_json
+from pretrainkit.models.family import Layout
+
+
+class TorchDistTarget:
+    """Writes a distributed checkpoint of weights into an empty folder, layers and experts stacked."""
+
+    kind = "torch_dist"
+
+    def __init__(
+        self,
+        folder: Path,
+        entries: Sequence[Entry],
+        dtypes: Mapping[Entry, torch.dtype],
+        shape: ModelShape,
+        *,
+        prefix: str,
+        common: Mapping[str, Any],
+        padded_rows: int,
+        num_files: int,
+    ) -> None:
+        self.folder, self.dtypes, self.shape = folder, dtypes, shape
+        self._prefix, self._common, self._padded_rows = prefix, common, padded_rows
+        self.parts = balance(entries, dtypes, num_files)
+        """Entries by file: one worker writes one file."""
+        self._written: dict[int, list[_WrittenChunk]] = {}
+        self._extra_states = _extra_state_names(entries, shape, prefix)
+
+    def write_part(self, part: int, tensors: Iterable[tuple[Entry, Sequence[Tensor]]]) -> None:
+        """Write one file; `tensors` come in the order of `parts[part]`."""
+        name = f"__0_{part}.distcp"
+        chunks = []
+        with (self.folder / name).open("wb") as file:
+            if part == 0:
+                state = io.BytesIO()
+                torch.save([None], state)
+                for key in self._extra_states:
+                    chunks.append(_WrittenChunk(key, None, None, name, file.tell(), len(state.getvalue())))
+                    file.write(state.getvalue())
+            for entry, values in tensors:
+                for first_row, piece in self._pieces(entry, values):
+                    begin = file.tell()
+                    leading = [index for index in (entry.layer, entry.expert) if index is not None]
+                    torch.save(piece.reshape(*(1 for _ in leading), *piece.shape), file)
+                    chunks.append(
+                        _WrittenChunk(
+                            self._name(entry),
+                            (*leading, first_row, *(0 for _ in piece.shape[1:])),
+                            (*(1 for _ in leading), *piece.shape),
+                            name,
+                            begin,
+                            file.tell() - begin,
+                        )
+                    )
+            file.flush()
+            os.fsync(file.fileno())
+        self._written[part] = chunks
+
+    def _pieces(self, entry: Entry, values: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
+        """An entry's Megatron tensor as row blocks, so that what needs no rearranging isn't copied."""
+        if entry.layout is Layout.QKV:
+            return [(0, merge_qkv(values[0], values[1], values[2], self.shape.num_query_groups))]
+        pieces, first = [], 0
+        for value in values:
+            pieces.append((first, _own(value)))
+            first += value.shape[0]
+        if entry.layout is Layout.VOCABULARY and self._padded_rows > first:
+            pieces.append((first, values[0].new_zeros(self._padded_rows - first, *values[0].shape[1:])))
+        return pieces
+
+    def _name(self, entry: Entry) -> str:
+        return self._prefix + entry.weight.megatron.replace("{layer}.", "")
+
+    def _global_shape(self, entry: Entry) -> tuple[int, ...]:
+        leading = [self.shape.num_layers] if entry.layer is not None else []
+        leading += [self.shape.num_experts] if entry.expert is not None else []
+        rows, *rest = entry.megatron_shape
+        return (*leading, max(rows, self._padded_rows) if entry.layout is Layout.VOCABULARY else rows, *rest)
+
+    def finish(self) -> None:
+        """Write metadata and common state; the checkpoint is complete after it."""
+        from torch.distributed.checkpoint import metadata as dcp
+        from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+        described: dict[str, Any] = {}
+        stored = {}
+        for entry in (entry for part in self.parts for entry in part):
+            properties = dcp.TensorProperties(dtype=self.dtypes[entry], memory_format=torch.contiguous_format)
+            size = torch.Size(self._global_shape(entry))
+            described.setdefault(self._name(entry), dcp.TensorStorageMetadata(properties, size, []))
+        for chunk in (chunk for part in sorted(self._written) for chunk in self._written[part]):
+            if chunk.offsets is None or chunk.sizes is None:
+                described[chunk.name] = dcp.BytesStorageMetadata()
+                index = dcp.MetadataIndex(chunk.name)
+            else:
+                offsets = torch.Size(chunk.offsets)
+                described[chunk.name].chunks.append(dcp.ChunkStorageMetadata(offsets, torch.Size(chunk.sizes)))
+                index = dcp.MetadataIndex(chunk.name, offsets)
+            stored[index] = _StorageInfo(chunk.file, chunk.begin, chunk.num_bytes)
+        with (self.folder / METADATA_NAME).open("wb") as file:
+            pickle.dump(dcp.Metadata(described, storage_data=stored), file)
+        torch.save(dict(self._common), self.folder / COMMON_NAME)
+        write_json(self.folder / CONFIG_NAME, FORMAT)
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """The tensor in a storage of just its size, since torch.save writes whole storages."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize else tensor.clone()
+
+
+@dataclass(frozen=True)
+class _WrittenChunk:
+    name: str
+    offsets: tuple[int, ...] | None
+    sizes: tuple[int, ...] | None
+    file: str
+    begin: int
+    num_bytes: int
+
+
+def _extra_state_names(entries: Sequence[Entry], shape: ModelShape, prefix: str) -> list[str]:
+    """Names of the (empty) extra states that Transformer Engine's modules insist on finding.
+
+    Which modules have one differs between its versions; readers ignore those they don't have.
+    """
+    names = []
+    for entry in entries:
+        module = entry.weight.megatron.rpartition(".")[0]
+        if entry.weight.megatron.endswith("layer_norm_weight"):
+            continue
+        last = module.rpartition(".")[2]
+        if not (last.startswith("linear_") or last.endswith("layernorm")) or entry.weight.megatron.endswith("bias"):
+            continue
+        names.append(_extra_state(module, entry.layer, entry.expert, shape))
+        if last == "linear_proj":
+            names.append(_extra_state(module[: -len(last)] + "core_attention", entry.layer, None, shape))
+    return [prefix + name for name in names]
+
+
+def _extra_state(module: str, layer: int | None, expert: int | None, shape: ModelShape) -> str:
+    """megatron-core's `ShardedObject.unique_key`."""
+    places = [
+        (index, count) for index, count in ((layer, shape.num_layers), (expert, shape.num_experts)) if index is not None
+    ]
+    offsets, counts = zip(*(places or [(0, 1)]), strict=True)
+    key = module.replace("{layer}.", "")
+    return f"{key}._extra_state/shard_{'.'.join(map(str, offsets))}_{'.'.join(map(str, counts))}"

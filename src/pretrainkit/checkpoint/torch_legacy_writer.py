@@ -1,0 +1,164 @@
+"""Writes Megatron-LM's classic checkpoints (see `torch_legacy` for the format), one tensor at a time.
+
+A rank's model is never held: `torch.save` first writes each file with room for its tensors
+(torch.serialization.skip_data), then the tensors are put into their places, by several workers if asked.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pretrainkit.checkpoint.archive import StoredTensor, read_archive
+from pretrainkit.checkpoint.mapping import Entry, balance
+from pretrainkit.checkpoint.parallel import Parallelism
+from pretrainkit.checkpoint.torch_legacy import FILE_NAME, TIED_OUTPUT
+from pretrainkit.checkpoint.torch_names import local_name
+from pretrainkit.checkpoint.transforms import shard
+from pretrainkit.config.schema import ModelShape
+from pretrainkit.files import fsync_path
+from pretrainkit.models.family import Layout
+
+
+class TorchTarget:
+    """Writes the files of all ranks of a classic checkpoint into an empty folder."""
+
+    kind = "torch"
+
+    def __init__(
+        self,
+        folder: Path,
+        entries: Sequence[Entry],
+        dtypes: Mapping[Entry, torch.dtype],
+        shape: ModelShape,
+        parallelism: Parallelism,
+        *,
+        common: Mapping[str, Any],
+        padded_rows: int,
+        num_parts: int,
+    ) -> None:
+        self.folder, self.dtypes, self.shape, self.parallelism = folder, dtypes, shape, parallelism
+        self._padded_rows = padded_rows
+        self._stages = parallelism.stages(shape.num_layers)
+        self.parts = balance(entries, dtypes, num_parts)
+        """Entries by worker; every worker writes into all files."""
+        self._places: dict[tuple[int, int, int], dict[str, StoredTensor]] = {}
+        for rank in self._ranks():
+            self._places[rank] = self._make_room(rank, entries, common)
+
+    def _ranks(self) -> list[tuple[int, int, int]]:
+        sizes = self.parallelism
+        return [
+            (tensor, pipeline, expert)
+            for tensor in range(sizes.tensor)
+            for pipeline in range(sizes.pipeline)
+            for expert in range(sizes.expert)
+        ]
+
+    def _path(self, rank: tuple[int, int, int]) -> Path:
+        name = f"mp_rank_{rank[0]:02d}"
+        if self.parallelism.pipeline > 1:
+            name += f"_{rank[1]:03d}"
+        if self.parallelism.expert > 1:
+            name += f"_{rank[2]:03d}"
+        return self.folder / name / FILE_NAME
+
+    def _names(self, entry: Entry, stage: int, expert_rank: int) -> list[str]:
+        """The names that an entry has on a rank: none, one, or two where a tied embedding is the output layer too."""
+        last = self.parallelism.pipeline - 1
+        if entry.layer is not None:
+            layers = self._stages[stage]
+            if entry.layer not in layers:
+                return []
+            expert = entry.expert
+            if expert is not None:
+                count = self.shape.num_experts // self.parallelism.expert
+                if expert // count != expert_rank:
+                    return []
+                expert %= count
+            return [local_name(entry.weight.megatron, entry.layer - layers.start, expert)]
+        if not entry.weight.megatron.startswith("embedding."):
+            return [entry.weight.megatron] if stage == last else []
+        names = [entry.weight.megatron] if stage == 0 else []
+        if self.shape.tie_word_embeddings and stage == last > 0:
+            names.append(TIED_OUTPUT)
+        return names
+
+    def _local_shape(self, entry: Entry) -> tuple[int, ...]:
+        rows, *rest = entry.megatron_shape
+        if entry.layout is Layout.REPLICATED:
+            return entry.megatron_shape
+        if entry.layout is Layout.ROW:
+            return (rows, rest[0] // self.parallelism.tensor, *rest[1:])
+        rows = self._padded_rows if entry.layout is Layout.VOCABULARY else rows
+        return (rows // self.parallelism.tensor, *rest)
+
+    def _make_room(
+        self, rank: tuple[int, int, int], entries: Sequence[Entry], common: Mapping[str, Any]
+    ) -> dict[str, StoredTensor]:
+        """Write a rank's file without its tensors' bytes; where each tensor goes."""
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        model: dict[str, Any] = {}
+        with FakeTensorMode():
+            for entry in entries:
+                for name in self._names(entry, rank[1], rank[2]):
+                    model[name] = torch.empty(self._local_shape(entry), dtype=self.dtypes[entry])
+                    model.update(_extra_states(name))
+        path = self._path(rank)
+        path.parent.mkdir(parents=True)
+        with torch.serialization.skip_data(materialize_fake_tensors=True):
+            torch.save({**common, "model": model}, path)
+        return {name: tensor for name, tensor in read_archive(path)["model"].items() if tensor is not None}
+
+    def write_part(self, part: int, tensors: Iterable[tuple[Entry, Sequence[Tensor]]]) -> None:
+        """Write some entries into the files of all ranks that hold them."""
+        sizes = self.parallelism
+        for entry, values in tensors:
+            for rank in range(sizes.tensor):
+                local = shard(
+                    entry.layout,
+                    values,
+                    rank=rank,
+                    size=sizes.tensor,
+                    groups=self.shape.num_query_groups,
+                    padded_rows=self._padded_rows,
+                )
+                data = local.contiguous().reshape(-1).view(torch.uint8).numpy()
+                for stage in range(sizes.pipeline):
+                    for expert in range(sizes.expert):
+                        for name in self._names(entry, stage, expert):
+                            _put(self._places[rank, stage, expert][name], data)
+
+    def finish(self) -> None:
+        """Flush every file."""
+        for rank in self._ranks():
+            fsync_path(self._path(rank))
+
+
+def _extra_states(name: str) -> dict[str, None]:
+    """The empty extra state that Transformer Engine's modules expect beside their weight."""
+    module, _, parameter = name.rpartition(".")
+    if not parameter.startswith("weight") or "linear_" not in module:
+        return {}
+    states: dict[str, None] = {f"{module}._extra_state": None}
+    if module.endswith("self_attention.linear_proj"):
+        states[module.replace("linear_proj", "core_attention._extra_state")] = None
+    return states
+
+
+def _put(place: StoredTensor, data: Any) -> None:
+    """Write a tensor's bytes into its place."""
+    view = memoryview(data)
+    descriptor = os.open(place.path, os.O_WRONLY)
+    try:
+        done = 0
+        while done < len(view):
+            done += os.pwrite(descriptor, view[done:], place.offset + done)
+    finally:
+        os.close(descriptor)
