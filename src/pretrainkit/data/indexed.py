@@ -173,9 +173,19 @@ def write_index(
         write_header(file, dtype, num_sequences, num_documents)
         for begin in range(0, num_sequences, _BLOCK):
             file.write(np.ascontiguousarray(sequence_lengths[begin : begin + _BLOCK], dtype=np.int32).data)
-        write_pointers(file, sequence_lengths, dtype.itemsize)
-        for block in _document_index_blocks(num_sequences, document_indices):
-            file.write(np.ascontiguousarray(block, dtype=np.int64).data)
+        write_index_tail(file, sequence_lengths, dtype.itemsize, document_indices)
+
+
+def write_index_tail(
+    file: BinaryIO,
+    sequence_lengths: NDArray[np.int32],
+    itemsize: int,
+    document_indices: NDArray[np.int64] | None = None,
+) -> None:
+    """What follows the lengths in an index: the byte offsets and the document index, in blocks."""
+    write_pointers(file, sequence_lengths, itemsize)
+    for block in _document_index_blocks(len(sequence_lengths), document_indices):
+        file.write(np.ascontiguousarray(block, dtype=np.int64).data)
 
 
 def _document_index_blocks(num_sequences: int, given: NDArray[np.int64] | None) -> Iterator[NDArray[np.int64]]:

@@ -23,7 +23,7 @@ class InputFile:
     num_bytes: int
     """Size on disk, compressed if it is."""
     xxh3_128: str
-    """XXH3-128 over the XXH3-128 digests of its pieces of 16 MiB, in hex; empty if it was not taken."""
+    """XXH3-128 over the XXH3-128 digests of its pieces of 4 MiB, in hex; empty if it was not taken."""
     num_records: int
 
 
@@ -43,6 +43,8 @@ class TokenizerRecord:
     """`fastokens` or `tokenizers`: which library encoded."""
     versions: dict[str, str] = field(default_factory=dict)
     """Versions of the libraries that give ids."""
+    verified: str = ""
+    """How fastokens' ids were compared with those of tokenizers: `sample`, `all` or `off`."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +64,10 @@ class Manifest:
     num_rejected: int
     """Bad records, set aside in the rejects file."""
     num_blank_lines: int
-    num_text_bytes: int
-    """UTF-8 bytes of the encoded text."""
+    num_replaced: int
+    """Records in which characters that are no text became U+FFFD."""
+    num_input_bytes: int
+    """Bytes read, after decompression."""
     bin_bytes: int
     bin_crc32: int
     append_eod: bool
@@ -94,7 +98,12 @@ def manifest_path(prefix: Path | str) -> Path:
 
 def write_manifest(prefix: Path | str, manifest: Manifest) -> None:
     """Write the record of a pair, atomically."""
-    write_json(manifest_path(prefix), {"format": FORMAT, **asdict(manifest)})
+    write_manifest_file(manifest_path(prefix), manifest)
+
+
+def write_manifest_file(path: Path, manifest: Manifest) -> None:
+    """Write a record to any path, atomically."""
+    write_json(path, {"format": FORMAT, **asdict(manifest)})
 
 
 def read_manifest(prefix: Path | str) -> Manifest | None:

@@ -1,100 +1,239 @@
-"""From text to .bin/.idx pairs."""
+"""Runs a preprocessing request: workers encode, results are put in order, outputs appear whole or not at all."""
 
 from __future__ import annotations
 
-import zlib
+import signal
+import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
-from datetime import datetime, timezone
-from pathlib import Path
+from contextlib import contextmanager
+from typing import Any
 
-import orjson
+from pretrainkit.data import encoder
+from pretrainkit.data.assembly import Assembly
+from pretrainkit.data.feeder import BlockTask, Feeder, UnitTask
+from pretrainkit.data.journal import Journal, finished_outputs
+from pretrainkit.data.manifest import Manifest
+from pretrainkit.data.output import Output
+from pretrainkit.data.pool import WorkerPool
+from pretrainkit.data.progress import Progress
+from pretrainkit.data.proof import SAMPLE_PLACES
+from pretrainkit.data.record import OutputRecorder
+from pretrainkit.data.request import Plan, Request, check_outputs, make_plan
+from pretrainkit.data.results import BadRecord, ChunkResult
+from pretrainkit.data.worker import Difference, Failure, Setup
+from pretrainkit.errors import EXIT_STOPPED_AFTER_SAVING, DataError, PretrainkitError
+from pretrainkit.logs import get_logger
 
-from pretrainkit.data.indexed import IndexedDatasetWriter, bin_path, optimal_dtype
-from pretrainkit.data.manifest import Manifest, TokenizerRecord, write_manifest
-from pretrainkit.data.tokenizer import load_tokenizer
-from pretrainkit.errors import DataError, RequestError
+LOGGER = get_logger(__name__)
+TASKS_AHEAD = 2
+"""Units a worker has in hand, so that it never waits for the parent."""
 
 
-@dataclass(frozen=True)
-class Request:
-    """What to preprocess, and how."""
+class Stopped(PretrainkitError):
+    """A signal ended the run; what is finished is kept."""
 
-    inputs: tuple[str, ...]
-    output_prefix: str
-    tokenizer_model: str
-    json_keys: tuple[str, ...] = ("text",)
-    append_eod: bool = False
-    workers: int = 1
+    exit_code = EXIT_STOPPED_AFTER_SAVING
+
+
+class _EnginesDiffer(Exception):
+    """fastokens can't be used for this tokenizer or input."""
 
 
 def preprocess(request: Request) -> list[Manifest]:
-    """Write `<output_prefix>_<key>_document` pairs and their manifests."""
-    import tokenizers
+    """Write the pairs, manifests and rejects that a request asks for; gives the manifests.
 
-    tokenizer = load_tokenizer(request.tokenizer_model)
-    if request.append_eod and tokenizer.eod_id is None:
-        raise RequestError("--append-eod, but the tokenizer has no EOS token", where=request.tokenizer_model)
-    for path in request.inputs:
-        if not Path(path).is_file():
-            raise RequestError("input file not found", where=path)
-    encoder = tokenizers.Tokenizer.from_file(str(tokenizer.json_path))
-    encoder.encode_special_tokens = True
-    dtype = optimal_dtype(tokenizer.num_ids)
-    manifests = []
-    for key in request.json_keys:
-        prefix = f"{request.output_prefix}_{key}_document"
-        num_records = num_documents = num_tokens = 0
-        with IndexedDatasetWriter(prefix, dtype) as writer:
-            for text in _texts(request.inputs, key):
-                num_records += 1
-                ids = encoder.encode(text, add_special_tokens=False).ids
-                if not ids:
-                    continue
-                ids += [tokenizer.eod_id] if request.append_eod else []
-                writer.add_document(ids)
-                num_documents, num_tokens = num_documents + 1, num_tokens + len(ids)
-        record = TokenizerRecord(
-            request.tokenizer_model,
-            tokenizer.sha256,
-            tokenizer.largest_id,
-            tokenizer.eod_id,
-            tokenizer.bos_id,
-            "tokenizers",
-            {"tokenizers": tokenizers.__version__},
-        )
-        data = bin_path(prefix).read_bytes()
-        manifest = Manifest(
-            key=key,
-            dtype=dtype.name,
-            num_documents=num_documents,
-            num_tokens=num_tokens,
-            num_records=num_records,
-            num_empty=num_records - num_documents,
-            num_rejected=0,
-            num_blank_lines=0,
-            num_text_bytes=0,
-            bin_bytes=len(data),
-            bin_crc32=zlib.crc32(data),
-            append_eod=request.append_eod,
-            add_bos=False,
-            special_tokens_in_text="plain",
-            tokenizer=record,
-            inputs=(),
-            finished_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        )
-        write_manifest(prefix, manifest)
-        manifests.append(manifest)
+    Raises RequestError before any work, DataError when an input is bad or the machine fails, Stopped on SIGTERM
+    and Ctrl-C. After the last two, the same request continues where it was.
+    """
+    with WorkerPool(request.workers) as pool:  # first of all: nothing here must have threads before the fork
+        plan = make_plan(request)
+        check_outputs(plan, finished_outputs(plan.state_folder, plan.identity()) if request.resume else 0)
+        journal = Journal(plan.state_folder, plan.identity(), resume=request.resume)
+        try:
+            with _signals():
+                manifests = _with_best_engine(plan, journal, pool)
+        except OSError as error:
+            journal.close()
+            raise DataError(
+                error.strerror or str(error),
+                where=str(error.filename or plan.state_folder),
+                action=f"mend it and run the same command again: finished pieces are kept in {plan.state_folder}",
+            ) from error
+        except BaseException:
+            journal.close()
+            raise
+        journal.remove()
     return manifests
 
 
-def _texts(paths: tuple[str, ...], key: str) -> Iterator[str]:
-    for path in paths:
-        with Path(path).open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
-                try:
-                    yield orjson.loads(line)[key]
-                except (orjson.JSONDecodeError, KeyError) as error:
-                    raise DataError(f"bad record: {error!r}", where=f"{path}:{number}") from error
+@contextmanager
+def _signals() -> Iterator[None]:
+    """SIGTERM and Ctrl-C raise Stopped while the block runs."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, _: Any) -> None:
+        raise Stopped(
+            f"stopped by {signal.Signals(number).name}",
+            action="run the same command again: it continues where it was",
+        )
+
+    earlier = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in earlier.items():
+            signal.signal(number, handler)
+
+
+def _with_best_engine(plan: Plan, journal: Journal, pool: WorkerPool) -> list[Manifest]:
+    engine = plan.request.engine
+    if engine == "auto":
+        engine = "fastokens" if encoder.has_fastokens() else "tokenizers"
+    try:
+        return _Run(plan, journal, pool, engine).run()
+    except _EnginesDiffer as difference:
+        LOGGER.warning("fastokens is not used, tokenizers encodes instead (slower): %s", difference)
+    pool.kill()
+    journal.reset(plan.identity())
+    with WorkerPool(plan.request.workers) as fresh:
+        return _Run(plan, journal, fresh, "tokenizers").run()
+
+
+class _Run:
+    """One attempt with one engine."""
+
+    def __init__(self, plan: Plan, journal: Journal, pool: WorkerPool, engine: str) -> None:
+        self.plan, self.journal, self.pool, self.engine = plan, journal, pool, engine
+        self.recorder = OutputRecorder(plan, engine)
+        before = self.recorder.lines_before_shard
+        outputs = [
+            Output(plan.state_folder, number, names.prefixes, names.rejects, plan.dtype, before)
+            for number, names in enumerate(plan.outputs)
+        ]
+        names = [source.path for source in plan.sources]
+        self.assembly = Assembly(journal, plan.units, outputs, names, self.recorder.finish)
+        self.bad: list[BadRecord] = []
+        self.in_hand: list[int] = []
+        self.held: BlockTask | UnitTask | None = None
+
+    def run(self) -> list[Manifest]:
+        if self.journal.is_resumed:
+            self.assembly.resume()
+            LOGGER.info("continuing unfinished work: %d pieces are done", len(self.assembly.done))
+        self.pool.release(max(1, min(len(self.pool), self.plan.num_tasks())))
+        self.feeder = Feeder(
+            self.plan.units,
+            self.plan.sources,
+            self.assembly.done.copy(),
+            self.assembly.stream_ends(),
+            len(self.pool),
+            self.pool.wake,
+            self.assembly.end_stream,
+        )
+        self.progress = Progress(self.plan, self.assembly.done)
+        try:
+            self._set_up_workers()
+            self._serve()
+            self._report_bad_record()
+            assert self.assembly.is_complete, "work ended before its outputs"
+        finally:
+            self.progress.close()
+            self.feeder.stop()
+            self.assembly.close()
+        return self.recorder.manifests()
+
+    def _set_up_workers(self) -> None:
+        plan, request = self.plan, self.plan.request
+        for worker in range(len(self.pool)):
+            setup = Setup(
+                sources=plan.sources,
+                folder=plan.state_folder,
+                name=f"session{self.journal.session}.{self.engine}.worker{worker}",
+                json_path=str(plan.tokenizer.json_path),
+                engine=self.engine,
+                verify_all=request.verify_tokens == "all",
+                special_tokens=plan.tokenizer.special_tokens,
+                special_tokens_in_text=request.special_tokens_in_text,
+                num_ids=plan.tokenizer.num_ids,
+                rules=plan.rules,
+                stop_on_bad_record=request.on_error == "stop",
+                dtype=plan.dtype.name,
+                bos_id=plan.bos_id,
+                eod_id=plan.eod_id,
+            )
+            self.pool.send(worker, "setup", setup)
+        self.in_hand = [1] * len(self.pool)
+        if self.engine == "fastokens" and request.verify_tokens != "off":
+            # The proof runs beside the work and is always in before anything is committed.
+            units = list(plan.units.values())
+            places = sorted({len(units) * i // SAMPLE_PLACES for i in range(SAMPLE_PLACES)}) if units else []
+            self.pool.send(0, "prove", [units[i] for i in places])
+            self.in_hand[0] += 1
+
+    def _serve(self) -> None:
+        while True:
+            self._hand_out()
+            proof_is_due = self.in_hand[0] and not self.recorder.is_proven
+            if not proof_is_due:
+                self.assembly.advance()
+            if not any(self.in_hand) and self.held is None and self.feeder.is_exhausted:
+                break
+            for worker, kind, content in self.pool.wait(0.5):
+                self.in_hand[worker] -= 1
+                self._take(kind, content)
+            self.progress.show()
+        if not self.bad:
+            self.assembly.advance(wait=True)
+
+    def _hand_out(self) -> None:
+        while True:
+            worker = min(range(len(self.in_hand)), key=self.in_hand.__getitem__)
+            if self.in_hand[worker] >= TASKS_AHEAD:
+                return
+            task, self.held = self.held or self.feeder.next(), None
+            if task is None:
+                return
+            if isinstance(task, UnitTask):
+                self.pool.send(worker, "unit", task.number, task.unit)
+            elif self.in_hand[worker]:  # a busy worker would not take the block's bytes now
+                self.held = task
+                return
+            else:
+                self.pool.send(worker, "block", task.unit, task.block, task.source, task.disk_bytes, data=task.data)
+            self.in_hand[worker] += 1
+
+    def _take(self, kind: str, content: Any) -> None:
+        if isinstance(content, ChunkResult):
+            self.assembly.add(content)
+            self.progress.add(content)
+        elif isinstance(content, BadRecord):
+            self.bad.append(content)
+            self.feeder.stop()
+            self.held = None
+        elif isinstance(content, Failure):
+            raise DataError(
+                content.found,
+                where=content.where,
+                needed=content.needed,
+                action=content.action
+                or f"mend it and run the same command again: finished pieces are kept in {self.plan.state_folder}",
+            )
+        elif isinstance(content, Difference):
+            raise _EnginesDiffer(content.found)
+        elif kind == "prove":
+            self.recorder.is_proven = True
+
+    def _report_bad_record(self) -> None:
+        if not self.bad:
+            return
+        first = min(self.bad, key=lambda bad: (bad.unit, bad.block))
+        source = self.plan.sources[first.source]
+        line = self.assembly.lines_before((first.unit, first.block), first.source) + first.line + 1
+        line += self.recorder.lines_before_shard(first.source)
+        raise DataError(
+            first.found,
+            where=f"{source.path}:{line}",
+            action="mend the record, or set bad ones aside with --on-error skip; run again to continue from here",
+        )

@@ -1,0 +1,302 @@
+"""Records out of a piece of an input file: the texts under the wanted keys, and what is wrong with the others."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from pretrainkit.data.sources import Source
+
+BOM = b"\xef\xbb\xbf"
+ROWS_PER_BATCH = 2048
+"""Rows of a Parquet or Arrow file that are in memory as Python strings at a time."""
+SHOWN_KEYS = 8
+
+
+@dataclass(frozen=True)
+class RecordRules:
+    """Which records are good."""
+
+    keys: tuple[str, ...]
+    replace_bad_characters: bool = False
+    """Put U+FFFD for bytes and surrogates that are no text, and for NUL, instead of rejecting the record."""
+    max_document_bytes: int = 0
+    """Longer texts are rejected; 0 for no limit."""
+
+
+@dataclass(frozen=True)
+class Reject:
+    """A bad record."""
+
+    line: int
+    """Counted from 0 within the piece."""
+    found: str
+    raw: bytes
+
+
+@dataclass
+class Batch:
+    """Some records in order; a row of `texts` is a key, a column a good record."""
+
+    texts: list[list[str]]
+    lines: list[int] = field(default_factory=list)
+    """Line of each good record, counted from 0 within the piece."""
+    rejects: list[Reject] = field(default_factory=list)
+    num_blank: int = 0
+    num_lines: int = 0
+    num_replaced: int = 0
+    raw: Callable[[int], bytes] = bytes
+    """The bytes of a line."""
+
+
+class _Bad(Exception):
+    """Why a record is bad."""
+
+
+def read_lines_between(path: str, begin: int, end: int) -> tuple[bytes, bytes, int]:
+    """The lines whose first byte is in [begin, end), the bytes of that very range, and where those lines begin."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        nominal = _pread_all(descriptor, end - begin, begin)
+        first = 0
+        if begin and os.pread(descriptor, 1, begin - 1) != b"\n":
+            first = nominal.find(b"\n") + 1
+            if not first:  # all of it belongs to a line that began earlier
+                return b"", nominal, end
+        parts, offset, step = [nominal[first:] if first else nominal], begin + len(nominal), 1 << 16
+        while first < len(nominal) and not parts[-1].endswith(b"\n"):
+            data = os.pread(descriptor, step, offset)
+            if not data:
+                break
+            offset, step = offset + len(data), min(2 * step, 1 << 24)
+            line_end = data.find(b"\n")
+            parts.append(data[: line_end + 1] if line_end >= 0 else data)
+        return parts[0] if len(parts) == 1 else b"".join(parts), nominal, begin + first
+    finally:
+        os.close(descriptor)
+
+
+def _pread_all(descriptor: int, num_bytes: int, offset: int) -> bytes:
+    parts = []
+    while num_bytes and (data := os.pread(descriptor, num_bytes, offset)):
+        parts.append(data)
+        num_bytes, offset = num_bytes - len(data), offset + len(data)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def parse_text(source: Source, data: bytes, at_start: bool, rules: RecordRules) -> Iterator[Batch]:
+    """The records of whole lines of a text or JSON Lines file, as one batch."""
+    if at_start and data.startswith(BOM):
+        data = data[len(BOM) :]
+    if source.format == "txt-file":
+        lines = [data]
+    else:
+        lines = data.split(b"\n")
+        if not lines[-1]:
+            lines.pop()
+    batch = Batch([[] for _ in rules.keys], num_lines=len(lines), raw=lines.__getitem__)
+    if source.format == "jsonl":
+        _parse_json_lines(lines, rules, batch)
+    else:
+        _parse_plain(lines, rules, batch)
+    yield batch
+
+
+def _parse_json_lines(lines: list[bytes], rules: RecordRules, batch: Batch) -> None:
+    loads, keys, limit = orjson.loads, rules.keys, rules.max_document_bytes or 1 << 62
+    key, column, numbers = keys[0], batch.texts[0], batch.lines
+    for number, line in enumerate(lines):
+        # A text is never longer than its JSON, so short lines need no count of bytes.
+        if len(line) <= limit:
+            try:
+                record = loads(line)
+                text = record[key]
+                if type(text) is str and "\0" not in text:
+                    if len(keys) == 1:
+                        column.append(text)
+                        numbers.append(number)
+                        continue
+                    texts = [record[name] for name in keys]
+                    if all(type(other) is str and "\0" not in other for other in texts):
+                        for row, other in zip(batch.texts, texts, strict=True):
+                            row.append(other)
+                        numbers.append(number)
+                        continue
+            except (ValueError, LookupError, TypeError):
+                pass  # the careful way says what is wrong, or finds a blank line
+        _add_carefully(number, line, rules, batch)
+
+
+def _add_carefully(number: int, line: bytes, rules: RecordRules, batch: Batch) -> None:
+    if not line.strip():
+        batch.num_blank += 1
+        return
+    try:
+        record, replaced = _load_record(line, rules.replace_bad_characters)
+        texts = []
+        for key in rules.keys:
+            if key not in record:
+                shown = ", ".join([*map(repr, record)][:SHOWN_KEYS]) or "none"
+                more = ", ..." if len(record) > SHOWN_KEYS else ""
+                raise _Bad(f"no key {key!r}; the record's keys are {shown}{more}")
+            text, mended = check_text(key, record[key], rules)
+            texts.append(text)
+            replaced |= mended
+    except _Bad as bad:
+        batch.rejects.append(Reject(number, str(bad), line))
+        return
+    batch.num_replaced += replaced
+    for column, text in zip(batch.texts, texts, strict=True):
+        column.append(text)
+    batch.lines.append(number)
+
+
+def _load_record(line: bytes, replace: bool) -> tuple[dict[str, Any], bool]:
+    replaced = False
+    try:
+        record = orjson.loads(line)
+    except orjson.JSONDecodeError as error:
+        try:
+            text = line.decode()
+        except UnicodeDecodeError as unicode_error:
+            if not replace:
+                raise _Bad(_invalid_utf8(line, unicode_error)) from None
+            text, replaced = line.decode(errors="replace"), True
+        try:
+            # The standard library lets surrogates pass that orjson refuses; NaN and its kind are refused by both.
+            record = json.loads(text, parse_constant=_refuse_constant)
+        except (ValueError, RecursionError):
+            hint = "; a JSON array over several lines is not JSON Lines" if line.lstrip()[:1] == b"[" else ""
+            raise _Bad(f"broken JSON: {error}{hint}") from None
+    if not isinstance(record, dict):
+        raise _Bad(f"a JSON {_json_type(record)} where an object is needed")
+    return record, replaced
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(name)
+
+
+def _invalid_utf8(line: bytes, error: UnicodeDecodeError) -> str:
+    return f"invalid UTF-8: byte 0x{line[error.start]:02x} at byte {error.start} of the line"
+
+
+def check_text(key: str, text: Any, rules: RecordRules) -> tuple[str, bool]:
+    """The text, mended if the rules say so, and whether it was; _Bad if it is no text or too long."""
+    if not isinstance(text, str):
+        raise _Bad(f"{key!r} is {_json_type(text)}, a string is needed")
+    mended = False
+    if "\0" in text:
+        if not rules.replace_bad_characters:
+            raise _Bad(f"{key!r} holds a NUL character at character {text.index(chr(0))}")
+        text, mended = text.replace("\0", "\ufffd"), True
+    try:
+        num_bytes = len(text.encode()) if rules.max_document_bytes or not text.isascii() else 0
+    except UnicodeEncodeError as error:
+        if not rules.replace_bad_characters:
+            raise _Bad(f"{key!r} holds a lone surrogate at character {error.start}") from None
+        text, mended = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"), True
+        num_bytes = len(text.encode())
+    if rules.max_document_bytes and num_bytes > rules.max_document_bytes:
+        raise _Bad(f"{key!r} has {num_bytes} bytes, more than the {rules.max_document_bytes} allowed")
+    return text, mended
+
+
+def _json_type(value: Any) -> str:
+    names = {dict: "object", list: "list", str: "string", int: "number", float: "number", bool: "boolean"}
+    return "null" if value is None else names.get(type(value), type(value).__name__)
+
+
+def _parse_plain(lines: list[bytes], rules: RecordRules, batch: Batch) -> None:
+    for number, line in enumerate(lines):
+        if not line.strip():
+            batch.num_blank += 1
+            continue
+        try:
+            replaced = False
+            try:
+                text = line.removesuffix(b"\r").decode()
+            except UnicodeDecodeError as error:
+                if not rules.replace_bad_characters:
+                    raise _Bad(_invalid_utf8(line, error)) from None
+                text, replaced = line.removesuffix(b"\r").decode(errors="replace"), True
+            text, mended = check_text("text", text, rules)
+        except _Bad as bad:
+            batch.rejects.append(Reject(number, str(bad), line))
+            continue
+        batch.num_replaced += replaced or mended
+        for column in batch.texts:
+            column.append(text)
+        batch.lines.append(number)
+
+
+def read_rows(source: Source, first: int, end: int, rules: RecordRules) -> Iterator[Batch]:
+    """The records of row groups [first, end) of a Parquet file, or record batches of an Arrow file."""
+    line = 0
+    for table in _tables(source, first, end, rules.keys):
+        for begin in range(0, table.num_rows, ROWS_PER_BATCH):
+            part = table.slice(begin, ROWS_PER_BATCH)
+            columns = [part.column(key).to_pylist() for key in rules.keys]
+            batch = Batch([[] for _ in rules.keys], num_lines=line + part.num_rows)
+            rows = list(zip(*columns, strict=True))
+            batch.raw = _RawRows(rules.keys, rows, line).__getitem__
+            for row in rows:
+                try:
+                    checked = [check_text(key, value, rules) for key, value in zip(rules.keys, row, strict=True)]
+                except _Bad as bad:
+                    batch.rejects.append(Reject(line, str(bad), batch.raw(line)))
+                else:
+                    batch.num_replaced += any(mended for _, mended in checked)
+                    for column, (text, _) in zip(batch.texts, checked, strict=True):
+                        column.append(text)
+                    batch.lines.append(line)
+                line += 1
+            yield batch
+
+
+@dataclass
+class _RawRows:
+    """Rows of a table, as JSON."""
+
+    keys: tuple[str, ...]
+    rows: list[tuple[Any, ...]]
+    first: int
+
+    def __getitem__(self, line: int) -> bytes:
+        record = dict(zip(self.keys, self.rows[line - self.first], strict=True))
+        return json.dumps(record, default=repr).encode()
+
+
+def _tables(source: Source, first: int, end: int, keys: tuple[str, ...]) -> Iterator[Any]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if source.format == "parquet":
+        with pq.ParquetFile(source.path) as file:
+            for batch in file.iter_batches(ROWS_PER_BATCH, row_groups=range(first, end), columns=list(keys)):
+                yield pa.Table.from_batches([batch])
+        return
+    with pa.memory_map(source.path) as memory:
+        for index, batch in enumerate(open_arrow(memory)[1]):
+            if index >= end:
+                return
+            if index >= first:
+                yield pa.Table.from_batches([batch]).select(list(keys))
+
+
+def open_arrow(memory: Any) -> tuple[list[str], Iterator[Any]]:
+    """The column names and record batches of an open Arrow file of either kind, streaming or random access."""
+    import pyarrow as pa
+
+    is_file = memory.read(6) == b"ARROW1"
+    memory.seek(0)
+    if is_file:
+        reader = pa.ipc.open_file(memory)
+        return reader.schema.names, (reader.get_batch(index) for index in range(reader.num_record_batches))
+    stream = pa.ipc.open_stream(memory)
+    return stream.schema.names, iter(stream)

@@ -1,0 +1,117 @@
+"""Texts to token ids, by one of two libraries that must agree: fastokens, or Hugging Face tokenizers.
+
+Both are told the same policy: no template tokens, no truncation, no padding; a special token's spelling in a
+text is ordinary text (`plain`) or the token itself (`encode`).
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+ENGINES = ("fastokens", "tokenizers")
+SLICE_TEXTS = 1000
+"""Texts per call of `tokenizers`: its result objects are large."""
+
+
+class Encoder(Protocol):
+    """What both engines do."""
+
+    def encode(self, texts: list[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+        """All ids [T] one text after the other, and offsets [len(texts) + 1] into them."""
+
+
+class FastEncoder:
+    """fastokens, with one thread: it once had a fault of exactness with several."""
+
+    def __init__(self, json_path: str, *, special_tokens: bool) -> None:
+        import fastokens
+
+        self._tokenizer = fastokens.Tokenizer.from_file(json_path)
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._split_special = not special_tokens
+
+    def encode(self, texts: list[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+        ids, offsets = self._tokenizer.encode_batch_flat(texts, False, self._split_special)
+        return np.frombuffer(ids, np.uint32), np.frombuffer(offsets, np.int64)
+
+
+class ReferenceEncoder:
+    """Hugging Face tokenizers: what the ids are measured by."""
+
+    def __init__(self, json_path: str, *, special_tokens: bool) -> None:
+        import tokenizers
+
+        self._tokenizer: Any = tokenizers.Tokenizer.from_file(json_path)
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = not special_tokens
+
+    def encode(self, texts: list[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+        parts, lengths = [], []
+        for begin in range(0, len(texts), SLICE_TEXTS):
+            some = texts[begin : begin + SLICE_TEXTS]
+            for encoding in self._tokenizer.encode_batch_fast(some, add_special_tokens=False):
+                ids = np.array(encoding.ids, dtype=np.uint32)
+                parts.append(ids)
+                lengths.append(len(ids))
+        offsets = np.zeros(len(texts) + 1, dtype=np.int64)
+        np.cumsum(lengths, out=offsets[1:])
+        return np.concatenate(parts) if parts else np.zeros(0, np.uint32), offsets
+
+
+def one_thread() -> None:
+    """Keep both libraries to one thread in this process; a worker has one core. Call before importing them."""
+    os.environ["RAYON_NUM_THREADS"] = "1"
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
+def has_fastokens() -> bool:
+    """Whether fastokens is installed."""
+    return importlib.util.find_spec("fastokens") is not None
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of the libraries that give ids; ids differ between some of them."""
+    found = {}
+    for name in ENGINES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def finish(
+    ids: NDArray[np.uint32],
+    lengths: NDArray[np.int64],
+    dtype: np.dtype,
+    *,
+    bos_id: int | None,
+    eod_id: int | None,
+) -> tuple[NDArray, NDArray[np.int32]]:
+    """Put BOS before and EOD after every document, in the dtype of the file.
+
+    `lengths` [D] are all positive and sum to len(ids). Gives the ids and the new lengths.
+    """
+    extra = (bos_id is not None) + (eod_id is not None)
+    if not extra:
+        return ids.astype(dtype), lengths.astype(np.int32)
+    new_lengths = lengths + extra
+    ends = np.cumsum(new_lengths)
+    out = np.empty(len(ids) + extra * len(lengths), dtype=dtype)
+    is_text = np.ones(len(out), dtype=bool)
+    if eod_id is not None:
+        out[ends - 1] = eod_id
+        is_text[ends - 1] = False
+    if bos_id is not None:
+        out[ends - new_lengths] = bos_id
+        is_text[ends - new_lengths] = False
+    out[is_text] = ids
+    return out, new_lengths.astype(np.int32)

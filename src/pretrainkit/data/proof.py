@@ -1,0 +1,83 @@
+"""Strings on which tokenizer libraries have been seen to differ, and the comparison of two encoders on texts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+import numpy as np
+
+from pretrainkit.data.encoder import Encoder
+
+SAMPLE_PLACES = 8
+"""Pieces of the input that the sample is taken from, evenly spread."""
+SAMPLE_BYTES = 32_768
+"""Text taken at each place: tokenizers reads about 2 MB/s, so that all of it costs a tenth of a second."""
+NUM_RANDOM = 1500
+MAX_SPECIAL_TOKENS = 24
+_RANGES = (
+    (0x20, 0x7F),
+    (0x09, 0x0E),
+    (0xA0, 0x250),
+    (0x300, 0x370),
+    (0x370, 0x530),
+    (0x590, 0x700),
+    (0x900, 0xE80),
+    (0x1100, 0x1200),
+    (0x2000, 0x2070),
+    (0x3000, 0x3100),
+    (0x4E00, 0x9FFF),
+    (0xAC00, 0xD7A4),
+    (0xF900, 0xFB00),
+    (0xFE00, 0x10000),
+    (0x1D400, 0x1D800),
+    (0x1F300, 0x1FB00),
+    (0x20000, 0x20400),
+)
+_FIXED = (
+    "",
+    " ",
+    "\n",
+    "a",
+    "I'm you're WE'LL they'Ve it'ſ d'D ''s 's",
+    "0 12 123 1234 12345 1234567890 1,234.56 ١٢٣٤ ⅷ² ½",
+    "tabs\t\tand  double   spaces \n\n\n  lines\r\nends \r\n \r x\u2028y\u2029z\x0bv\x0cf\x85n",
+    " leading", "trailing ", "  \n  ", "\u00a0\u2003\u3000wide spaces\u200b\u200d\ufeff",
+    "e\u0301 é ﬁ Å Å Ω Ω が か\u3099 각 각 ｶﾞ",
+    "क्षि ที่ नी ਸ਼ 𝔘𝔫𝔦 👩‍👩‍👧‍👦 🏳️‍🌈 🇯🇵🇰🇷 ❤️ ☎︎",
+    "日本語の文章。「かぎ」と句読点、そして英語mixed文字。 中文和标点；没有空格。 한국어 문장, 띄어쓰기.",
+    "مرحبا بالعالم שָׁלוֹם Привет ΑΣ ας İstanbul ıI ǅ ß ẞ",
+    "def f(x):\n    return {'a': [1, 2, 3], \"b\": x**2 != 0}  # comment\n\n\n\tif not x:\n\t\tpass\n",
+    "<html><body class=\"x\">&amp;</body></html> https://example.org/a_b-c?d=e&f=%20#g",
+    "!!!???...---===***~~~```'''\"\"\"\\\\//||", "a" * 3000, " " * 700, "\n" * 300, "=" * 900, "ab" * 900, "あ" * 600,
+    "1" * 700, "\ufffd\ufffe\uffff\x01\x7f\x80", "a\u0300" * 300, "🙂" * 200,
+)  # fmt: skip
+
+
+def hard_strings(special_tokens: Iterable[str]) -> list[str]:
+    """A fixed set of strings, the same at every start, with this tokenizer's special tokens among them."""
+    strings = list(_FIXED)
+    for token in list(special_tokens)[:MAX_SPECIAL_TOKENS]:
+        strings += [token, f"a{token}b", f" {token} {token}", f"{token[:-1]} {token[1:]}", f"日本{token}語\n{token}"]
+    generator = random.Random(20_250_101)
+    for number in range(NUM_RANDOM):
+        count = generator.randrange(1, 4)
+        ranges = [generator.choice(_RANGES) for _ in range(count)]
+        length = generator.randrange(1, 60)
+        characters = [chr(generator.randrange(*generator.choice(ranges))) for _ in range(length)]
+        strings.append("".join(" " if number % 2 and not generator.randrange(5) else c for c in characters))
+    return strings
+
+
+def first_difference(fast: Encoder, reference: Encoder, texts: list[str]) -> str:
+    """Where two encoders differ on texts, in words; empty if nowhere."""
+    wanted, wanted_offsets = reference.encode(texts)
+    got, got_offsets = fast.encode(texts)
+    if np.array_equal(wanted, got) and np.array_equal(wanted_offsets, got_offsets):
+        return ""
+    for number, text in enumerate(texts):
+        a = wanted[wanted_offsets[number] : wanted_offsets[number + 1]]
+        b = got[got_offsets[number] : got_offsets[number + 1]]
+        if not np.array_equal(a, b):
+            return f"{text[:80]!r}: tokenizers gives {a[:12].tolist()}, fastokens {b[:12].tolist()}"
+    raise AssertionError("unreachable: equal texts, unequal arrays")
