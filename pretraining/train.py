@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from pretrainkit import logs
 from pretrainkit.cli import Parser, run_command
 from pretrainkit.config.run_file import read_run
 from pretrainkit.errors import EXIT_DONE, RequestError
@@ -34,10 +35,13 @@ def command(arguments: argparse.Namespace) -> int:
             where=str(arguments.run),
         )
     if run.accelerator == "cpu":
-        from pretrainkit.training import cpu
+        with logs.quiet_imports():
+            from pretrainkit.training import cpu
 
-        cpu.bridge()
-    from pretrainkit.training import nemo
+            cpu.bridge()
+    with logs.quiet_imports():
+        from pretrainkit.training import nemo
+    logs.quiet_upstream()
 
     rank, local_world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     nemo.train(run, rank=rank, local_world_size=local_world_size)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 LOGGER_NAME = "pretrainkit"
 
@@ -23,3 +26,25 @@ def configure(*, verbose: bool = False, quiet: bool = False) -> None:
     logger.handlers[:] = [handler]
     logger.propagate = False
     logger.setLevel(logging.DEBUG if verbose else logging.WARNING if quiet else logging.INFO)
+
+
+@contextmanager
+def quiet_imports() -> Iterator[None]:
+    """Keep back what NeMo and its dependencies say while they are imported: optional parts that aren't there."""
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def quiet_upstream() -> None:
+    """Leave the terminal to our own records: of NeMo, Lightning and Megatron only what went wrong is shown."""
+    upstream = ("lightning", "lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric")
+    for name in (*upstream, "megatron", "nv_one_logger", "torch"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    # On CPU every torch call passes through pretrainkit.training.cpu, whose lines their warnings then carry.
+    modules = r"(torch|nemo|megatron|lightning|transformers|pydantic|pretrainkit\.training\.cpu)\b"
+    warnings.filterwarnings("ignore", module=modules)

@@ -40,8 +40,7 @@ log = get_logger(__name__)
 def train(run: ResolvedRun, *, rank: int, local_world_size: int) -> None:
     """Train `run` to its last step on this rank, continuing from its newest complete checkpoint."""
     experiment = Path(run.experiment_dir)
-    nemo_logging.setLevel(python_logging.WARNING)
-    python_logging.getLogger("lightning.pytorch").setLevel(python_logging.WARNING)
+    nemo_logging.setLevel(python_logging.ERROR)
     if run.accelerator == "cpu":
         # NeMo asserts that CUDA is initialised, to move restored tensors between devices; there is one device.
         nemo_checkpoint_io._fix_tensors_device = lambda checkpoint: checkpoint

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from pretrainkit.training.records import RunRecorder, read_metrics
+
+
+def recorder(path: Path) -> RunRecorder:
+    return RunRecorder(path, tokens_per_step=512, max_steps=10, world_size=2)
+
+
+def test_records_of_several_attempts_follow_each_other(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for start, loss in ((0, 3.0), (1, 2.0)):
+        attempt = recorder(path)
+        attempt.event("start", step=start)
+        attempt.start(start)
+        attempt.train_step(start + 1, loss=loss, learning_rate=1e-3, grad_norm=None)
+        attempt.validation(start + 1, loss=loss + 1)
+    records = read_metrics(path)
+    assert [record.get("loss") for record in records] == [None, 3.0, None, None, 2.0, None]
+    assert [record.get("val_loss") for record in records] == [None, None, 4.0, None, None, 3.0]
+    assert records[4]["tokens"] == 1024
+
+
+def test_rate_is_the_mean_since_the_last_record(tmp_path: Path) -> None:
+    attempt = recorder(tmp_path / "metrics.jsonl")
+    attempt.start(0)
+    attempt.train_step(5, loss=3.0, learning_rate=1e-3, grad_norm=1.0)
+    (record,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert record["tokens_per_second_per_rank"] * 2 - record["tokens_per_second"] < 0.02
+    assert record["tokens"] == 5 * 512
+
+
+def test_a_line_torn_by_a_kill_is_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "lo')
+    recorder(path).event("start", step=1)
+    assert [record.get("step") for record in read_metrics(path)] == [1, 1]

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pretrainkit.errors import CheckpointError
+from pretrainkit.training import resume
+
+
+def save(checkpoints: Path, step: int, *, commit: bool = True) -> Path:
+    folder = checkpoints / resume.checkpoint_name(step)
+    (folder / "weights").mkdir(parents=True)
+    (folder / "weights" / "__0_0.distcp").write_bytes(b"w" * 100)
+    (folder / "weights" / ".metadata").write_bytes(b"m" * 10)
+    if commit:
+        resume.commit(folder, step=step, consumed_samples=4 * step)
+    return folder
+
+
+def test_a_run_that_never_saved_starts_afresh(tmp_path: Path) -> None:
+    assert resume.newest_complete(tmp_path / "checkpoints") is None
+
+
+def test_takes_the_newest(tmp_path: Path) -> None:
+    for step in (5, 100, 20):
+        save(tmp_path, step)
+    found = resume.newest_complete(tmp_path)
+    assert found == resume.Checkpoint(tmp_path / "step_00000100", step=100, consumed_samples=400)
+
+
+def damage_by_truncation(folder: Path) -> None:
+    (folder / "weights" / "__0_0.distcp").write_bytes(b"w" * 99)
+
+
+def damage_by_loss_of_a_file(folder: Path) -> None:
+    (folder / "weights" / ".metadata").unlink()
+
+
+def damage_of_the_mark(folder: Path) -> None:
+    (folder / resume.COMMIT_MARK).write_text('{"step": 10')
+
+
+def lack_of_the_mark(folder: Path) -> None:
+    (folder / resume.COMMIT_MARK).unlink()
+
+
+DAMAGE = [damage_by_truncation, damage_by_loss_of_a_file, damage_of_the_mark, lack_of_the_mark]
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
+def test_passes_over_an_incomplete_newest(tmp_path: Path, damage: object) -> None:
+    save(tmp_path, 5)
+    damage(save(tmp_path, 10))  # type: ignore[operator]
+    found = resume.newest_complete(tmp_path)
+    assert found is not None
+    assert found.step == 5
+
+
+@pytest.mark.parametrize("damage", DAMAGE[:3], ids=lambda damage: damage.__name__)
+def test_never_starts_afresh_over_damaged_checkpoints(tmp_path: Path, damage: object) -> None:
+    damage(save(tmp_path, 5))  # type: ignore[operator]
+    with pytest.raises(CheckpointError, match=r"none of 1 checkpoints is complete(.|\n)*What to do"):
+        resume.newest_complete(tmp_path)
+
+
+def test_a_first_save_that_was_cut_short_starts_afresh(tmp_path: Path) -> None:
+    save(tmp_path, 5, commit=False)
+    assert resume.newest_complete(tmp_path) is None
+
+
+def test_says_which_file_is_short(tmp_path: Path) -> None:
+    folder = save(tmp_path, 5)
+    damage_by_truncation(folder)
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp has 99 bytes\n  Needed: 100 bytes"):
+        resume.read(folder)
+
+
+def test_quarantine_moves_only_the_incomplete(tmp_path: Path) -> None:
+    save(tmp_path, 5)
+    save(tmp_path, 10, commit=False)
+    moved = resume.quarantine_incomplete(tmp_path)
+    assert moved == [tmp_path / "step_00000010.incomplete"]
+    save(tmp_path, 10, commit=False)
+    assert resume.quarantine_incomplete(tmp_path) == [tmp_path / "step_00000010.incomplete2"]
+    assert (tmp_path / "step_00000005").is_dir()
