@@ -25,7 +25,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
         spellings = {_spelling(option): option for option in self._option_string_actions}
         words = sys.argv[1:] if args is None else list(args)
-        known = []
+        known: list[str] = []
         for position, word in enumerate(words):
             if word == "--":
                 known += words[position:]
@@ -40,7 +40,9 @@ def _spelling(option: str) -> str:
     return option.replace("_", "-")
 
 
-def run_command(command: Callable[[argparse.Namespace], int], parser: Parser, argv: Sequence[str] | None) -> int:
+def run_command(
+    command: Callable[[argparse.Namespace], int], parser: Parser, argv: Sequence[str] | None
+) -> int:
     """Parse, configure logging, run `command` and return its exit code; our own errors become a message."""
     arguments = parser.parse_args(argv)
     logs.configure(verbose=getattr(arguments, "verbose", False), quiet=getattr(arguments, "quiet", False))

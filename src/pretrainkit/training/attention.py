@@ -88,7 +88,9 @@ class ScaledDotProductAttention(MegatronModule):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         out = F.scaled_dot_product_attention(
-            *(tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)),  # [b, heads, s, d]
+            query.permute(1, 2, 0, 3),  # [b, h, s, d]
+            key.permute(1, 2, 0, 3),  # [b, g, s, d]
+            value.permute(1, 2, 0, 3),
             attn_mask=mask,
             is_causal=mask is None,
             scale=self.softmax_scale,

@@ -85,7 +85,7 @@ def _bridge_torch() -> None:
     cuda.synchronize = lambda device=None: None
     cuda.get_rng_state = lambda device="cuda": torch.get_rng_state()
     cuda.set_rng_state = lambda state, device="cuda": None
-    torch.nn.Module.cuda = lambda self, device=None: self  # type: ignore[method-assign,assignment]
+    torch.nn.Module.cuda = lambda self, device=None: self
     _CudaMeansCpu().__enter__()
 
 

@@ -30,7 +30,7 @@ from pretrainkit.training import optimizer, resume
 from pretrainkit.training.layer_spec import torch_layer_spec
 from pretrainkit.training.model_config import transformer_config_fields
 from pretrainkit.training.records import RunRecorder
-from pretrainkit.training.schedule import learning_rate
+from pretrainkit.training.schedule import Schedule, schedule_of
 
 HAS_TRANSFORMER_ENGINE = importlib.util.find_spec("transformer_engine") is not None
 
@@ -210,14 +210,7 @@ def _optimizer(run: ResolvedRun) -> nl.MegatronOptimizerModule:
             use_distributed_optimizer=settings.distributed,
             overlap_param_gather=False,
         ),
-        lr_scheduler=_LearningRate(
-            schedule=settings.lr_schedule,
-            max_lr=settings.lr,
-            min_lr=run.min_lr,
-            warmup_steps=run.lr_warmup_steps,
-            decay_steps=run.lr_decay_steps,
-            weight_decay=settings.weight_decay,
-        ),
+        lr_scheduler=_LearningRate(schedule_of(run), settings.weight_decay),
     )
 
 
@@ -247,27 +240,12 @@ def _resume(run: ResolvedRun, start: resume.Checkpoint | None) -> nl.AutoResume:
 class _LearningRate(LRSchedulerModule):
     """Our schedule as NeMo wants it."""
 
-    def __init__(
-        self,
-        schedule: str,
-        max_lr: float,
-        min_lr: float,
-        warmup_steps: int,
-        decay_steps: int,
-        weight_decay: float,
-    ) -> None:
+    def __init__(self, schedule: Schedule, weight_decay: float) -> None:
         super().__init__()
-        self.settings = {
-            "schedule": schedule,
-            "max_lr": max_lr,
-            "min_lr": min_lr,
-            "warmup_steps": warmup_steps,
-            "decay_steps": decay_steps,
-        }
-        self.weight_decay = weight_decay
+        self.schedule, self.weight_decay = schedule, weight_decay
 
     def scheduler(self, model: Any, optimizers: Any) -> dict[str, Any]:
-        scheduler = _StepScheduler(optimizers, self.settings, self.weight_decay)
+        scheduler = _StepScheduler(optimizers, self.schedule, self.weight_decay)
         return {
             "optimizer": optimizers,
             "lr_scheduler": {"scheduler": scheduler, "interval": "step", "frequency": 1},
@@ -282,12 +260,12 @@ class _StepScheduler(torch.optim.lr_scheduler.LRScheduler):
     was given others must use the others.
     """
 
-    def __init__(self, megatron_optimizer: Any, settings: dict[str, Any], weight_decay: float) -> None:
-        self.settings, self.weight_decay = settings, weight_decay
+    def __init__(self, megatron_optimizer: Any, schedule: Schedule, weight_decay: float) -> None:
+        self.schedule, self.weight_decay = schedule, weight_decay
         super().__init__(megatron_optimizer)
 
     def get_lr(self) -> list[float]:
-        return [learning_rate(self.last_epoch, **self.settings)] * len(self.optimizer.param_groups)
+        return [self.schedule.learning_rate(self.last_epoch)] * len(self.optimizer.param_groups)
 
     def state_dict(self) -> dict[str, Any]:
         return {"last_epoch": self.last_epoch}
@@ -336,14 +314,7 @@ class _Recording(pl.Callback):
 
     def __init__(self, run: ResolvedRun, recorder: RunRecorder | None) -> None:
         self._run, self._recorder = run, recorder
-        settings = run.config.optimizer
-        self._schedule = {
-            "schedule": settings.lr_schedule,
-            "max_lr": settings.lr,
-            "min_lr": run.min_lr,
-            "warmup_steps": run.lr_warmup_steps,
-            "decay_steps": run.lr_decay_steps,
-        }
+        self._schedule = schedule_of(run)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._recorder:
@@ -358,7 +329,7 @@ class _Recording(pl.Callback):
         self._recorder.train_step(
             step,
             loss=float(metrics["reduced_train_loss"]),
-            learning_rate=learning_rate(step - 1, **self._schedule),
+            learning_rate=self._schedule.learning_rate(step - 1),
             grad_norm=None if grad_norm is None else float(grad_norm),
         )
 

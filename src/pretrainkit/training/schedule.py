@@ -3,25 +3,42 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+
+from pretrainkit.config.schema import ResolvedRun
 
 SCHEDULES = ("cosine", "linear", "constant")
 
 
-def learning_rate(
-    step: int, *, schedule: str, max_lr: float, min_lr: float, warmup_steps: int, decay_steps: int
-) -> float:
-    """The learning rate of optimizer step `step` (the first step is 0).
+@dataclass(frozen=True)
+class Schedule:
+    """Linear warm-up to max_lr, reached at step `warmup_steps`; then down to min_lr, reached at step `decay_steps`.
 
-    Linear warm-up reaches `max_lr` at step `warmup_steps`; then it falls to `min_lr`, reached at step
-    `decay_steps` and kept after it. It depends on nothing but its arguments, so a resumed run can't
-    inherit a stale schedule from its checkpoint.
+    It depends on nothing but its fields and the step, so a resumed run can't inherit a stale schedule from
+    its checkpoint.
     """
-    if step < warmup_steps:
-        return max_lr * (step + 1) / (warmup_steps + 1)
-    if schedule == "constant":
-        return max_lr
-    if step >= decay_steps:
-        return min_lr
-    progress = (step - warmup_steps) / (decay_steps - warmup_steps)
-    share = 0.5 * (1 + math.cos(math.pi * progress)) if schedule == "cosine" else 1 - progress
-    return min_lr + share * (max_lr - min_lr)
+
+    name: str
+    """One of SCHEDULES: the shape of the way down; constant has none."""
+    max_lr: float
+    min_lr: float
+    warmup_steps: int
+    decay_steps: int
+
+    def learning_rate(self, step: int) -> float:
+        """The learning rate of optimizer step `step`; the first step is 0."""
+        if step < self.warmup_steps:
+            return self.max_lr * (step + 1) / (self.warmup_steps + 1)
+        if self.name == "constant":
+            return self.max_lr
+        if step >= self.decay_steps:
+            return self.min_lr
+        progress = (step - self.warmup_steps) / (self.decay_steps - self.warmup_steps)
+        share = 0.5 * (1 + math.cos(math.pi * progress)) if self.name == "cosine" else 1 - progress
+        return self.min_lr + share * (self.max_lr - self.min_lr)
+
+
+def schedule_of(run: ResolvedRun) -> Schedule:
+    """The schedule that a resolved run asks for."""
+    settings = run.config.optimizer
+    return Schedule(settings.lr_schedule, settings.lr, run.min_lr, run.lr_warmup_steps, run.lr_decay_steps)

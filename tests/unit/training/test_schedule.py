@@ -1,17 +1,18 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 
-from pretrainkit.training.schedule import SCHEDULES, learning_rate
+from pretrainkit.training.schedule import SCHEDULES, Schedule
 
-SETTINGS = {"max_lr": 1e-3, "min_lr": 1e-4, "warmup_steps": 10, "decay_steps": 110}
+SETTINGS: Any = {"max_lr": 1e-3, "min_lr": 1e-4, "warmup_steps": 10, "decay_steps": 110}
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_warms_up_linearly_to_the_highest_rate(schedule: str) -> None:
-    rates = [learning_rate(step, schedule=schedule, **SETTINGS) for step in range(11)]
+    rates = [Schedule(schedule, **SETTINGS).learning_rate(step) for step in range(11)]
     differences = [later - earlier for earlier, later in itertools.pairwise(rates)]
     assert rates[0] > 0
     assert rates[10] == SETTINGS["max_lr"]
@@ -22,19 +23,19 @@ def test_warms_up_linearly_to_the_highest_rate(schedule: str) -> None:
     ("schedule", "half_way"), [("cosine", 5.5e-4), ("linear", 5.5e-4), ("constant", 1e-3)], ids=SCHEDULES
 )
 def test_passes_the_middle_of_the_decay(schedule: str, half_way: float) -> None:
-    assert learning_rate(60, schedule=schedule, **SETTINGS) == pytest.approx(half_way)
+    assert Schedule(schedule, **SETTINGS).learning_rate(60) == pytest.approx(half_way)
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear"])
 def test_reaches_the_lowest_rate_and_stays(schedule: str) -> None:
-    assert [learning_rate(step, schedule=schedule, **SETTINGS) for step in (110, 111, 10**6)] == [1e-4] * 3
+    assert [Schedule(schedule, **SETTINGS).learning_rate(step) for step in (110, 111, 10**6)] == [1e-4] * 3
 
 
 def test_cosine_is_slow_at_both_ends() -> None:
-    quarter, three_quarters = (learning_rate(step, schedule="cosine", **SETTINGS) for step in (35, 85))
+    quarter, three_quarters = (Schedule("cosine", **SETTINGS).learning_rate(step) for step in (35, 85))
     assert quarter == pytest.approx(1e-4 + 9e-4 * (0.5 + 0.25 * 2**0.5))
     assert three_quarters == pytest.approx(1e-4 + 9e-4 * (0.5 - 0.25 * 2**0.5))
 
 
 def test_without_warmup_the_first_step_has_the_highest_rate() -> None:
-    assert learning_rate(0, schedule="cosine", max_lr=1.0, min_lr=0.0, warmup_steps=0, decay_steps=5) == 1.0
+    assert Schedule("cosine", max_lr=1.0, min_lr=0.0, warmup_steps=0, decay_steps=5).learning_rate(0) == 1.0
