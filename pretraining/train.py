@@ -15,7 +15,7 @@ from pathlib import Path
 from pretrainkit import logs
 from pretrainkit.cli import Parser, run_command
 from pretrainkit.config.run_file import read_run
-from pretrainkit.errors import EXIT_DONE, RequestError
+from pretrainkit.errors import EXIT_DONE, EXIT_STOPPED_AFTER_SAVING, RequestError
 
 
 def build_parser() -> Parser:
@@ -44,8 +44,8 @@ def command(arguments: argparse.Namespace) -> int:
     logs.quiet_upstream()
 
     rank, local_world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    nemo.train(run, rank=rank, local_world_size=local_world_size)
-    return EXIT_DONE
+    done = nemo.train(run, rank=rank, local_world_size=local_world_size)
+    return EXIT_DONE if done else EXIT_STOPPED_AFTER_SAVING
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""A resolved run, trained by NeMo's LLM collection under Lightning. The only module that knows NeMo.
+"""A resolved run, trained by NeMo's LLM collection under Lightning. With nemo_callbacks, all that knows NeMo.
 
 Everything that is a decision of ours (which checkpoint, the learning rate, what is recorded, how layers are
 built without Transformer Engine) lives in its own module; here they are connected to NeMo's objects.
@@ -21,7 +21,6 @@ from nemo import lightning as nl
 from nemo.collections import llm
 from nemo.collections.common.tokenizers.huggingface.auto_tokenizer import AutoTokenizer
 from nemo.collections.llm.gpt.model.llama import Llama31Config, LlamaConfig, LlamaModel
-from nemo.lightning.pytorch.optim.base import LRSchedulerModule
 from nemo.utils import logging as nemo_logging
 
 from pretrainkit.config.schema import ResolvedRun
@@ -29,16 +28,21 @@ from pretrainkit.logs import get_logger
 from pretrainkit.training import optimizer, resume
 from pretrainkit.training.layer_spec import torch_layer_spec
 from pretrainkit.training.model_config import transformer_config_fields
+from pretrainkit.training.nemo_callbacks import Checkpoints, LearningRate, Recording, StopOnSignal
 from pretrainkit.training.records import RunRecorder
-from pretrainkit.training.schedule import Schedule, schedule_of
+from pretrainkit.training.schedule import schedule_of
 
 HAS_TRANSFORMER_ENGINE = importlib.util.find_spec("transformer_engine") is not None
 
 log = get_logger(__name__)
 
 
-def train(run: ResolvedRun, *, rank: int, local_world_size: int) -> None:
-    """Train `run` to its last step on this rank, continuing from its newest complete checkpoint."""
+def train(run: ResolvedRun, *, rank: int, local_world_size: int) -> bool:
+    """Train `run` on this rank, continuing from its newest complete checkpoint.
+
+    True when its last step is done; False when a signal stopped it earlier, after saving.
+    """
+    stop = StopOnSignal()  # from here on a signal means: finish the step, save, end
     experiment = Path(run.experiment_dir)
     nemo_logging.setLevel(python_logging.ERROR)
     if run.accelerator == "cpu":
@@ -51,7 +55,7 @@ def train(run: ResolvedRun, *, rank: int, local_world_size: int) -> None:
     first_step = start.step if start else 0
     if first_step >= run.max_steps:
         log.info("nothing to do: %d of %d steps are done", first_step, run.max_steps)
-        return
+        return True
     recorder = None
     if rank == 0:
         resume.quarantine_incomplete(experiment / "checkpoints")
@@ -66,7 +70,7 @@ def train(run: ResolvedRun, *, rank: int, local_world_size: int) -> None:
 
     model = _model(run)
     trainer = _trainer(run, local_world_size)
-    trainer.callbacks.insert(0, _Recording(run, recorder))  # before the saving of checkpoints, to time the step alone
+    trainer.callbacks[:0] = [Recording(run, recorder), stop]  # before the saving, to time the step alone
     pl.seed_everything(run.config.training.seed, workers=True, verbose=False)
     llm.pretrain(
         model=model,
@@ -76,6 +80,10 @@ def train(run: ResolvedRun, *, rank: int, local_world_size: int) -> None:
         log=_logger(run, experiment, recorder),
         resume=_resume(run, start),
     )
+    if trainer.global_step >= run.max_steps:
+        return True
+    log.warning("stopped by a signal after step %d of %d, saved", trainer.global_step, run.max_steps)
+    return False
 
 
 def _origin(run: ResolvedRun, start: resume.Checkpoint | None) -> str:
@@ -210,7 +218,7 @@ def _optimizer(run: ResolvedRun) -> nl.MegatronOptimizerModule:
             use_distributed_optimizer=settings.distributed,
             overlap_param_gather=False,
         ),
-        lr_scheduler=_LearningRate(schedule_of(run), settings.weight_decay),
+        lr_scheduler=LearningRate(schedule_of(run), settings.weight_decay),
     )
 
 
@@ -220,7 +228,7 @@ def _logger(run: ResolvedRun, experiment: Path, recorder: RunRecorder | None) ->
         update_logger_directory=False,
         log_global_rank_0_only=True,
         tensorboard=TensorBoardLogger(save_dir=str(experiment), name="tensorboard", version=""),
-        ckpt=_Checkpoints(
+        ckpt=Checkpoints(
             recorder,
             dirpath=str(experiment / "checkpoints"),
             every_n_train_steps=run.config.training.save_interval,
@@ -235,105 +243,3 @@ def _resume(run: ResolvedRun, start: resume.Checkpoint | None) -> nl.AutoResume:
         weights = nl.RestoreConfig(path=run.initial_checkpoint, load_model_state=True, load_optim_state=False)
         return nl.AutoResume(restore_config=weights)
     return nl.AutoResume()
-
-
-class _LearningRate(LRSchedulerModule):
-    """Our schedule as NeMo wants it."""
-
-    def __init__(self, schedule: Schedule, weight_decay: float) -> None:
-        super().__init__()
-        self.schedule, self.weight_decay = schedule, weight_decay
-
-    def scheduler(self, model: Any, optimizers: Any) -> dict[str, Any]:
-        scheduler = _StepScheduler(optimizers, self.schedule, self.weight_decay)
-        return {
-            "optimizer": optimizers,
-            "lr_scheduler": {"scheduler": scheduler, "interval": "step", "frequency": 1},
-            "monitor": "val_loss",
-        }
-
-
-class _StepScheduler(torch.optim.lr_scheduler.LRScheduler):
-    """Sets learning rate and weight decay from the step and this run's settings, never from a checkpoint.
-
-    Only the step is saved: a checkpoint's parameter groups hold the old run's values, and a resumed run that
-    was given others must use the others.
-    """
-
-    def __init__(self, megatron_optimizer: Any, schedule: Schedule, weight_decay: float) -> None:
-        self.schedule, self.weight_decay = schedule, weight_decay
-        super().__init__(megatron_optimizer)
-
-    def get_lr(self) -> list[float]:
-        return [self.schedule.learning_rate(self.last_epoch)] * len(self.optimizer.param_groups)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"last_epoch": self.last_epoch}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.last_epoch = state_dict["last_epoch"]
-        self._last_lr = self.get_lr()
-        for group, value in zip(self.optimizer.param_groups, self._last_lr, strict=True):
-            group["lr"] = value
-            group["weight_decay"] = self.weight_decay * group.get("pre_wd_mult", 1.0)
-
-
-class _Checkpoints(nl.ModelCheckpoint):
-    """Saves every so many steps and after the last one; each checkpoint ends with our commit mark."""
-
-    def __init__(self, recorder: RunRecorder | None, **kwargs: Any) -> None:
-        super().__init__(
-            monitor=None,
-            save_last=False,
-            save_top_k=-1,
-            save_optim_on_train_end=True,
-            auto_insert_metric_name=False,
-            verbose=False,
-            **kwargs,
-        )
-        self._recorder = recorder
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.global_step != self._last_global_step_saved:
-            self._save_checkpoint(trainer, "")
-
-    def _save_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
-        # Lightning's own name counts the step that was just done as not done.
-        folder = Path(str(self.dirpath)) / resume.checkpoint_name(trainer.global_step)
-        super()._save_checkpoint(trainer, f"{folder}{self.FILE_EXTENSION}")
-        if trainer.is_global_zero:
-            consumed_samples = trainer.datamodule.state_dict()["consumed_samples"]
-            resume.commit(folder, step=trainer.global_step, consumed_samples=consumed_samples)
-            if self._recorder:
-                self._recorder.event("checkpoint", step=trainer.global_step, path=str(folder))
-                self._recorder.skip_time()
-
-
-class _Recording(pl.Callback):
-    """Hands the numbers of each step to the recorder."""
-
-    def __init__(self, run: ResolvedRun, recorder: RunRecorder | None) -> None:
-        self._run, self._recorder = run, recorder
-        self._schedule = schedule_of(run)
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._recorder:
-            self._recorder.start(trainer.global_step)
-
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        step = trainer.global_step
-        if not self._recorder or (step % self._run.config.training.log_interval and step != self._run.max_steps):
-            return
-        metrics = trainer.callback_metrics
-        grad_norm = metrics.get("grad_norm")
-        self._recorder.train_step(
-            step,
-            loss=float(metrics["reduced_train_loss"]),
-            learning_rate=self._schedule.learning_rate(step - 1),
-            grad_norm=None if grad_norm is None else float(grad_norm),
-        )
-
-    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._recorder:
-            self._recorder.validation(trainer.global_step, loss=float(trainer.callback_metrics["val_loss"]))
-            self._recorder.skip_time()

@@ -1,0 +1,148 @@
+"""Where NeMo's trainer meets our decisions: learning rate, checkpoints, records, stopping."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from nemo import lightning as nl
+from nemo.lightning.pytorch.optim.base import LRSchedulerModule
+
+from pretrainkit.config.schema import ResolvedRun
+from pretrainkit.logs import get_logger
+from pretrainkit.training import resume
+from pretrainkit.training.records import RunRecorder
+from pretrainkit.training.schedule import Schedule, schedule_of
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+"""What schedulers send before a job's time is over."""
+
+log = get_logger(__name__)
+
+
+class LearningRate(LRSchedulerModule):
+    """Our schedule as NeMo wants it."""
+
+    def __init__(self, schedule: Schedule, weight_decay: float) -> None:
+        super().__init__()
+        self.schedule, self.weight_decay = schedule, weight_decay
+
+    def scheduler(self, model: Any, optimizers: Any) -> dict[str, Any]:
+        scheduler = _StepScheduler(optimizers, self.schedule, self.weight_decay)
+        return {
+            "optimizer": optimizers,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step", "frequency": 1},
+            "monitor": "val_loss",
+        }
+
+
+class _StepScheduler(torch.optim.lr_scheduler.LRScheduler):
+    """Sets learning rate and weight decay from the step and this run's settings, never from a checkpoint.
+
+    Only the step is saved: a checkpoint's parameter groups hold the old run's values, and a resumed run that
+    was given others must use the others.
+    """
+
+    def __init__(self, megatron_optimizer: Any, schedule: Schedule, weight_decay: float) -> None:
+        self.schedule, self.weight_decay = schedule, weight_decay
+        super().__init__(megatron_optimizer)
+
+    def get_lr(self) -> list[float]:
+        return [self.schedule.learning_rate(self.last_epoch)] * len(self.optimizer.param_groups)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last_epoch": self.last_epoch}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.last_epoch = state_dict["last_epoch"]
+        self._last_lr = self.get_lr()
+        for group, value in zip(self.optimizer.param_groups, self._last_lr, strict=True):
+            group["lr"] = value
+            group["weight_decay"] = self.weight_decay * group.get("pre_wd_mult", 1.0)
+
+
+class Checkpoints(nl.ModelCheckpoint):
+    """Saves every so many steps and after the last one; each checkpoint ends with our commit mark."""
+
+    def __init__(self, recorder: RunRecorder | None, **kwargs: Any) -> None:
+        super().__init__(
+            monitor=None,
+            save_last=False,
+            save_top_k=-1,
+            save_optim_on_train_end=True,
+            auto_insert_metric_name=False,
+            verbose=False,
+            **kwargs,
+        )
+        self._recorder = recorder
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.global_step != self._last_global_step_saved:
+            self._save_checkpoint(trainer, "")
+
+    def _save_checkpoint(self, trainer: pl.Trainer, filepath: str) -> None:
+        # Lightning's own name counts the step that was just done as not done.
+        folder = Path(str(self.dirpath)) / resume.checkpoint_name(trainer.global_step)
+        super()._save_checkpoint(trainer, f"{folder}{self.FILE_EXTENSION}")
+        if trainer.is_global_zero:
+            consumed_samples = trainer.datamodule.state_dict()["consumed_samples"]
+            resume.commit(folder, step=trainer.global_step, consumed_samples=consumed_samples)
+            if self._recorder:
+                self._recorder.event("checkpoint", step=trainer.global_step, path=str(folder))
+                self._recorder.skip_time()
+
+
+class Recording(pl.Callback):
+    """Hands the numbers of each step to the recorder."""
+
+    def __init__(self, run: ResolvedRun, recorder: RunRecorder | None) -> None:
+        self._run, self._recorder = run, recorder
+        self._schedule = schedule_of(run)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._recorder:
+            self._recorder.start(trainer.global_step)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        step = trainer.global_step
+        if not self._recorder or (step % self._run.config.training.log_interval and step != self._run.max_steps):
+            return
+        metrics = trainer.callback_metrics
+        grad_norm = metrics.get("grad_norm")
+        self._recorder.train_step(
+            step,
+            loss=float(metrics["reduced_train_loss"]),
+            learning_rate=self._schedule.learning_rate(step - 1),
+            grad_norm=None if grad_norm is None else float(grad_norm),
+        )
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._recorder:
+            self._recorder.validation(trainer.global_step, loss=float(trainer.callback_metrics["val_loss"]))
+            self._recorder.skip_time()
+
+
+class StopOnSignal(pl.Callback):
+    """Ends training after the step in which any rank got a signal; the last checkpoint is then saved as always.
+
+    Schedulers signal some ranks sooner than others, or only one: after each step the ranks agree, so that all
+    stop at the same one.
+    """
+
+    def __init__(self) -> None:
+        self._asked = False
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._ask)
+
+    def _ask(self, number: int, frame: Any) -> None:
+        log.warning("got %s: stopping after this step", signal.Signals(number).name)
+        self._asked = True
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        asked = torch.tensor([self._asked], dtype=torch.int32, device=trainer.strategy.root_device)
+        torch.distributed.all_reduce(asked, op=torch.distributed.ReduceOp.MAX)
+        if asked.item():
+            trainer.should_stop = True
