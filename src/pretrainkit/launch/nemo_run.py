@@ -7,12 +7,10 @@ module passes signals to the node process itself, and takes over and ends whatev
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import sys
 import threading
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,13 +18,12 @@ from typing import Any
 from pretrainkit.launch.node import PID_FILE, STOP_SIGNALS, StopRequests
 from pretrainkit.launch.outcome import Outcome, read_outcome
 from pretrainkit.launch.plan import NODE_MODULE, LaunchPlan
+from pretrainkit.launch.processes import adopt_orphans, kill_descendants
 from pretrainkit.logs import get_logger
 
 HOME_NAME = ".nemo_run"
 """NeMo-Run's own records, in the experiment's folder instead of the user's home."""
 _DELIVERY_INTERVAL_S = 0.1
-_PR_SET_CHILD_SUBREAPER = 36
-"""prctl option (linux/prctl.h): orphaned descendants become our children, so that we can end them."""
 
 log = get_logger(__name__)
 
@@ -37,10 +34,11 @@ def run_local(plan: LaunchPlan) -> Outcome:
     Signals that ask to stop are passed on: after the first the ranks save and end, after the second they are
     killed. Nothing that was started is left when this returns.
     """
-    _adopt_orphans()
+    adopt_orphans()
     with _forwarded_signals(plan.log_dir):
         _run_experiment(plan)
-    _end_descendants()
+    if left := kill_descendants():  # its node process was killed
+        log.warning("processes that were left behind are killed: %s", ", ".join(map(str, left)))
     return read_outcome(plan.log_dir)
 
 
@@ -49,9 +47,8 @@ def _run_experiment(plan: LaunchPlan) -> None:
     os.environ["NEMORUN_HOME"] = str(home)  # read when nemo_run is imported
     for name, value in plan.environment.items():
         os.environ.setdefault(name, value)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import nemo_run
+    import nemo_run
+
     executor = nemo_run.LocalExecutor()
     script = nemo_run.Script(
         path=NODE_MODULE, m=True, entrypoint=sys.executable, args=[_literal(word) for word in plan.node_arguments]
@@ -111,20 +108,3 @@ def _deliver(log_dir: Path, requests: StopRequests, ended: threading.Event) -> N
             with contextlib.suppress(ProcessLookupError, ValueError):
                 os.kill(int(pid_file.read_text()), signal.SIGTERM)
                 delivered += 1
-
-
-def _adopt_orphans() -> None:
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def _end_descendants() -> None:
-    """End what is left of an attempt whose node process was killed."""
-    import psutil
-
-    left = psutil.Process().children(recursive=True)
-    for process in left:
-        log.warning("process %d was left behind: killed", process.pid)
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    psutil.wait_procs(left, timeout=10)

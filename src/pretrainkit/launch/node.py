@@ -13,6 +13,8 @@ ranks live when it is killed. So its agent runs in a thread here, and the main t
 from __future__ import annotations
 
 import argparse
+import contextlib
+import logging
 import os
 import signal
 import sys
@@ -26,6 +28,7 @@ from pretrainkit import logs
 from pretrainkit.errors import EXIT_FAILED
 from pretrainkit.launch.experiment import RANKS_LOCK, locked
 from pretrainkit.launch.outcome import SUCCESS, Outcome, RankFailure, outcome_of, write_outcome
+from pretrainkit.launch.processes import adopt_orphans, kill_descendants
 
 PID_FILE = "node.pid"
 NODE_LOG = "node.log"
@@ -62,6 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     requests = StopRequests()
     for number in STOP_SIGNALS:
         signal.signal(number, requests.add)
+    adopt_orphans()
     arguments = _build_parser().parse_args(argv)
     _write_everything_to(arguments.log_dir / NODE_LOG)
     logs.configure()
@@ -101,10 +105,10 @@ def _run(arguments: argparse.Namespace, requests: StopRequests) -> Outcome:
             log.warning("the launcher has died: the ranks are told to save and end")
             requests.add()
         if requests.is_urgent:
-            _kill_children()
+            kill_descendants()
         elif requests.count:
             _tell_ranks(told)
-    _kill_children()
+    kill_descendants()
     if requests.is_urgent:
         return Outcome(EXIT_FAILED, None, "killed before the ranks had saved")
     return agent.outcome
@@ -118,14 +122,8 @@ def _tell_ranks(told: set[int]) -> None:
         if rank.pid not in told:
             told.add(rank.pid)
             log.info("process %d is told to save and end", rank.pid)
-            rank.terminate()
-
-
-def _kill_children() -> None:
-    import psutil
-
-    for child in psutil.Process().children(recursive=True):
-        child.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                rank.terminate()
 
 
 class _Agent(threading.Thread):
@@ -151,8 +149,13 @@ class _Agent(threading.Thread):
             max_restarts=0,
             logs_specs=_rank_logs(self._log_dir),
         )
+        # That there are no signal handlers in a thread is what we want, and no warning.
+        elastic_log = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
+        elastic_log.addFilter(lambda record: "register signal handlers" not in record.getMessage())
+        # The agent fills in $names in arguments.
+        command = [word.replace("$", "$$") for word in self._command]
         try:
-            elastic_launch(config, sys.executable)(*self._command)
+            elastic_launch(config, sys.executable)(*command)
         except ChildFailedError as error:
             self.outcome = self._explain(error.failures)
         except Exception as error:
