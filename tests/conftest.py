@@ -43,7 +43,7 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def make_hf_llama(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path) -> Callable[..., Path]:
-    """A factory of Hugging Face Llama folders: hidden 64, 8 heads, 2 key/value heads, random fp32 weights, tokenizer."""
+    """A factory of Hugging Face Llama folders: hidden 64, 8 heads, 2 key/value heads, random fp32 weights."""
 
     def make(*, seed: int = 0, **config: Any) -> Path:
         import torch

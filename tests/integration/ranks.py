@@ -69,9 +69,11 @@ def _rank(target: Any, rank: int, world_size: int, port: int, output: Path, argu
 def train_rank(rank: int, world_size: int, *, run_file: Path) -> None:
     """What train.py does for one rank."""
     from pretrainkit.config.run_file import read_run
-    from pretrainkit.training import nemo
+    from pretrainkit.training import nemo, resume
 
-    nemo.train(read_run(run_file), rank=rank, local_world_size=world_size)
+    run = read_run(run_file)
+    start = resume.newest_complete(Path(run.experiment_dir) / "checkpoints")
+    nemo.train(run, start, rank=rank, local_world_size=world_size)
 
 
 def logits_rank(rank: int, world_size: int, *, hf_folder: Path, checkpoint: Path, tokens_file: Path) -> None:

@@ -37,8 +37,8 @@ HAS_TRANSFORMER_ENGINE = importlib.util.find_spec("transformer_engine") is not N
 log = get_logger(__name__)
 
 
-def train(run: ResolvedRun, *, rank: int, local_world_size: int) -> bool:
-    """Train `run` on this rank, continuing from its newest complete checkpoint.
+def train(run: ResolvedRun, start: resume.Checkpoint | None, *, rank: int, local_world_size: int) -> bool:
+    """Train `run` on this rank, continuing from `start` or, when there is none, from its initial weights.
 
     True when its last step is done; False when a signal stopped it earlier, after saving.
     """
@@ -51,11 +51,6 @@ def train(run: ResolvedRun, *, rank: int, local_world_size: int) -> bool:
     if not HAS_TRANSFORMER_ENGINE:
         optimizer.use_in_megatron()
 
-    start = resume.newest_complete(experiment / "checkpoints")
-    first_step = start.step if start else 0
-    if first_step >= run.max_steps:
-        log.info("nothing to do: %d of %d steps are done", first_step, run.max_steps)
-        return True
     recorder = None
     if rank == 0:
         resume.quarantine_incomplete(experiment / "checkpoints")
@@ -65,6 +60,7 @@ def train(run: ResolvedRun, *, rank: int, local_world_size: int) -> bool:
             max_steps=run.max_steps,
             world_size=run.world_size,
         )
+        first_step = start.step if start else 0
         recorder.event("start", step=first_step, weights=_origin(run, start), world_size=run.world_size)
         log.info("starting at step %d of %d from %s", first_step, run.max_steps, _origin(run, start))
 
