@@ -30,3 +30,16 @@ def format_duration(seconds: float) -> str:
         return f"{minutes} min {rest_s:02d} s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min"
+
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes from '5GB' (decimal units, as Hugging Face has them), '500MiB' or a plain number. ValueError otherwise."""
+    number = text.strip().rstrip("BbKkMmGgTtIi ")
+    unit = text.strip()[len(number) :].strip().upper()
+    if unit not in _UNITS or float(number) <= 0:
+        raise ValueError(f"not a size: {text!r}")
+    return round(float(number) * _UNITS[unit])

@@ -58,6 +58,26 @@ class StoredTensor:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
 
+    @staticmethod
+    def contiguous(path: Path, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> StoredTensor:
+        """A row-major tensor."""
+        return StoredTensor(path, offset, dtype, shape, _row_major(shape))
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether its elements lie row-major without gaps."""
+        return self.stride == _row_major(self.shape) or 0 in self.shape
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its elements."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def view(self, shape: tuple[int, ...]) -> StoredTensor:
+        """The same elements in another shape; the tensor must be contiguous."""
+        assert self.is_contiguous and torch.Size(shape).numel() == torch.Size(self.shape).numel()
+        return StoredTensor.contiguous(self.path, self.offset, self.dtype, shape)
+
     def read(self) -> torch.Tensor:
         """The tensor, mapped; contiguous or not, as it was saved."""
         if 0 in self.shape:
@@ -65,6 +85,14 @@ class StoredTensor:
         last = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
         flat = map_tensor(self.path, self.offset, (last + 1,), self.dtype)
         return flat.as_strided(self.shape, self.stride)
+
+
+def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    stride, steps = 1, []
+    for size in reversed(shape):
+        steps.append(stride)
+        stride *= size
+    return tuple(reversed(steps))
 
 
 class Inert:

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from pretrainkit.checkpoint.detect import HF_SOURCE, Found, Kind, detect
 from pretrainkit.checkpoint.mapping import Entry, expand
 from pretrainkit.checkpoint.parallel import Parallelism
+from pretrainkit.checkpoint.rows import Rows
 from pretrainkit.checkpoint.targets import Source, Target, TargetPlan, open_source
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import RequestError
@@ -180,14 +180,14 @@ def _copy(reader: Source, writer: Target, plan: TargetPlan) -> None:
         disable=not sys.stderr.isatty(),
     ) as progress:
 
-        def tensors(part: int) -> Iterator[tuple[Entry, list[Tensor]]]:
+        def values(part: int) -> Iterator[tuple[Entry, list[Rows]]]:
             for entry in writer.parts[part]:
                 dtype = plan.dtypes[entry]
                 yield entry, [value.to(dtype) for value in reader.read(entry)]
                 progress.update(entry.numel * dtype.itemsize)
 
         with ThreadPoolExecutor(max_workers=plan.workers) as pool:
-            for _ in pool.map(lambda part: writer.write_part(part, tensors(part)), range(len(writer.parts))):
+            for _ in pool.map(lambda part: writer.write_part(part, values(part)), range(len(writer.parts))):
                 pass
 
 

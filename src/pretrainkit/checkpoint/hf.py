@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from pretrainkit.checkpoint.archive import StoredTensor
 from pretrainkit.checkpoint.mapping import Entry, check_names
-from pretrainkit.checkpoint.safetensors import SafetensorsWriter, TensorLocation, TensorPlan, read_header
+from pretrainkit.checkpoint.rows import Rows
+from pretrainkit.checkpoint.safetensors import SafetensorsWriter, TensorPlan, read_header
 from pretrainkit.errors import RequestError
 from pretrainkit.files import read_json, write_json
 
@@ -61,15 +62,15 @@ class HfSource:
     def dtype(self, entry: Entry) -> torch.dtype:
         return self.tensors[entry.hf[0]].dtype
 
-    def read(self, entry: Entry) -> list[Tensor]:
-        """The Hugging Face tensors of an entry, mapped."""
-        return [self.tensors[name].read() for name in entry.hf]
+    def read(self, entry: Entry) -> list[Rows]:
+        """The Hugging Face tensors of an entry."""
+        return [Rows.of(self.tensors[name]) for name in entry.hf]
 
     def notes(self) -> list[str]:
         return []
 
 
-def locate_tensors(folder: Path) -> dict[str, TensorLocation]:
+def locate_tensors(folder: Path) -> dict[str, StoredTensor]:
     """Every tensor of a folder by name, from the files' own headers.
 
     Raises RequestError when the index and the headers disagree: a missing file, or an entry that is in no file.
@@ -92,7 +93,7 @@ def locate_tensors(folder: Path) -> dict[str, TensorLocation]:
         raise RequestError(
             f"weight files missing: {', '.join(absent)}", where=str(folder), needed="all that the index lists"
         )
-    tensors: dict[str, TensorLocation] = {}
+    tensors: dict[str, StoredTensor] = {}
     for name in names:
         header = read_header(folder / name)
         twice = tensors.keys() & header.keys()
@@ -130,13 +131,13 @@ class HfTarget:
             [SINGLE_NAME] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
         )
 
-    def write_part(self, part: int, tensors: Iterable[tuple[Entry, Sequence[Tensor]]]) -> None:
-        """Write one file; `tensors` come in the order of `parts[part]`."""
+    def write_part(self, part: int, values: Iterable[tuple[Entry, Sequence[Rows]]]) -> None:
+        """Write one file; `values` come in the order of `parts[part]`."""
         plan = [tensor for entry in self.parts[part] for tensor in _plan(entry, self.dtypes[entry])]
         with (self.folder / self._names[part]).open("wb", buffering=0) as file:
-            writer = SafetensorsWriter(file, plan)
-            for _, values in tensors:
-                for value in values:
+            writer = SafetensorsWriter(file.fileno(), plan)
+            for _, of_entry in values:
+                for value in of_entry:
                     writer.write(value)
             writer.finish()
 

@@ -13,14 +13,16 @@ keeps a conversion's memory flat. The format, all little-endian:
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
-from pretrainkit.checkpoint.archive import map_tensor
+from pretrainkit.checkpoint.archive import StoredTensor
+from pretrainkit.checkpoint.rows import Rows, pwrite_all
 from pretrainkit.errors import CheckpointError
 
 DTYPES: dict[str, torch.dtype] = {
@@ -41,26 +43,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _HEADER_LIMIT = 100_000_000  # bytes; the safetensors package refuses longer ones
 
 
-@dataclass(frozen=True)
-class TensorLocation:
-    """Where a tensor lies."""
-
-    path: Path
-    offset: int
-    """Byte of the file."""
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-    def read(self) -> torch.Tensor:
-        """The tensor, mapped."""
-        return map_tensor(self.path, self.offset, self.shape, self.dtype)
-
-
-def read_header(path: Path) -> dict[str, TensorLocation]:
+def read_header(path: Path) -> dict[str, StoredTensor]:
     """All tensors of a file. Raises CheckpointError when the file is cut, has gaps or isn't safetensors."""
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -86,12 +69,12 @@ def read_header(path: Path) -> dict[str, TensorLocation]:
 _AGAIN = "the file is cut or damaged: fetch or write it again"
 
 
-def _location(path: Path, start: int, name: str, info: Mapping[str, Any]) -> TensorLocation:
+def _location(path: Path, start: int, name: str, info: Mapping[str, Any]) -> StoredTensor:
     dtype = DTYPES.get(info["dtype"])
     if dtype is None:
         raise CheckpointError(f"tensor {name} has dtype {info['dtype']}, which is not supported", where=str(path))
     begin, end = info["data_offsets"]
-    location = TensorLocation(path, start + begin, tuple(info["shape"]), dtype)
+    location = StoredTensor.contiguous(path, start + begin, dtype, tuple(info["shape"]))
     if location.num_bytes != end - begin:
         raise CheckpointError(f"tensor {name}: shape and length disagree", where=str(path), action=_AGAIN)
     return location
@@ -113,8 +96,8 @@ class TensorPlan:
 class SafetensorsWriter:
     """Writes a file whose tensors are known beforehand by name, shape and dtype, in that order."""
 
-    def __init__(self, file: BinaryIO, plan: Iterable[TensorPlan]) -> None:
-        self._file, self._pending = file, list(plan)[::-1]
+    def __init__(self, descriptor: int, plan: Iterable[TensorPlan]) -> None:
+        self._descriptor, self._pending = descriptor, list(plan)[::-1]
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         position = 0
         for tensor in reversed(self._pending):
@@ -127,20 +110,16 @@ class SafetensorsWriter:
             position = end
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % 8)  # the data begins at a multiple of 8, as the safetensors package does it
-        file.write(len(text).to_bytes(8, "little") + text)
+        self._position = pwrite_all(descriptor, len(text).to_bytes(8, "little") + text, 0)
 
-    def write(self, tensor: torch.Tensor) -> None:
+    def write(self, value: Rows) -> None:
         """Write the next planned tensor."""
         plan = self._pending.pop()
-        assert tuple(tensor.shape) == plan.shape and tensor.dtype == plan.dtype, (plan, tensor.shape, tensor.dtype)
-        write_bytes(self._file, tensor)
+        assert value.shape == plan.shape and value.dtype == plan.dtype, (plan, value.shape, value.dtype)
+        value.write(self._descriptor, self._position)
+        self._position += plan.num_bytes
 
     def finish(self) -> None:
-        """Check that everything planned has been written."""
+        """Flush the file, which has everything that was planned."""
         assert not self._pending, self._pending
-
-
-def write_bytes(file: BinaryIO, tensor: torch.Tensor) -> None:
-    """A tensor's elements, row-major."""
-    if tensor.numel():
-        file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        os.fsync(self._descriptor)

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from pretrainkit.checkpoint import hf, nemo_context
 from pretrainkit.checkpoint.detect import HF_SOURCE, TRACKER_NAME, Found, Kind
 from pretrainkit.checkpoint.mapping import Entry
 from pretrainkit.checkpoint.megatron_args import megatron_args
 from pretrainkit.checkpoint.parallel import Parallelism
+from pretrainkit.checkpoint.rows import Rows
 from pretrainkit.checkpoint.torch_dist import TorchDistSource
 from pretrainkit.checkpoint.torch_dist_writer import TorchDistTarget
 from pretrainkit.checkpoint.torch_legacy import CHECKPOINT_VERSION, TorchSource
@@ -34,7 +34,7 @@ class Source(Protocol):
     def dtype(self, entry: Entry) -> torch.dtype:
         """Of the stored tensor."""
 
-    def read(self, entry: Entry) -> list[Tensor]:
+    def read(self, entry: Entry) -> list[Rows]:
         """The Hugging Face tensors of an entry."""
 
     def notes(self) -> list[str]:
@@ -47,7 +47,7 @@ class Target(Protocol):
     parts: list[list[Entry]]
     """Entries by worker."""
 
-    def write_part(self, part: int, tensors: Iterable[tuple[Entry, Sequence[Tensor]]]) -> None:
+    def write_part(self, part: int, values: Iterable[tuple[Entry, Sequence[Rows]]]) -> None:
         """Write the entries of `parts[part]`, which come in that order."""
 
     def finish(self) -> None:

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from pretrainkit.checkpoint.archive import InertUnpickler, StoredTensor, read_archive
 from pretrainkit.checkpoint.mapping import Entry
+from pretrainkit.checkpoint.rows import Rows
 from pretrainkit.checkpoint.transforms import split_qkv
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import CheckpointError
@@ -133,39 +134,59 @@ def _global_tensor(folder: Path, name: str, description: Any, places: Mapping[tu
     return GlobalTensor(name, tuple(description.size), dtype, tuple(chunks))
 
 
-def read_region(tensor: GlobalTensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-    """A rectangular region of a global tensor; mapped when it lies in one chunk, else joined from its chunks."""
-    joined: Tensor | None = None
-    covered = 0
+def read_rows(tensor: GlobalTensor, leading: tuple[int, ...], first: int, count: int) -> Rows:
+    """Rows of a global tensor at some leading indices (layer, expert).
+
+    Chunks that lie one below the other stay separate blocks; chunks side by side are joined in memory.
+    """
+    depth, trailing = len(leading), tensor.shape[len(leading) + 1 :]
+    parts = []
     for chunk in tensor.chunks:
-        begin = [max(a, b) for a, b in zip(offsets, chunk.offsets, strict=True)]
-        end = [min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, chunk.offsets, chunk.sizes, strict=True)]
-        if any(b >= e for b, e in zip(begin, end, strict=True)):
-            continue
-        part = _read_chunk(chunk, tensor.name)
-        for dim, (b, e) in enumerate(zip(begin, end, strict=True)):
-            part = part.narrow(dim, b - chunk.offsets[dim], e - b)
-        if list(part.shape) == list(sizes):
-            return part
-        if joined is None:
-            joined = torch.empty(tuple(sizes), dtype=tensor.dtype)
-        place = joined
-        for dim, (b, e) in enumerate(zip(begin, end, strict=True)):
-            place = place.narrow(dim, b - offsets[dim], e - b)
-        place.copy_(part)
-        covered += part.numel()
-    if joined is None or covered != joined.numel():
+        inside = all(o <= i < o + n for i, o, n in zip(leading, chunk.offsets, chunk.sizes, strict=False))
+        begin = max(first, chunk.offsets[depth])
+        end = min(first + count, chunk.offsets[depth] + chunk.sizes[depth])
+        if inside and begin < end:
+            parts.append((begin, end, chunk))
+    parts.sort(key=lambda part: (part[0], part[2].offsets))
+    if all(part[2].sizes[depth + 1 :] == trailing for part in parts):
+        blocks = [_chunk_rows(tensor, chunk, leading, begin, end) for begin, end, chunk in parts]
+        if sum(end - begin for begin, end, _ in parts) == count:
+            return Rows.joined(blocks)
+    return Rows.of(_join(tensor, parts, leading, first, count))
+
+
+def _join(
+    tensor: GlobalTensor, parts: Sequence[tuple[int, int, Chunk]], leading: tuple[int, ...], first: int, count: int
+) -> Tensor:
+    depth, trailing = len(leading), tensor.shape[len(leading) + 1 :]
+    joined = torch.empty((count, *trailing), dtype=tensor.dtype)
+    covered = 0
+    for begin, end, chunk in parts:
+        place = joined.narrow(0, begin - first, end - begin)
+        for dim, (offset, size) in enumerate(zip(chunk.offsets[depth + 1 :], chunk.sizes[depth + 1 :], strict=True)):
+            place = place.narrow(dim + 1, offset, size)
+        place.copy_(_chunk_rows(tensor, chunk, leading, begin, end).tensor())
+        covered += place.numel()
+    if covered != joined.numel():
         raise CheckpointError(f"{tensor.name}: a part is in no file", action=_OLDER)
     return joined
 
 
-def _read_chunk(chunk: Chunk, name: str) -> Tensor:
+def _chunk_rows(tensor: GlobalTensor, chunk: Chunk, leading: tuple[int, ...], begin: int, end: int) -> Rows:
+    """Rows `begin` to `end` of a global tensor, all in one chunk."""
     stored = read_archive(chunk.path, chunk.offset, chunk.num_bytes)
     if not isinstance(stored, StoredTensor) or torch.Size(stored.shape).numel() != torch.Size(chunk.sizes).numel():
         raise CheckpointError(
-            f"{name}: a chunk doesn't hold the tensor that .metadata describes", where=str(chunk.path)
+            f"{tensor.name}: a chunk doesn't hold the tensor that .metadata describes", where=str(chunk.path)
         )
-    return stored.read().reshape(chunk.sizes)
+    depth = len(leading)
+    position = begin - chunk.offsets[depth]
+    if stored.is_contiguous and all(size == 1 for size in chunk.sizes[:depth]):
+        return Rows.of(stored.view(chunk.sizes[depth:])).rows(position, end - begin)
+    value = stored.read().reshape(chunk.sizes)
+    for index, offset in zip(leading, chunk.offsets, strict=False):
+        value = value[index - offset]
+    return Rows.of(value.narrow(0, position, end - begin))
 
 
 class TorchDistSource:
@@ -230,15 +251,16 @@ class TorchDistSource:
     def dtype(self, entry: Entry) -> torch.dtype:
         return self._parts[entry][0][0].dtype
 
-    def read(self, entry: Entry) -> list[Tensor]:
+    def read(self, entry: Entry) -> list[Rows]:
         """The Hugging Face tensors of an entry."""
         parts = self._parts[entry]
         rows = [shape[0] for shape in entry.shapes]
         if entry.layout is Layout.QKV:
-            return split_qkv(_rows(*parts[0], 0, sum(rows)), self.shape.num_query_groups, rows)
+            merged = read_rows(*parts[0], 0, sum(rows)).tensor()
+            return [Rows.of(part) for part in split_qkv(merged, self.shape.num_query_groups, rows)]
         if entry.layout is Layout.GATED and len(parts) == 1:
-            return [_rows(*parts[0], 0, rows[0]), _rows(*parts[0], rows[0], rows[1])]
-        return [_rows(tensor, leading, 0, count) for (tensor, leading), count in zip(parts, rows, strict=True)]
+            return [read_rows(*parts[0], 0, rows[0]), read_rows(*parts[0], rows[0], rows[1])]
+        return [read_rows(tensor, leading, 0, count) for (tensor, leading), count in zip(parts, rows, strict=True)]
 
     def notes(self) -> list[str]:
         """What was left out, for the report."""
@@ -261,9 +283,3 @@ def _stored_names(entry: Entry) -> list[tuple[str, tuple[int, ...]]]:
     if expert:
         names.append((single.replace(".experts.experts.", f".experts.experts.{entry.expert}."), ()))
     return names
-
-
-def _rows(tensor: GlobalTensor, leading: tuple[int, ...], first: int, count: int) -> Tensor:
-    rest = tensor.shape[len(leading) + 1 :]
-    region = read_region(tensor, (*leading, first, *(0 for _ in rest)), (*(1 for _ in leading), count, *rest))
-    return region.reshape(count, *rest)

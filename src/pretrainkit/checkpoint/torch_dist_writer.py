@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from pretrainkit.checkpoint.archive_frame import frame
 from pretrainkit.checkpoint.mapping import Entry, balance
+from pretrainkit.checkpoint.rows import Rows, pwrite_all, tensors
 from pretrainkit.checkpoint.torch_dist import COMMON_NAME, CONFIG_NAME, FORMAT, METADATA_NAME
 from pretrainkit.checkpoint.transforms import merge_qkv
 from pretrainkit.config.schema import ModelShape
@@ -45,46 +46,42 @@ class TorchDistTarget:
         self._written: dict[int, list[_WrittenChunk]] = {}
         self._extra_states = _extra_state_names(entries, shape, prefix)
 
-    def write_part(self, part: int, tensors: Iterable[tuple[Entry, Sequence[Tensor]]]) -> None:
-        """Write one file; `tensors` come in the order of `parts[part]`."""
+    def write_part(self, part: int, values: Iterable[tuple[Entry, Sequence[Rows]]]) -> None:
+        """Write one file; `values` come in the order of `parts[part]`."""
         name = f"__0_{part}.distcp"
         chunks = []
-        with (self.folder / name).open("wb") as file:
+        with (self.folder / name).open("wb", buffering=0) as file:
+            position = 0
             if part == 0:
                 state = io.BytesIO()
                 torch.save([None], state)
                 for key in self._extra_states:
-                    chunks.append(_WrittenChunk(key, None, None, name, file.tell(), len(state.getvalue())))
-                    file.write(state.getvalue())
-            for entry, values in tensors:
-                for first_row, piece in self._pieces(entry, values):
-                    begin = file.tell()
-                    leading = [index for index in (entry.layer, entry.expert) if index is not None]
-                    torch.save(piece.reshape(*(1 for _ in leading), *piece.shape), file)
-                    chunks.append(
-                        _WrittenChunk(
-                            self._name(entry),
-                            (*leading, first_row, *(0 for _ in piece.shape[1:])),
-                            (*(1 for _ in leading), *piece.shape),
-                            name,
-                            begin,
-                            file.tell() - begin,
-                        )
-                    )
-            file.flush()
+                    size = pwrite_all(file.fileno(), state.getvalue(), position)
+                    chunks.append(_WrittenChunk(key, None, None, name, position, size))
+                    position += size
+            for entry, of_entry in values:
+                leading = tuple(index for index in (entry.layer, entry.expert) if index is not None)
+                for first_row, rows in self._pieces(entry, of_entry):
+                    offsets = (*leading, first_row, *(0 for _ in rows.shape[1:]))
+                    sizes = (*(1 for _ in leading), *rows.shape)
+                    size = _write_tensor(file.fileno(), position, rows, sizes)
+                    chunks.append(_WrittenChunk(self._name(entry), offsets, sizes, name, position, size))
+                    position += size
             os.fsync(file.fileno())
         self._written[part] = chunks
 
-    def _pieces(self, entry: Entry, values: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
-        """An entry's Megatron tensor as row blocks, so that what needs no rearranging isn't copied."""
+    def _pieces(self, entry: Entry, values: Sequence[Rows]) -> list[tuple[int, Rows]]:
+        """An entry's Megatron tensor as chunks, one below the other, so that what needs no rearranging isn't copied."""
         if entry.layout is Layout.QKV:
-            return [(0, merge_qkv(values[0], values[1], values[2], self.shape.num_query_groups))]
+            query, key, value = tensors(values)
+            return [(0, Rows.of(merge_qkv(query, key, value, self.shape.num_query_groups)))]
         pieces, first = [], 0
-        for value in values:
-            pieces.append((first, _own(value)))
-            first += value.shape[0]
+        for rows in values:
+            pieces.append((first, rows))
+            first += rows.shape[0]
         if entry.layout is Layout.VOCABULARY and self._padded_rows > first:
-            pieces.append((first, values[0].new_zeros(self._padded_rows - first, *values[0].shape[1:])))
+            zeros = torch.zeros(self._padded_rows - first, *values[0].shape[1:], dtype=values[0].dtype)
+            pieces.append((first, Rows.of(zeros)))
         return pieces
 
     def _name(self, entry: Entry) -> str:
@@ -122,10 +119,13 @@ class TorchDistTarget:
         write_json(self.folder / CONFIG_NAME, FORMAT)
 
 
-def _own(tensor: Tensor) -> Tensor:
-    """The tensor in a storage of just its size, since torch.save writes whole storages."""
-    tensor = tensor.contiguous()
-    return tensor if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize else tensor.clone()
+def _write_tensor(descriptor: int, offset: int, rows: Rows, shape: tuple[int, ...]) -> int:
+    """What `torch.save` of the tensor in this shape would write at an offset of a file; the number of bytes."""
+    around = frame(shape, rows.dtype)
+    size = pwrite_all(descriptor, around.head, offset)
+    rows.write(descriptor, offset + size)
+    size += rows.num_bytes
+    return size + pwrite_all(descriptor, around.tail, offset + size)
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from pretrainkit.checkpoint.archive import StoredTensor, read_archive
 from pretrainkit.checkpoint.mapping import Entry
 from pretrainkit.checkpoint.megatron_args import check_args
 from pretrainkit.checkpoint.parallel import Parallelism
+from pretrainkit.checkpoint.rows import Rows
 from pretrainkit.checkpoint.torch_names import ExpertForm, LocalName, is_ignored, parse
 from pretrainkit.checkpoint.transforms import unshard
 from pretrainkit.config.schema import ModelShape
@@ -53,10 +53,11 @@ class _Place:
     index: int = 0
     """Grouped experts: which one."""
 
-    def read(self) -> Tensor:
-        """The Megatron tensor, mapped."""
-        tensor = self.tensor.read()
-        return tensor if self.view is None else tensor.view(self.view)[self.index].T
+    def read(self) -> Rows:
+        """The Megatron tensor."""
+        if self.view is None:
+            return Rows.of(self.tensor if self.tensor.is_contiguous else self.tensor.read())
+        return Rows.of(self.tensor.read().view(self.view)[self.index].T)
 
 
 class TorchSource:
@@ -147,7 +148,7 @@ class TorchSource:
             self._check_shape(entry, self._places[key])
         for rank, place in self._tied_outputs.items():
             embedding = self._places["embedding.word_embeddings.weight", None, None][rank]
-            if not torch.equal(embedding.read(), place.read()):
+            if not torch.equal(embedding.read().tensor(), place.read().tensor()):
                 raise CheckpointError(
                     "the output layer differs from the embedding that it is tied to",
                     where=str(place.tensor.path),
@@ -177,11 +178,13 @@ class TorchSource:
     def dtype(self, entry: Entry) -> torch.dtype:
         return self._places[_key(entry)][0].tensor.dtype
 
-    def read(self, entry: Entry) -> list[Tensor]:
+    def read(self, entry: Entry) -> list[Rows]:
         """The Hugging Face tensors of an entry."""
         places = self._places[_key(entry)]
         parts = [places[rank].read() for rank in range(self.parallelism.tensor)]
-        if entry.layout is Layout.REPLICATED and any(not torch.equal(parts[0], part) for part in parts[1:]):
+        if entry.layout is Layout.REPLICATED and any(
+            not torch.equal(parts[0].tensor(), part.tensor()) for part in parts[1:]
+        ):
             raise CheckpointError(
                 f"{_describe(_key(entry))} differs between tensor parallel ranks, which must hold the same",
                 where=str(self.folder),

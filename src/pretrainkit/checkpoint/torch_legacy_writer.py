@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from pretrainkit.checkpoint.archive import StoredTensor, read_archive
 from pretrainkit.checkpoint.mapping import Entry, balance
 from pretrainkit.checkpoint.parallel import Parallelism
+from pretrainkit.checkpoint.rows import Rows
 from pretrainkit.checkpoint.torch_legacy import FILE_NAME, TIED_OUTPUT
 from pretrainkit.checkpoint.torch_names import local_name
 from pretrainkit.checkpoint.transforms import shard
@@ -116,24 +116,23 @@ class TorchTarget:
             torch.save({**common, "model": model}, path)
         return {name: tensor for name, tensor in read_archive(path)["model"].items() if tensor is not None}
 
-    def write_part(self, part: int, tensors: Iterable[tuple[Entry, Sequence[Tensor]]]) -> None:
+    def write_part(self, part: int, values: Iterable[tuple[Entry, Sequence[Rows]]]) -> None:
         """Write some entries into the files of all ranks that hold them."""
         sizes = self.parallelism
-        for entry, values in tensors:
+        for entry, of_entry in values:
             for rank in range(sizes.tensor):
                 local = shard(
                     entry.layout,
-                    values,
+                    of_entry,
                     rank=rank,
                     size=sizes.tensor,
                     groups=self.shape.num_query_groups,
                     padded_rows=self._padded_rows,
                 )
-                data = local.contiguous().reshape(-1).view(torch.uint8).numpy()
                 for stage in range(sizes.pipeline):
                     for expert in range(sizes.expert):
                         for name in self._names(entry, stage, expert):
-                            _put(self._places[rank, stage, expert][name], data)
+                            _put(self._places[rank, stage, expert][name], local)
 
     def finish(self) -> None:
         """Flush every file."""
@@ -152,13 +151,11 @@ def _extra_states(name: str) -> dict[str, None]:
     return states
 
 
-def _put(place: StoredTensor, data: Any) -> None:
-    """Write a tensor's bytes into its place."""
-    view = memoryview(data)
+def _put(place: StoredTensor, value: Rows) -> None:
+    """Write a tensor into its place."""
+    assert value.shape == place.shape and value.dtype == place.dtype, (value.shape, place)
     descriptor = os.open(place.path, os.O_WRONLY)
     try:
-        done = 0
-        while done < len(view):
-            done += os.pwrite(descriptor, view[done:], place.offset + done)
+        value.write(descriptor, place.offset)
     finally:
         os.close(descriptor)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from pretrainkit.checkpoint.rows import Rows, tensors
 from pretrainkit.models.family import Layout
 
 
@@ -33,24 +34,27 @@ def split_qkv(merged: Tensor, groups: int, rows: Sequence[int]) -> list[Tensor]:
     return [part.flatten(0, 1) for part in grouped.split([count // groups for count in rows], dim=1)]
 
 
-def shard(layout: Layout, tensors: Sequence[Tensor], *, rank: int, size: int, groups: int, padded_rows: int) -> Tensor:
+def shard(layout: Layout, values: Sequence[Rows], *, rank: int, size: int, groups: int, padded_rows: int) -> Rows:
     """One tensor-parallel rank's Megatron tensor, made from whole Hugging Face tensors.
 
     `groups` is G of the whole model; `padded_rows` is P, used for vocabulary tensors only. Padding rows are zero.
     """
     if layout is Layout.REPLICATED:
-        return tensors[0]
+        return values[0]
     if layout is Layout.ROW:
-        return _part(tensors[0], rank, size, dim=1)
-    if layout is Layout.QKV:
-        query, key, value = (_part(tensor, rank, size) for tensor in tensors)
-        return merge_qkv(query, key, value, groups // size)
+        tensor = values[0].tensor()
+        length = tensor.shape[1] // size
+        return Rows.of(tensor.narrow(1, rank * length, length))
     if layout is Layout.VOCABULARY:
-        return _vocabulary_part(tensors[0], rank, padded_rows // size)
-    return _cat([_part(tensor, rank, size) for tensor in tensors])
+        return _vocabulary_part(values[0], rank, padded_rows // size)
+    parts = [value.rows(rank * value.shape[0] // size, value.shape[0] // size) for value in values]
+    if layout is Layout.QKV:
+        query, key, value = tensors(parts)
+        return Rows.of(merge_qkv(query, key, value, groups // size))
+    return Rows.joined(parts)
 
 
-def unshard(layout: Layout, parts: Sequence[Tensor], *, rows: Sequence[int], groups: int) -> list[Tensor]:
+def unshard(layout: Layout, parts: Sequence[Rows], *, rows: Sequence[int], groups: int) -> list[Rows]:
     """The whole Hugging Face tensors from the Megatron tensors of all ranks, in rank order.
 
     `rows` are the numbers of rows of the Hugging Face tensors; vocabulary rows beyond them are padding.
@@ -59,28 +63,23 @@ def unshard(layout: Layout, parts: Sequence[Tensor], *, rows: Sequence[int], gro
     if layout is Layout.REPLICATED:
         return [parts[0]]
     if layout is Layout.ROW:
-        return [_cat(parts, dim=1)]
+        return [parts[0] if size == 1 else Rows.of(torch.cat(tensors(parts), dim=1))]
     if layout is Layout.QKV:
-        split = [split_qkv(part, groups // size, [count // size for count in rows]) for part in parts]
-        return [_cat(list(of_all)) for of_all in zip(*split, strict=True)]
+        counts = [count // size for count in rows]
+        split = [split_qkv(part.tensor(), groups // size, counts) for part in parts]
+        return [Rows.of(*of_all) for of_all in zip(*split, strict=True)]
     if layout is Layout.VOCABULARY:
-        return [_cat(parts)[: rows[0]]]
-    pieces = [part.split([count // size for count in rows]) for part in parts]
-    return [_cat(list(of_all)) for of_all in zip(*pieces, strict=True)]
+        return [Rows.joined(parts).rows(0, rows[0])]
+    values, first = [], 0
+    for count in rows:
+        values.append(Rows.joined(part.rows(first, count // size) for part in parts))
+        first += count // size
+    return values
 
 
-def _part(tensor: Tensor, rank: int, size: int, dim: int = 0) -> Tensor:
-    length = tensor.shape[dim] // size
-    return tensor.narrow(dim, rank * length, length)
-
-
-def _vocabulary_part(tensor: Tensor, rank: int, rows: int) -> Tensor:
-    first = rank * rows
-    real = tensor[first : first + rows]
-    if len(real) == rows:
-        return real
-    return torch.cat([real, real.new_zeros(rows - len(real), *tensor.shape[1:])])
-
-
-def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim=dim)
+def _vocabulary_part(value: Rows, rank: int, rows: int) -> Rows:
+    real = min(max(value.shape[0] - rank * rows, 0), rows)
+    parts = [value.rows(rank * rows, real)] if real else []
+    if real < rows:
+        parts.append(Rows.of(torch.zeros(rows - real, *value.shape[1:], dtype=value.dtype)))
+    return Rows.joined(parts)

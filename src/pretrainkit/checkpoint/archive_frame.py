@@ -1,0 +1,48 @@
+"""What `torch.save` writes around the bytes of one tensor, so that the bytes can be put there by other means."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A `torch.save` file of one contiguous tensor is `head`, the tensor's bytes, `tail`."""
+
+    head: bytes
+    tail: bytes
+
+
+@lru_cache(maxsize=4096)
+def frame(shape: tuple[int, ...], dtype: torch.dtype) -> Frame:
+    """The frame that torch.save makes for a tensor of this shape and dtype; its checksum of the bytes is left 0."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        tensor = torch.empty(shape, dtype=dtype)
+    stream = _SkippingStream()
+    with torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save(tensor, stream)
+    head, tail = stream.parts
+    return Frame(bytes(head), bytes(tail))
+
+
+class _SkippingStream:
+    """Collects what is written before and after the room for the tensor, which torch.save skips with `seek`."""
+
+    def __init__(self) -> None:
+        self.parts = [bytearray()]
+
+    def write(self, data: bytes) -> int:
+        self.parts[-1] += data
+        return len(data)
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self.parts.append(bytearray())
+        return offset
+
+    def flush(self) -> None:
+        """Nothing is buffered."""

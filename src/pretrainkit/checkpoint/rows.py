@@ -1,0 +1,132 @@
+"""A tensor as a sequence of row blocks that lie in files or in memory, joined only where it must be.
+
+Most of a conversion moves rows unchanged from one file to another. A block that lies in a file is copied by the
+kernel (`os.sendfile`), without passing through this process; one that must be cast or gathered is treated a
+slice at a time. That is what makes conversion as fast as copying, in memory that doesn't grow with the model.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from pretrainkit.checkpoint.archive import StoredTensor
+
+SLICE_BYTES = 32 * 2**20
+"""How much of a block is cast or gathered at a time; more doesn't make it faster (measured: 16 to 256 MiB alike)."""
+
+Block: TypeAlias = StoredTensor | Tensor
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Blocks of equal trailing shape, one below the other, and the dtype that they are to have."""
+
+    blocks: tuple[Block, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(*blocks: Block) -> Rows:
+        """The blocks, with the dtype they have."""
+        return Rows(blocks, blocks[0].dtype)
+
+    @staticmethod
+    def joined(parts: Iterable[Rows]) -> Rows:
+        """Several one below the other."""
+        parts = list(parts)
+        return Rows(tuple(block for part in parts for block in part.blocks), parts[0].dtype)
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole tensor."""
+        return (sum(block.shape[0] for block in self.blocks), *self.blocks[0].shape[1:])
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole tensor."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def to(self, dtype: torch.dtype) -> Rows:
+        """The same values in another dtype; cast when they are written or joined."""
+        return replace(self, dtype=dtype)
+
+    def rows(self, first: int, count: int) -> Rows:
+        """Rows `first` to `first + count`."""
+        blocks, position = [], 0
+        for block in self.blocks:
+            begin, end = max(first - position, 0), min(first + count - position, block.shape[0])
+            if begin < end:
+                blocks.append(_block_rows(block, begin, end - begin))
+            position += block.shape[0]
+        return Rows(tuple(blocks), self.dtype)
+
+    def tensor(self) -> Tensor:
+        """The whole tensor; mapped, not read, where it is one block of this dtype."""
+        tensors = [_tensor(block).to(self.dtype) for block in self.blocks]
+        return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+    def write(self, descriptor: int, offset: int) -> None:
+        """Write the elements, row-major, at an offset of an open file."""
+        for block in self.blocks:
+            size = torch.Size(block.shape).numel() * self.dtype.itemsize
+            if isinstance(block, StoredTensor) and block.is_contiguous and block.dtype == self.dtype:
+                _copy_range(block, descriptor, offset, size)
+            else:
+                _write_slices(_tensor(block), self.dtype, descriptor, offset)
+            offset += size
+
+
+def _tensor(block: Block) -> Tensor:
+    return block.read() if isinstance(block, StoredTensor) else block
+
+
+def _block_rows(block: Block, first: int, count: int) -> Block:
+    if isinstance(block, Tensor):
+        return block.narrow(0, first, count)
+    skipped = first * block.stride[0] * block.dtype.itemsize
+    return replace(block, offset=block.offset + skipped, shape=(count, *block.shape[1:]))
+
+
+def _copy_range(block: StoredTensor, descriptor: int, offset: int, size: int) -> None:
+    os.lseek(descriptor, offset, os.SEEK_SET)
+    source = os.open(block.path, os.O_RDONLY)
+    try:
+        done = 0
+        while done < size:
+            sent = os.sendfile(descriptor, source, block.offset + done, size - done)
+            if sent == 0:
+                raise OSError(f"{block.path} ends within a tensor")
+            done += sent
+    finally:
+        os.close(source)
+
+
+def _write_slices(tensor: Tensor, dtype: torch.dtype, descriptor: int, offset: int) -> None:
+    if tensor.numel() == 0:
+        return
+    if tensor.is_contiguous():
+        tensor = tensor.reshape(-1)
+    row_bytes = tensor[0].numel() * dtype.itemsize
+    step = max(1, SLICE_BYTES // row_bytes)
+    for first in range(0, len(tensor), step):
+        part = tensor[first : first + step].to(dtype).contiguous().reshape(-1)
+        offset += pwrite_all(descriptor, memoryview(part.view(torch.uint8).numpy()), offset)
+
+
+def pwrite_all(descriptor: int, data: memoryview | bytes, offset: int) -> int:
+    """Write all of `data` at an offset; the number of bytes."""
+    done = 0
+    while done < len(data):
+        done += os.pwrite(descriptor, data[done:], offset + done)
+    return done
+
+
+def tensors(values: Sequence[Rows]) -> list[Tensor]:
+    """Each value as one tensor."""
+    return [value.tensor() for value in values]

@@ -1,0 +1,115 @@
+#!/usr/bin/env python
+"""Hugging Face model to Megatron-core checkpoint and back, streaming, on CPU, bit for bit.
+
+SOURCE is recognised by what is in it: a Hugging Face folder, a NeMo checkpoint, or Megatron-LM's torch_dist or
+torch format. TARGET appears complete or not at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+from pretrainkit.cli import Parser, run_command
+from pretrainkit.units import format_bytes, format_duration, parse_bytes
+
+
+def build_parser() -> Parser:
+    """The command's flags."""
+    parser = Parser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("source", type=Path, help="folder to convert")
+    parser.add_argument("target", type=Path, help="folder to write")
+    parser.add_argument(
+        "--target-format",
+        choices=["nemo", "torch_dist", "torch", "hf"],
+        help="default: nemo from a Hugging Face source, hf from any other",
+    )
+    parser.add_argument(
+        "--hf-model", type=Path, help="Hugging Face folder with config and tokenizer, for a source without them"
+    )
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="cast the weights; default: keep")
+    cut = parser.add_argument_group("cut of the formats torch (ranks) and, for its arguments, torch_dist")
+    cut.add_argument("--target-tensor-parallel-size", type=int, default=1, metavar="TP")
+    cut.add_argument("--target-pipeline-parallel-size", type=int, default=1, metavar="PP")
+    cut.add_argument("--target-expert-parallel-size", type=int, default=1, metavar="EP")
+    cut.add_argument("--target-first-stage-layers", type=int, metavar="N", help="layers of the first pipeline stage")
+    cut.add_argument("--target-last-stage-layers", type=int, metavar="N", help="layers of the last pipeline stage")
+    cut.add_argument(
+        "--make-vocab-size-divisible-by",
+        type=int,
+        metavar="N",
+        help="pad the vocabulary to a multiple of N x TP; default: 128 for torch and torch_dist, 1 for nemo",
+    )
+    cut.add_argument("--iteration", type=int, help="write torch and torch_dist as this iteration, not as a release")
+    running = parser.add_argument_group("running")
+    running.add_argument("--max-shard-size", type=parse_bytes, default="5GB", help="largest safetensors file")
+    running.add_argument("--workers", type=int, default=min(8, len(os.sched_getaffinity(0))), help="files at a time")
+    running.add_argument("--overwrite", action="store_true", help="replace TARGET once the new one is complete")
+    running.add_argument(
+        "--ignore-config-fields",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="unknown fields of config.json that change nothing in the forward pass",
+    )
+    running.add_argument(
+        "--test-precision",
+        action="store_true",
+        help="afterwards run both models on CPU and fail unless their logits agree",
+    )
+    running.add_argument("--json", action="store_true", help="print the report as JSON")
+    running.add_argument("--verbose", action="store_true", help="log more")
+    running.add_argument("--quiet", action="store_true", help="log warnings only")
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Convert, and say what was done."""
+    import torch
+
+    from pretrainkit.checkpoint.convert import Options, convert
+    from pretrainkit.checkpoint.detect import Kind
+    from pretrainkit.checkpoint.parallel import Parallelism
+
+    options = Options(
+        to=Kind(arguments.target_format) if arguments.target_format else None,
+        hf_folder=arguments.hf_model,
+        dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
+        parallelism=Parallelism(
+            arguments.target_tensor_parallel_size,
+            arguments.target_pipeline_parallel_size,
+            arguments.target_expert_parallel_size,
+            arguments.target_first_stage_layers,
+            arguments.target_last_stage_layers,
+        ),
+        vocabulary_divisor=arguments.make_vocab_size_divisible_by,
+        iteration=arguments.iteration,
+        max_shard_bytes=arguments.max_shard_size,
+        workers=arguments.workers,
+        overwrite=arguments.overwrite,
+        ignore_config_fields=tuple(arguments.ignore_config_fields),
+    )
+    report = convert(arguments.source, arguments.target, options)
+    if arguments.json:
+        print(json.dumps(report.as_dict(), indent=2))
+        return 0
+    dtypes = ", ".join(f"{count} {name}" for name, count in report.dtypes.items())
+    print(f"{report.source} ({report.source_kind}) -> {report.target} ({report.target_kind})")
+    print(f"  {report.shape.family}, {report.num_tensors} tensors ({dtypes}), {format_bytes(report.num_bytes)}")
+    print(f"  {format_duration(report.elapsed_s)}, {format_bytes(report.num_bytes / report.elapsed_s)}/s")
+    for note in report.notes:
+        print(f"  {note}")
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point."""
+    parser = build_parser()
+    return run_command(run, parser, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
