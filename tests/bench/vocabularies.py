@@ -68,12 +68,12 @@ def _write(
         | {"normalized": False, "special": True}
         for i, name in enumerate(named)
     ]
-    merges: list[list[str]] = []
+    merges: list[str] = []
     for token in sorted(ranks, key=ranks.__getitem__):
         halves = [(token[:i], token[i:]) for i in range(1, len(token))]
         known = [(left, right) for left, right in halves if left in ranks and right in ranks]
         known.sort(key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
-        merges += [[spelled[left], spelled[right]] for left, right in known]
+        merges += [f"{spelled[left]} {spelled[right]}" for left, right in known]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     template = None

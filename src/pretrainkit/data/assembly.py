@@ -1,7 +1,8 @@
 """Brings encoded chunks into the order of the input, whatever order they come in, and finishes outputs.
 
-Chunks that come early stay in their workers' parts. A chunk whose turn has come is copied to its place by one
-of a few threads; when its bytes are there, it is written down as moved, and its part may go.
+A chunk's place is known once all earlier ones are encoded. Its worker holds it in memory until then, and writes
+it there itself. A worker that would hold too many puts them into its part file; from there one of a few threads
+copies them to their place. What is in its place is written down as moved.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from pretrainkit.data.chunks import Unit
 from pretrainkit.data.journal import Journal, Order
-from pretrainkit.data.output import Copy, Output, part_holds
+from pretrainkit.data.output import Output, copy_from_part, part_holds
 from pretrainkit.data.parts import remove_part
 from pretrainkit.data.results import ChunkResult
 from pretrainkit.logs import get_logger
@@ -20,6 +21,8 @@ from pretrainkit.logs import get_logger
 LOGGER = get_logger(__name__)
 COPY_THREADS = 4
 """In-kernel copies run at some GB/s each, a worker makes about 0.1: enough for more cores than a node has."""
+MAX_HELD = 3
+"""Chunks that a worker holds in memory while their place is not known."""
 FLUSH_BYTES = 256 << 20
 """Copied bytes after which the disk is made to follow, so that little is left to flush at the end."""
 
@@ -34,7 +37,10 @@ class Assembly:
         outputs: list[Output],
         source_names: list[str],
         finish_output: Callable[[Output], None],
+        send: Callable[..., None],
+        wake: Callable[[], None],
     ) -> None:
+        self._send, self._wake = send, wake
         self._journal, self._units, self._outputs, self._names = journal, units, outputs, source_names
         self._finish_output = finish_output
         self._pending: dict[Order, ChunkResult] = {}
@@ -42,7 +48,10 @@ class Assembly:
         self._queue = deque(units)
         self._block = 0
         self._current = 0
-        self._moving: deque[tuple[ChunkResult, list[Future[None]], tuple[int, int]]] = deque()
+        self._moving: deque[tuple[ChunkResult, Future[None], tuple[int, int]]] = deque()
+        self._holders: dict[Order, int] = {}
+        self._spilling: set[Order] = set()
+        self._writes: dict[Order, Future[None]] = {}
         self._in_part: Counter[str] = Counter()
         self._newest_part: dict[str, str] = {}
         self._threads: ThreadPoolExecutor | None = None
@@ -128,10 +137,29 @@ class Assembly:
         self._in_part[result.part] += 1
         self._newest_part[result.part.rsplit("-", 1)[0]] = result.part
 
-    def add(self, result: ChunkResult) -> None:
-        """A chunk is encoded."""
+    def add(self, worker: int, result: ChunkResult) -> None:
+        """A worker has encoded a chunk."""
+        if result.part:
+            self._journal.add_result(result)
+            self._register(result)
+            return
+        self._pending[result.order] = result
+        self._holders[result.order] = worker
+        held = [order for order, holder in self._holders.items() if holder == worker and order not in self._spilling]
+        if len(held) > MAX_HELD:
+            self._spilling.add(held[0])
+            self._send(worker, "spill", held[0])
+
+    def spilled(self, result: ChunkResult) -> None:
+        """A worker has put a chunk that it held into its part."""
+        self._spilling.discard(result.order)
+        del self._holders[result.order]
         self._journal.add_result(result)
         self._register(result)
+
+    def written(self, order: Order) -> None:
+        """A worker has brought a chunk that it held to its place."""
+        self._writes.pop(order).set_result(None)
 
     def end_stream(self, unit: int, num_blocks: int, digests: list[str]) -> None:
         """A stream has no more blocks."""
@@ -143,56 +171,68 @@ class Assembly:
         """Number of blocks of the streams that were read to their end."""
         return {unit: end[0] for unit, end in self._ends.items()}
 
-    def advance(self, *, wait: bool = False) -> None:
-        """Start the copies that can start, write down those that are done, finish complete outputs."""
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="copy")
+    def advance(self) -> None:
+        """Bring chunks to their place whose turn has come, write down those that are there, finish outputs."""
         while self._current < len(self._outputs):
             output = self._outputs[self._current]
             output.open()
             order = self._next_order()
-            while order is not None and order in self._pending:
+            while order is not None and order in self._pending and order not in self._spilling:
                 self._place(output, self._pending.pop(order))
                 self._step()
                 order = self._next_order()
-            complete = order is None
-            self._collect(output, wait=wait or complete)
-            if not complete:
+            self._collect(output)
+            if order is not None or self._moving:
                 return
             self._finish(output)
 
     def _place(self, output: Output, result: ChunkResult) -> None:
-        assert self._threads is not None
-        copies = output.place(result)
+        places = output.place(result)
         output.add_rejects(result, self._names)
         output.add_sources(result)
-        self._moving.append((result, [self._threads.submit(Copy.run, copy) for copy in copies], output.rejects))
+        if result.part:
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="copy")
+            future = self._threads.submit(copy_from_part, self._journal.folder, result, places)
+            future.add_done_callback(lambda _: self._wake())
+        else:
+            future = self._writes[result.order] = Future()
+            self._send(self._holders.pop(result.order), "write", result.order, places)
+        self._moving.append((result, future, output.rejects))
 
-    def _collect(self, output: Output, *, wait: bool) -> None:
+    def _collect(self, output: Output) -> None:
         moved: list[Order] = []
-        freed: list[str] = []
+        freed: set[str] = set()
         rejects = output.rejects
-        while self._moving and (wait or all(future.done() for future in self._moving[0][1])):
-            result, futures, rejects = self._moving.popleft()
-            for future in futures:
-                future.result()
+        while self._moving and self._moving[0][1].done():
+            result, future, rejects = self._moving.popleft()
+            future.result()
             moved.append(result.order)
-            self._in_part[result.part] -= 1
             self._unflushed += sum(key.tokens_bytes for key in result.keys)
-            freed.append(result.part)
+            if result.part:
+                self._in_part[result.part] -= 1
+                freed.add(result.part)
+            else:
+                self._journal.add_result(result)
         if not moved:
             return
         self._journal.add_moves(moved, rejects)
         newest = set(self._newest_part.values())
-        for part in set(freed):
+        for part in freed:
             if not self._in_part[part] and part not in newest:
                 del self._in_part[part]
                 remove_part(self._journal.folder, part)
         if self._unflushed > FLUSH_BYTES and (self._flush is None or self._flush.done()):
-            assert self._threads is not None
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="copy")
             if self._flush is not None:
                 self._flush.result()
             self._flush, self._unflushed = self._threads.submit(output.flush), 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no chunk is on its way."""
+        return not self._moving and not self._spilling
 
     def _finish(self, output: Output) -> None:
         if self._flush is not None:

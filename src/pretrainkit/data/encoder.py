@@ -67,8 +67,9 @@ class ReferenceEncoder:
 
 
 def one_thread() -> None:
-    """Keep both libraries to one thread in this process; a worker has one core. Call before importing them."""
+    """Keep the libraries to one thread in this process; a worker has one core. Call before importing them."""
     os.environ["RAYON_NUM_THREADS"] = "1"
+    os.environ["FASTOKENS_BPE_THREADS"] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 

@@ -17,7 +17,7 @@ import xxhash
 from pretrainkit.data.crc import combine, crc32
 from pretrainkit.data.indexed import HEADER, bin_path, idx_path, write_header, write_index_tail
 from pretrainkit.data.manifest import manifest_path
-from pretrainkit.data.parts import part_file, rejects_file
+from pretrainkit.data.parts import Place, part_file, rejects_file
 from pretrainkit.data.results import ChunkResult, SpanResult
 from pretrainkit.files import fsync_path
 
@@ -62,24 +62,17 @@ class KeyTotals:
     crc32: int = 0
 
 
-@dataclass(frozen=True)
-class Copy:
-    """Bytes of a part file that go to a place in an output file."""
+def copy_from_part(folder: Path, result: ChunkResult, places: list[Place]) -> None:
+    """Copy a chunk from its part to its place, inside the kernel where it can."""
+    for k, (key, place) in enumerate(zip(result.keys, places, strict=True)):
+        tokens, lengths = (part_file(folder, result.part, k, kind) for kind in ("tokens", "lengths"))
+        _copy(tokens, key.tokens_offset, place.tokens, place.tokens_offset, key.tokens_bytes)
+        _copy(lengths, key.lengths_offset, place.lengths, place.lengths_offset, key.lengths_bytes)
 
-    source: Path
-    source_offset: int
-    target: int
-    """File descriptor."""
-    target_offset: int
-    num_bytes: int
 
-    def run(self) -> None:
-        """Copy, inside the kernel where it can."""
-        descriptor = os.open(self.source, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            copy_range(descriptor, self.source_offset, self.target, self.target_offset, self.num_bytes)
-        finally:
-            os.close(descriptor)
+def _copy(source: Path, source_offset: int, target: Path, target_offset: int, num_bytes: int) -> None:
+    with source.open("rb", buffering=0) as reading, target.open("r+b", buffering=0) as writing:
+        copy_range(reading.fileno(), source_offset, writing.fileno(), target_offset, num_bytes)
 
 
 def copy_range(source: int, source_offset: int, target: int, target_offset: int, num_bytes: int) -> None:
@@ -148,22 +141,18 @@ class Output:
             os.close(descriptor)
         self._tokens, self._indexes, self._rejects_file = [], [], None
 
-    def place(self, result: ChunkResult) -> list[Copy]:
-        """Take the next chunk into the books; gives the copies that bring its bytes to their place."""
-        copies = []
+    def place(self, result: ChunkResult) -> list[Place]:
+        """Take the next chunk into the books; gives the place of each key's bytes."""
+        places = []
         for k, (totals, key) in enumerate(zip(self.keys, result.keys, strict=True)):
-            tokens, lengths = (part_file(self.folder, result.part, k, kind) for kind in ("tokens", "lengths"))
             lengths_end = HEADER.size + 4 * totals.num_documents
-            copies += [
-                Copy(tokens, key.tokens_offset, self._tokens[k], totals.tokens_bytes, key.tokens_bytes),
-                Copy(lengths, key.lengths_offset, self._indexes[k], lengths_end, key.lengths_bytes),
-            ]
+            places.append(Place(self.path(k, "bin"), totals.tokens_bytes, self.path(k, "idx"), lengths_end))
             totals.crc32 = combine(totals.crc32, key.tokens_crc32, key.tokens_bytes)
             totals.num_documents += key.num_documents
             totals.num_empty += key.num_empty
             totals.num_tokens += key.num_tokens
             totals.tokens_bytes += key.tokens_bytes
-        return [copy for copy in copies if copy.num_bytes]
+        return places
 
     def add_sources(self, result: ChunkResult) -> None:
         """Add what the next chunk read to the totals of its files; after its rejects were added."""

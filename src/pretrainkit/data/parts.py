@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -9,10 +11,46 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pretrainkit.data.crc import crc32
-from pretrainkit.data.results import KeyResult
+from pretrainkit.data.results import ChunkResult
 
 ROTATE_BYTES = 256 << 20
 """A new part begins after so many bytes of tokens, so that moved ones free their space."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a key's ids and lengths of a chunk belong."""
+
+    tokens: Path
+    tokens_offset: int
+    lengths: Path
+    lengths_offset: int
+
+
+class HeldChunk:
+    """An encoded chunk in memory, until it is known where it belongs."""
+
+    def __init__(self, result: ChunkResult) -> None:
+        self.result = result
+        self.clear()
+
+    def clear(self) -> None:
+        """Let go of the arrays."""
+        self.ids: list[list[NDArray]] = [[] for _ in self.result.keys]
+        self.lengths: list[list[NDArray[np.int32]]] = [[] for _ in self.result.keys]
+        self.num_bytes = 0
+
+    def add(self, k: int, ids: NDArray, lengths: NDArray[np.int32]) -> None:
+        """Add a key's documents [ids, lengths]."""
+        key = self.result.keys[k]
+        self.ids[k].append(ids)
+        self.lengths[k].append(lengths)
+        self.num_bytes += ids.nbytes
+        key.num_documents += len(lengths)
+        key.num_tokens += len(ids)
+        key.tokens_bytes += ids.nbytes
+        key.tokens_crc32 = crc32(ids, key.tokens_crc32)
+        key.lengths_crc32 = crc32(lengths, key.lengths_crc32)
 
 
 class PartWriter:
@@ -30,11 +68,6 @@ class PartWriter:
         """Name of the part that is written now."""
         return f"{self._name}-{self._generation}"
 
-    @property
-    def is_full(self) -> bool:
-        """Whether the next chunk should begin a new part."""
-        return any(file.tell() > ROTATE_BYTES for file in self._files)
-
     def rotate(self) -> None:
         """Begin a new part."""
         self.close()
@@ -48,28 +81,32 @@ class PartWriter:
         for file in [*self._files, *([self._rejects] if self._rejects else [])]:
             file.close()
 
-    def begin_chunk(self) -> list[KeyResult]:
-        """Empty results that know where their bytes will lie."""
-        places = [file.tell() for file in self._files]
-        return [KeyResult(tokens_offset=places[2 * k], lengths_offset=places[2 * k + 1]) for k in range(self._num_keys)]
+    def append(self, held: HeldChunk) -> None:
+        """Write what a chunk holds; the first time, the chunk's place in the part goes into its result."""
+        result = held.result
+        if not result.part:
+            if any(file.tell() > ROTATE_BYTES for file in self._files):
+                self.rotate()
+            self._begin(result)
+        for k in range(self._num_keys):
+            for array in held.ids[k]:
+                _write(self._files[2 * k], array.view(np.uint8).data)
+            for array in held.lengths[k]:
+                _write(self._files[2 * k + 1], array.view(np.uint8).data)
+        held.clear()
 
-    def append(self, key: int, result: KeyResult, ids: NDArray, lengths: NDArray) -> None:
-        """Write documents [ids, lengths] and add them to the key's result."""
-        _write(self._files[2 * key], ids.view(np.uint8).data)
-        _write(self._files[2 * key + 1], lengths.view(np.uint8).data)
-        result.num_documents += len(lengths)
-        result.num_tokens += len(ids)
-        result.tokens_bytes += ids.nbytes
-        result.tokens_crc32 = crc32(ids, result.tokens_crc32)
-        result.lengths_crc32 = crc32(lengths, result.lengths_crc32)
+    def _begin(self, result: ChunkResult) -> None:
+        result.part = self.part
+        for k, key in enumerate(result.keys):
+            key.tokens_offset, key.lengths_offset = self._files[2 * k].tell(), self._files[2 * k + 1].tell()
 
-    def append_rejects(self, data: bytes) -> int:
-        """Write a chunk's rejects; gives their offset."""
+    def append_rejects(self, held: HeldChunk, data: bytes) -> None:
+        """Write a chunk's rejects, and what it holds before them."""
+        self.append(held)
         if self._rejects is None:
             self._rejects = rejects_file(self._folder, self.part).open("wb", buffering=0)
-        offset = self._rejects.tell()
+        held.result.rejects_offset, held.result.rejects_bytes = self._rejects.tell(), len(data)
         _write(self._rejects, memoryview(data))
-        return offset
 
 
 KINDS = ("tokens", "lengths")
@@ -89,6 +126,21 @@ def remove_part(folder: Path, part: str) -> None:
     """Remove all files of a part."""
     for path in folder.glob(f"{part}.*"):
         path.unlink()
+
+
+def write_at(path: Path, offset: int, arrays: list[NDArray]) -> None:
+    """Write arrays one after the other into a file that exists."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        for array in arrays:
+            view = array.view(np.uint8).data
+            while len(view):
+                count = os.pwrite(descriptor, view, offset)
+                offset, view = offset + count, view[count:]
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        os.close(descriptor)
 
 
 def _write(file: BinaryIO, view: memoryview) -> None:

@@ -113,7 +113,7 @@ class _Run:
             for number, names in enumerate(plan.outputs)
         ]
         names = [source.path for source in plan.sources]
-        self.assembly = Assembly(journal, plan.units, outputs, names, self.recorder.finish)
+        self.assembly = Assembly(journal, plan.units, outputs, names, self.recorder.finish, pool.send, pool.wake)
         self.bad: list[BadRecord] = []
         self.in_hand: list[int] = []
         self.held: BlockTask | UnitTask | None = None
@@ -178,14 +178,12 @@ class _Run:
             proof_is_due = self.in_hand[0] and not self.recorder.is_proven
             if not proof_is_due:
                 self.assembly.advance()
-            if not any(self.in_hand) and self.held is None and self.feeder.is_exhausted:
-                break
+            if not any(self.in_hand) and self.held is None and self.feeder.is_exhausted and self.assembly.is_idle:
+                return
             for worker, kind, content in self.pool.wait(0.5):
-                self.in_hand[worker] -= 1
-                self._take(kind, content)
+                self.in_hand[worker] -= kind not in ("write", "spill")
+                self._take(worker, kind, content)
             self.progress.show()
-        if not self.bad:
-            self.assembly.advance(wait=True)
 
     def _hand_out(self) -> None:
         while True:
@@ -204,9 +202,11 @@ class _Run:
                 self.pool.send(worker, "block", task.unit, task.block, task.source, task.disk_bytes, data=task.data)
             self.in_hand[worker] += 1
 
-    def _take(self, kind: str, content: Any) -> None:
-        if isinstance(content, ChunkResult):
-            self.assembly.add(content)
+    def _take(self, worker: int, kind: str, content: Any) -> None:
+        if kind == "spill" and isinstance(content, ChunkResult):
+            self.assembly.spilled(content)
+        elif isinstance(content, ChunkResult):
+            self.assembly.add(worker, content)
             self.progress.add(content)
         elif isinstance(content, BadRecord):
             self.bad.append(content)
@@ -222,6 +222,8 @@ class _Run:
             )
         elif isinstance(content, Difference):
             raise _EnginesDiffer(content.found)
+        elif kind == "write":
+            self.assembly.written(content)
         elif kind == "prove":
             self.recorder.is_proven = True
 

@@ -53,6 +53,7 @@ class ChunkResult:
     unit: int
     block: int
     part: str
+    """Empty while the worker holds it in memory, and once it was written straight to its place."""
     disk_bytes: int
     """Progress on disk."""
     spans: list[SpanResult]

@@ -17,7 +17,7 @@ import xxhash
 from pretrainkit.data.chunks import Span, Unit
 from pretrainkit.data.documents import Batch, RecordRules, Reject, parse_text, read_lines_between, read_rows
 from pretrainkit.data.encoder import Encoder, FastEncoder, ReferenceEncoder, finish, one_thread
-from pretrainkit.data.parts import PartWriter
+from pretrainkit.data.parts import HeldChunk, PartWriter, Place, write_at
 from pretrainkit.data.proof import SAMPLE_BYTES, first_difference, hard_strings
 from pretrainkit.data.results import BadRecord, ChunkResult, KeyResult, SpanResult
 from pretrainkit.data.sources import Source
@@ -62,6 +62,10 @@ class Failure:
     action: str = ""
 
 
+HOLD_BYTES = 48 << 20
+"""A chunk with more ids than this goes to the part file at once instead of waiting in memory for its place."""
+
+
 class _Stop(Exception):
     """Carries a report that ends this worker's chunk."""
 
@@ -89,16 +93,10 @@ def serve(connection: Connection, inherited: Iterable[Connection]) -> None:
                         if details[0].engine != "fastokens":
                             raise
                         reply = Difference(f"it does not load this tokenizer: {error}")
-                elif kind == "prove":
-                    assert worker is not None
-                    reply = worker.prove(*details)
-                elif kind == "unit":
-                    assert worker is not None
-                    reply = worker.encode_unit(*details)
                 else:
                     assert worker is not None
-                    data = connection.recv_bytes()
-                    reply = worker.encode_block(data, *details)
+                    data = (connection.recv_bytes(),) if kind == "block" else ()
+                    reply = getattr(worker, kind)(*data, *details)
             except _Stop as stop:
                 reply = stop.args[0]
             except DataError as error:
@@ -116,6 +114,7 @@ class _Worker:
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self.dtype = np.dtype(setup.dtype)
+        self.held: dict[tuple[int, int], HeldChunk] = {}
         self.parts = PartWriter(setup.folder, setup.name, len(setup.rules.keys))
         special = setup.special_tokens_in_text != "plain"
         engine = FastEncoder if setup.engine == "fastokens" else ReferenceEncoder
@@ -134,10 +133,7 @@ class _Worker:
         texts = hard_strings(setup.special_tokens)
         for unit in units:
             texts += self._sample(unit)
-        # The second time through, fastokens answers from its caches.
-        found = first_difference(self.encoder, reference, texts) or first_difference(
-            self.encoder, reference, texts[::-1]
-        )
+        found = first_difference(self.encoder, reference, texts)
         return Difference(found) if found else None
 
     def _sample(self, unit: Unit) -> Iterator[str]:
@@ -164,7 +160,7 @@ class _Worker:
                 data, _, _ = read_lines_between(source.path, span.begin, end)
                 yield from parse_text(source, data, span.begin == 0, setup.rules)
 
-    def encode_unit(self, number: int, unit: Unit) -> ChunkResult:
+    def unit(self, number: int, unit: Unit) -> ChunkResult:
         """Encode a unit that this worker reads itself."""
         disk_bytes = sum(span.num_bytes for span in unit.spans)
         return self._encode(number, 0, disk_bytes, [(span.source, *self._read(span)) for span in unit.spans])
@@ -182,7 +178,7 @@ class _Worker:
             raise DataError("the file became shorter while it was read", where=source.path)
         return [xxhash.xxh3_128_hexdigest(nominal)], len(data), parse_text(source, data, span.begin == 0, setup.rules)
 
-    def encode_block(self, data: bytes, number: int, block: int, source: int, disk_bytes: int) -> ChunkResult:
+    def block(self, data: bytes, number: int, block: int, source: int, disk_bytes: int) -> ChunkResult:
         """Encode a block of a stream that the parent has read."""
         batches = parse_text(self.setup.sources[source], data, block == 0, self.setup.rules)
         return self._encode(number, block, disk_bytes, [(source, [], len(data), batches)])
@@ -190,16 +186,14 @@ class _Worker:
     def _encode(
         self, unit: int, block: int, disk_bytes: int, spans: list[tuple[int, list[str], int, Iterable[Batch]]]
     ) -> ChunkResult:
-        if self.parts.is_full:
-            self.parts.rotate()
-        keys = self.parts.begin_chunk()
-        result = ChunkResult(unit, block, self.parts.part, disk_bytes, [], keys)
+        result = ChunkResult(unit, block, "", disk_bytes, [], [KeyResult() for _ in self.setup.rules.keys])
+        held = HeldChunk(result)
         rejects: list[bytes] = []
         for source, digests, num_bytes, batches in spans:
             span = SpanResult(source, digests=digests, num_bytes=num_bytes)
             result.spans.append(span)
             for batch in batches:
-                bad = sorted(batch.rejects + self._encode_batch(batch, keys), key=lambda reject: reject.line)
+                bad = sorted(batch.rejects + self._encode_batch(batch, held), key=lambda reject: reject.line)
                 if bad and self.setup.stop_on_bad_record:
                     raise _Stop(BadRecord(unit, block, source, bad[0].line, bad[0].found))
                 rejects += [_reject_line(source, reject) for reject in bad]
@@ -208,13 +202,30 @@ class _Worker:
                 span.num_blank += batch.num_blank
                 span.num_rejected += len(bad)
                 span.num_replaced += batch.num_replaced
+                if result.part or held.num_bytes > HOLD_BYTES:
+                    self.parts.append(held)
         if rejects:
-            data = b"".join(rejects)
-            result.rejects_bytes, result.rejects_offset = len(data), self.parts.append_rejects(data)
+            self.parts.append_rejects(held, b"".join(rejects))
+        if not result.part:
+            self.held[result.order] = held
         return result
 
-    def _encode_batch(self, batch: Batch, keys: list[KeyResult]) -> list[Reject]:
-        """Encode and write; gives the records that are bad because of special tokens in their text."""
+    def write(self, order: tuple[int, int], places: list[Place]) -> tuple[int, int]:
+        """Bring a held chunk to its place; gives its order."""
+        held = self.held.pop(order)
+        for k, place in enumerate(places):
+            write_at(place.tokens, place.tokens_offset, held.ids[k])
+            write_at(place.lengths, place.lengths_offset, held.lengths[k])
+        return order
+
+    def spill(self, order: tuple[int, int]) -> ChunkResult:
+        """Put a held chunk into the part file, since its turn is far; gives its result with the place there."""
+        held = self.held.pop(order)
+        self.parts.append(held)
+        return held.result
+
+    def _encode_batch(self, batch: Batch, held: HeldChunk) -> list[Reject]:
+        """Encode into the chunk; gives the records that are bad because of special tokens in their text."""
         setup = self.setup
         encoded = [self._ids(texts) for texts in batch.texts]
         good = np.ones(len(batch.lines), dtype=bool)
@@ -227,14 +238,14 @@ class _Worker:
                         good[row] = False
                         line = batch.lines[row]
                         rejects.append(Reject(line, f"{key!r} spells a special token", batch.raw(line)))
-        for k, ((ids, lengths), result) in enumerate(zip(encoded, keys, strict=True)):
+        for k, (ids, lengths) in enumerate(encoded):
             kept = good & (lengths > 0)
-            result.num_empty += int(np.count_nonzero(good & (lengths == 0)))
+            held.result.keys[k].num_empty += int(np.count_nonzero(good & (lengths == 0)))
             if rejects:
                 ids = ids[np.repeat(good, lengths)]
             self._check_range(ids)
             ids, new_lengths = finish(ids, lengths[kept], self.dtype, bos_id=setup.bos_id, eod_id=setup.eod_id)
-            self.parts.append(k, result, ids, new_lengths)
+            held.add(k, ids, new_lengths)
         return rejects
 
     def _ids(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
