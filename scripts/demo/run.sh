@@ -40,8 +40,7 @@ train --max_steps 24
 
 step "6. The trained checkpoint back to Hugging Face"
 if [ ! -d "$out/released" ]; then
-    run python tools/convert_checkpoint.py "$out/experiments/smollm2-cpu/checkpoints/step_00000024" "$out/released" \
-        --hf-folder "$out/smollm2-135m"
+    run python tools/convert_checkpoint.py "$out/experiments/smollm2-cpu/checkpoints/step_00000024" "$out/released"
 fi
 
 step "7. Before and after"

@@ -225,6 +225,7 @@ def _logger(run: ResolvedRun, experiment: Path, recorder: RunRecorder | None) ->
         log_global_rank_0_only=True,
         tensorboard=TensorBoardLogger(save_dir=str(experiment), name="tensorboard", version=""),
         ckpt=Checkpoints(
+            Path(run.hf_folder),
             recorder,
             dirpath=str(experiment / "checkpoints"),
             every_n_train_steps=run.config.training.save_interval,

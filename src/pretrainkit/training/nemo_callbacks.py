@@ -11,6 +11,7 @@ import torch
 from nemo import lightning as nl
 from nemo.lightning.pytorch.optim.base import LRSchedulerModule
 
+from pretrainkit.checkpoint.targets import carry_hf_files
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.logs import get_logger
 from pretrainkit.training import resume
@@ -65,9 +66,13 @@ class _StepScheduler(torch.optim.lr_scheduler.LRScheduler):
 
 
 class Checkpoints(nl.ModelCheckpoint):
-    """Saves every so many steps and after the last one; each checkpoint ends with our commit mark."""
+    """Saves every so many steps and after the last one.
 
-    def __init__(self, recorder: RunRecorder | None, **kwargs: Any) -> None:
+    Each checkpoint carries the model's config and tokenizer, for the way back to Hugging Face, and ends with our
+    commit mark.
+    """
+
+    def __init__(self, hf_folder: Path, recorder: RunRecorder | None, **kwargs: Any) -> None:
         super().__init__(
             monitor=None,
             save_last=False,
@@ -77,7 +82,7 @@ class Checkpoints(nl.ModelCheckpoint):
             verbose=False,
             **kwargs,
         )
-        self._recorder = recorder
+        self._hf_folder, self._recorder = hf_folder, recorder
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.global_step != self._last_global_step_saved:
@@ -88,6 +93,7 @@ class Checkpoints(nl.ModelCheckpoint):
         folder = Path(str(self.dirpath)) / resume.checkpoint_name(trainer.global_step)
         super()._save_checkpoint(trainer, f"{folder}{self.FILE_EXTENSION}")
         if trainer.is_global_zero:
+            carry_hf_files(self._hf_folder, folder)
             consumed_samples = trainer.datamodule.state_dict()["consumed_samples"]
             resume.commit(folder, step=trainer.global_step, consumed_samples=consumed_samples)
             if self._recorder:

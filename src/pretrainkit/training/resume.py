@@ -39,9 +39,10 @@ def checkpoint_name(step: int) -> str:
 
 def commit(folder: Path, *, step: int, consumed_samples: int) -> None:
     """Declare a fully written checkpoint complete. One process does this, after all have written."""
-    sizes = {str(path.relative_to(folder)): path.stat().st_size for path in _files(folder)}
-    for subfolder in {path.parent for path in _files(folder)} | {folder}:
-        files.fsync_path(subfolder)
+    written = _files(folder)
+    sizes = {str(path.relative_to(folder)): path.stat().st_size for path in written}
+    for path in (*written, *{path.parent for path in written}, folder):
+        files.fsync_path(path)
     files.write_json(
         folder / COMMIT_MARK,
         {"step": step, "consumed_samples": consumed_samples, "file_sizes": dict(sorted(sizes.items()))},
