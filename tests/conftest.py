@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hf_models
 import pytest
 
 VOCAB_SIZE = 320
@@ -72,6 +73,23 @@ def make_hf_llama(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Pa
         model.save_pretrained(folder)
         AutoTokenizer.from_pretrained(tokenizer_folder).save_pretrained(folder)
         return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A factory of the models of `hf_models`, without tokenizer; the same arguments give the same folder."""
+    made: dict[Any, Path] = {}
+
+    def make(name: str, *, dtype: str = "float32", max_shard_size: str = "5GB", **config: Any) -> Path:
+        key = (name, dtype, max_shard_size, repr(config))
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp(name)
+            hf_models.save_random_model(
+                name, made[key], seed=len(made), dtype=dtype, max_shard_size=max_shard_size, **config
+            )
+        return made[key]
 
     return make
 

@@ -1,0 +1,95 @@
+"""Every family through every format and layout and back: the same bits."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hf_models import MIXTURES, MODELS
+
+from pretrainkit.checkpoint.convert import Options, convert
+from pretrainkit.checkpoint.detect import Kind, detect
+from pretrainkit.checkpoint.parallel import Parallelism
+
+PIPELINES = {"PP1": (1, None, None), "PP2": (2, None, None), "PP3-uneven": (3, 1, 1)}
+
+
+def layouts() -> list[object]:
+    """Families x TP x PP x EP."""
+    cases = []
+    for name, tensor, (label, (pipeline, first, last)) in itertools.product(MODELS, (1, 2, 4), PIPELINES.items()):
+        for expert in (1, 2, 4) if name in MIXTURES else (1,):
+            parallelism = Parallelism(tensor, pipeline, expert, first, last)
+            cases.append(pytest.param(name, parallelism, id=f"{name}-TP{tensor}-{label}-EP{expert}"))
+    return cases
+
+
+@pytest.mark.parametrize(("name", "parallelism"), layouts())
+def test_classic_checkpoint_comes_back_bit_equal(
+    make_model: Callable[..., Path],
+    assert_same: Callable[[Path, Path], None],
+    tmp_path: Path,
+    name: str,
+    parallelism: Parallelism,
+) -> None:
+    source = make_model(name)
+    convert(source, tmp_path / "torch", Options(to=Kind.TORCH, parallelism=parallelism, workers=2))
+    ranks = parallelism.tensor * parallelism.pipeline * parallelism.expert
+    assert len(list(tmp_path.glob("torch/release/mp_rank_*/model_optim_rng.pt"))) == ranks
+    convert(tmp_path / "torch", tmp_path / "back")
+    assert_same(source, tmp_path / "back")
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("kind", [Kind.NEMO, Kind.TORCH_DIST], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_distributed_checkpoint_comes_back_bit_equal(
+    make_model: Callable[..., Path],
+    assert_same: Callable[[Path, Path], None],
+    tmp_path: Path,
+    name: str,
+    kind: Kind,
+    workers: int,
+) -> None:
+    if kind is Kind.NEMO and name == "qwen2-moe":
+        pytest.skip("NeMo has no Qwen2-MoE")
+    source = make_model(name)
+    convert(source, tmp_path / "megatron", Options(to=kind, workers=workers))
+    assert detect(tmp_path / "megatron").kind is kind
+    convert(tmp_path / "megatron", tmp_path / "back", Options(workers=workers))
+    assert_same(source, tmp_path / "back")
+    assert (tmp_path / "back/config.json").read_bytes() == (source / "config.json").read_bytes()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_dtype_of_the_source_is_kept(
+    make_model: Callable[..., Path], assert_same: Callable[[Path, Path], None], tmp_path: Path, dtype: str
+) -> None:
+    source = make_model("qwen3", dtype=dtype)
+    convert(source, tmp_path / "a", Options(to=Kind.TORCH, parallelism=Parallelism(2, 2)))
+    convert(tmp_path / "a", tmp_path / "b", Options(to=Kind.TORCH_DIST))
+    convert(tmp_path / "b", tmp_path / "c", Options(to=Kind.NEMO))
+    convert(tmp_path / "c", tmp_path / "back")
+    assert_same(source, tmp_path / "back")
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "qwen3-moe"])
+def test_resharding_gives_the_files_that_a_direct_conversion_gives(
+    make_model: Callable[..., Path], tmp_path: Path, name: str
+) -> None:
+    import torch
+
+    source = make_model(name)
+    wanted = Parallelism(4, 2)
+    convert(source, tmp_path / "direct", Options(to=Kind.TORCH, parallelism=wanted))
+    convert(source, tmp_path / "other", Options(to=Kind.TORCH, parallelism=Parallelism(2, 3, 1, 1, 1)))
+    convert(tmp_path / "other", tmp_path / "resharded", Options(to=Kind.TORCH, parallelism=wanted))
+    for path in sorted((tmp_path / "direct").rglob("*.pt")):
+        direct = torch.load(path, weights_only=False)
+        resharded = torch.load(tmp_path / "resharded" / path.relative_to(tmp_path / "direct"), weights_only=False)
+        assert direct["args"] == resharded["args"]
+        assert direct["model"].keys() == resharded["model"].keys()
+        for key, tensor in direct["model"].items():
+            assert tensor is resharded["model"][key] or torch.equal(tensor, resharded["model"][key]), key
