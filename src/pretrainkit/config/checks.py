@@ -202,7 +202,7 @@ def _model(config: RunConfig, shape: ModelShape) -> Iterator[RequestError]:
     for count, what in (
         (shape.num_attention_heads, "attention heads"),
         (shape.num_query_groups, "key/value heads"),
-        (shape.ffn_hidden_size, "rows of the MLP"),
+        (shape.ffn_hidden_size, "MLP rows"),
     ):
         if count % tensor:
             yield _indivisible(count, what, tensor, flag_of("parallel.tensor_model_parallel_size"))

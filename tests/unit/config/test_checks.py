@@ -1,0 +1,214 @@
+"""Every wrong request is told with what was found, what is needed and what to do."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from changed_config import changed
+
+from pretrainkit.config.checks import problems_of
+from pretrainkit.config.resolve import MachineFacts, RunFacts
+from pretrainkit.config.schema import RunConfig
+
+
+def told(config: RunConfig, facts: RunFacts) -> str:
+    return "\n".join(str(problem) for problem in problems_of(config, facts))
+
+
+def test_a_right_request_has_no_problem(config: RunConfig, facts: RunFacts) -> None:
+    assert problems_of(config, facts) == []
+
+
+OF_THE_REQUEST: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "global batch size no multiple": (
+        {"training__global_batch_size": 10, "training__micro_batch_size": 2, "launch__num_gpus": 4},
+        ["--global_batch_size: 10 is no multiple of micro batch size 2 x data-parallel size 4 = 8", "use 8 or 16"],
+    ),
+    "global batch size too small": ({"training__global_batch_size": 3}, ["a multiple of 8", "use 8\n", "= 8"]),
+    "ranks not divisible": (
+        {"parallel__tensor_model_parallel_size": 2, "parallel__pipeline_model_parallel_size": 3},
+        ["8 ranks (1 nodes x 8) don't divide by TP 2 x PP 3 x CP 1 = 6", "use 6 or 12 ranks"],
+    ),
+    "fewer ranks than one model": (
+        {"parallel__tensor_model_parallel_size": 16},
+        ["don't divide by TP 16", "use 16 ranks"],
+    ),
+    "key/value heads": (
+        {"parallel__tensor_model_parallel_size": 16, "launch__num_gpus": 16},
+        ["--tensor_model_parallel_size: 8 key/value heads of the model don't divide by 16", "1, 2, 4, 8"],
+    ),
+    "attention heads": (
+        {"parallel__tensor_model_parallel_size": 3, "launch__num_gpus": 3},
+        ["32 attention heads of the model don't divide by 3", "14336 MLP rows of the model don't divide by 3"],
+    ),
+    "layers": (
+        {"parallel__pipeline_model_parallel_size": 5, "launch__num_gpus": 5},
+        ["--pipeline_model_parallel_size: 32 layers of the model don't divide by 5"],
+    ),
+    "sequence under context parallelism": (
+        {"parallel__context_parallel_size": 2, "data__sequence_length": 1022},
+        ["--sequence_length: 1022 doesn't divide by 4", "2 x CP", "use 1020 or 1024"],
+    ),
+    "sequence under sequence parallelism": (
+        {"parallel__tensor_model_parallel_size": 8, "data__sequence_length": 1020},
+        ["1020 doesn't divide by 8", "use 1016 or 1024"],
+    ),
+    "sequence under both": (
+        {
+            "parallel__tensor_model_parallel_size": 4,
+            "parallel__context_parallel_size": 2,
+            "data__sequence_length": 1020,
+        },
+        ["1020 doesn't divide by 8", "CP x TP"],
+    ),
+    "sequence beyond the model": (
+        {"data__sequence_length": 131073},
+        ["131073 tokens, but the model was made for 131072", "config.json"],
+    ),
+    "executor": ({"launch__executor": "slrum"}, ["--executor: unknown value 'slrum'", "did you mean slurm?"]),
+    "executor that is not there yet": ({"launch__executor": "pbs"}, ["executor 'pbs' is not there yet", "local"]),
+    "accelerator": ({"launch__accelerator": "cuda"}, ["--accelerator: unknown value 'cuda'", "auto or cpu or gpu"]),
+    "precision": ({"training__precision": "fp16"}, ["--precision: unknown value 'fp16'", "auto or bf16 or fp32"]),
+    "schedule": ({"optimizer__lr_schedule": "cosin"}, ["--lr_schedule", "did you mean cosine?"]),
+    "split": ({"data__split": "1,2"}, ["--split: 2 shares in '1,2'", "969,30,1"]),
+    "nodes on one machine": ({"launch__num_nodes": 2}, ["--num_nodes: 2 nodes with --executor local"]),
+    "more GPUs than there are": (
+        {"launch__num_gpus": 16},
+        ["--num_gpus: 16 GPUs asked for, 8 here", "use --num_gpus 8, or --accelerator cpu"],
+    ),
+    "learning rates the wrong way round": ({"optimizer__min_lr": 1.0}, ["--min_lr: 1.0", "at most --lr 0.0003"]),
+    "warm-up beyond the decay": (
+        {"optimizer__lr_warmup_steps": 10, "training__max_steps": 10},
+        ["--lr_warmup_steps: 10 steps of warm-up, but the decay ends at step 10", "less than 10"],
+    ),
+    "warm-up beyond an epoch": (
+        {"optimizer__lr_warmup_steps": 100},
+        ["100 steps of warm-up, but the decay ends at step 14"],
+    ),
+    "experiment with a slash": ({"experiment": "a/b"}, ["--experiment: 'a/b'"]),
+    "experiment that goes up": ({"experiment": ".."}, ["--experiment: '..'"]),
+    "no experiment": ({"experiment": ""}, ["--experiment: ''"]),
+    "no model": ({"hf_model_id": ""}, ["--hf_model_id: missing"]),
+    "no data": ({"data__dataset_path": ""}, ["--dataset_path: missing"]),
+    "seed": ({"training__seed": 2**32}, ["--seed: 4294967296", "at most 4294967295"]),
+    "less than one step in an epoch": (
+        {"training__global_batch_size": 1024},
+        ["--max_steps: one epoch has 946 samples, a step takes 1024", "at least one step"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OF_THE_REQUEST)
+def test_a_wrong_request_is_told(config: RunConfig, facts: RunFacts, case: str) -> None:
+    changes, expected = OF_THE_REQUEST[case]
+    message = told(changed(config, **changes), facts) + "\n"
+    assert [part for part in expected if part not in message] == []
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "needed"),
+    [
+        ("launch__num_nodes", 0, "int above 0"),
+        ("launch__num_gpus", -1, "int above 0"),
+        ("parallel__tensor_model_parallel_size", 0, "int above 0"),
+        ("parallel__pipeline_model_parallel_size", 0, "int above 0"),
+        ("parallel__context_parallel_size", 0, "int above 0"),
+        ("data__sequence_length", 0, "int above 0"),
+        ("data__num_workers", -1, "int 0 or more"),
+        ("training__max_steps", 0, "int above 0"),
+        ("training__global_batch_size", 0, "int above 0"),
+        ("training__micro_batch_size", 0, "int above 0"),
+        ("training__save_interval", 0, "int above 0"),
+        ("training__val_interval", -1, "int 0 or more"),
+        ("training__val_steps", 0, "int above 0"),
+        ("training__log_interval", 0, "int above 0"),
+        ("training__seed", -1, "int 0 or more"),
+        ("optimizer__lr", 0.0, "float above 0"),
+        ("optimizer__lr", float("nan"), "float above 0"),
+        ("optimizer__lr", float("inf"), "float above 0"),
+        ("optimizer__min_lr", -1.0, "float 0 or more"),
+        ("optimizer__lr_warmup_steps", -1, "int 0 or more"),
+        ("optimizer__lr_decay_steps", 0, "int above 0"),
+        ("optimizer__weight_decay", -0.1, "float 0 or more"),
+        ("optimizer__adam_beta1", 1.0, "below 1"),
+        ("optimizer__adam_beta2", -0.1, "float 0 or more"),
+        ("optimizer__adam_eps", 0.0, "float above 0"),
+        ("optimizer__clip_grad", -1.0, "float 0 or more"),
+    ],
+)
+def test_a_value_out_of_range_is_told(
+    config: RunConfig, facts: RunFacts, field: str, value: float, needed: str
+) -> None:
+    message = told(changed(config, **{field: value}), facts)
+    assert f"{value}\n  Needed: {needed}" in message and field.rpartition("__")[2] in message
+
+
+OF_THE_FACTS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "ids beyond the model": (
+        {"dataset__max_token_id": 128256},
+        ["--dataset_path: the data's tokenizer gives ids up to 128256, the model has 128256 rows"],
+    ),
+    "tokenizer beyond the model": (
+        {"tokenizer_largest_id": 128260},
+        ["--hf_model_id: the tokenizer gives ids up to 128260"],
+    ),
+    "another tokenizer": ({"dataset_tokenizers": ("bb",)}, ["made with another tokenizer than the model's: /data/a"]),
+    "no training sample": (
+        {"split_tokens": ((1024, 30_000, 0),)},
+        ["--dataset_path: fewer tokens than one training sample: /data/a has 1024", "1025 tokens"],
+    ),
+    "no validation document": (
+        {"split_tokens": ((969_000, 0, 0),)},
+        ["--split: fewer tokens than one validation sample: /data/a has 0", "--val_interval 0", "90,10,0"],
+    ),
+    "a CPU build of torch": (
+        {"machine": MachineFacts(num_gpus=0, num_cpus=2, torch_has_cuda=False)},
+        ["--accelerator: the installed torch can't use GPUs", "--accelerator cpu"],
+    ),
+    "no GPU": (
+        {"machine": MachineFacts(num_gpus=0, num_cpus=2)},
+        ["8 GPUs asked for, 0 here", "use --accelerator cpu"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OF_THE_FACTS)
+def test_a_request_against_the_facts_is_told(config: RunConfig, facts: RunFacts, case: str) -> None:
+    changes, expected = OF_THE_FACTS[case]
+    for name, value in changes.items():
+        section, _, field = name.rpartition("__")
+        if section:
+            assert facts.dataset
+            field, value = "dataset", dataclasses.replace(facts.dataset, **{field: value})
+        facts = dataclasses.replace(facts, **{field: value})
+    message = told(changed(config, launch__accelerator="gpu"), facts)
+    assert [part for part in expected if part not in message] == []
+
+
+def test_every_prefix_of_a_blend_needs_a_sample(config: RunConfig, facts: RunFacts) -> None:
+    assert facts.dataset
+    prefixes = tuple(f"/data/{name}" for name in "abcdef")
+    facts = dataclasses.replace(
+        facts,
+        dataset=dataclasses.replace(facts.dataset, prefixes=prefixes, weights=(1.0,) * 6),
+        split_tokens=((9000, 9000, 0), *[(9000, 3, 0)] * 5),
+        dataset_tokenizers=(None,) * 6,
+    )
+    message = told(config, facts)
+    assert "/data/b has 3 validation tokens" in message and "and 2 more" in message and "/data/a" not in message
+    assert told(changed(config, training__val_interval=0, training__global_batch_size=8), facts) == ""
+
+
+def test_all_problems_are_found_at_once_and_unknown_facts_are_left_out(facts: RunFacts, config: RunConfig) -> None:
+    wrong = changed(config, training__global_batch_size=3, optimizer__min_lr=1.0, data__sequence_length=131073)
+    assert len(problems_of(wrong, facts)) == 4
+    unknown = dataclasses.replace(facts, model=None, dataset=None, split_tokens=None)
+    assert len(problems_of(wrong, unknown)) == 2
+
+
+def test_sequence_parallel_can_be_switched_off_for_odd_lengths(config: RunConfig, facts: RunFacts) -> None:
+    odd = changed(config, parallel__tensor_model_parallel_size=8, data__sequence_length=1020)
+    assert told(odd, facts)
+    assert not told(changed(odd, parallel__sequence_parallel=False), facts)

@@ -1,0 +1,116 @@
+"""What follows from a request is computed, never asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from changed_config import changed
+
+from pretrainkit.config.notes import notes_of
+from pretrainkit.config.resolve import MachineFacts, RunFacts, padded_vocab_size, resolve
+from pretrainkit.config.schema import RunConfig
+
+
+def test_one_epoch_is_whole_batches_of_the_training_split(config: RunConfig, facts: RunFacts) -> None:
+    run = resolve(config, facts)
+    assert run.max_steps == ((969_000 - 1) // 1024) // 64 == 14
+    assert resolve(changed(config, training__max_steps=100), facts).max_steps == 100
+
+
+def test_samples_do_not_cross_prefixes(config: RunConfig, facts: RunFacts) -> None:
+    two = dataclasses.replace(facts, split_tokens=((1024 * 64, 9000, 0), (1024 * 64 + 1, 9000, 0)))
+    assert resolve(config, two).max_steps == (63 + 64) // 64
+
+
+def test_sizes_follow_from_ranks(config: RunConfig, facts: RunFacts) -> None:
+    run = resolve(changed(config, parallel__tensor_model_parallel_size=2, parallel__context_parallel_size=2), facts)
+    assert (run.world_size, run.data_parallel_size, run.sequence_parallel) == (8, 2, True)
+    assert resolve(config, facts).sequence_parallel is False
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpus", "accelerator", "precision"),
+    [("auto", 8, "gpu", "bf16"), ("auto", 0, "cpu", "fp32"), ("cpu", 8, "cpu", "fp32"), ("gpu", 8, "gpu", "bf16")],
+)
+def test_auto_takes_gpus_where_there_are_any(
+    config: RunConfig, facts: RunFacts, asked: str, gpus: int, accelerator: str, precision: str
+) -> None:
+    facts = dataclasses.replace(facts, machine=MachineFacts(num_gpus=gpus, num_cpus=8))
+    run = resolve(changed(config, launch__accelerator=asked), facts)
+    assert (run.accelerator, run.precision) == (accelerator, precision)
+
+
+@pytest.mark.parametrize(
+    ("max_steps", "decay", "warmup", "expected"),
+    [
+        (100, None, None, (1, 100)),
+        (4, None, None, (0, 4)),
+        (1_000_000, None, None, (2000, 1_000_000)),
+        (100, 50, None, (0, 50)),
+        (100, 5000, 7, (7, 5000)),
+        (100, None, 0, (0, 100)),
+    ],
+)
+def test_the_schedule_follows_from_the_steps(
+    config: RunConfig,
+    facts: RunFacts,
+    max_steps: int,
+    decay: int | None,
+    warmup: int | None,
+    expected: tuple[int, int],
+) -> None:
+    run = resolve(
+        changed(
+            config, training__max_steps=max_steps, optimizer__lr_decay_steps=decay, optimizer__lr_warmup_steps=warmup
+        ),
+        facts,
+    )
+    assert (run.lr_warmup_steps, run.lr_decay_steps) == expected
+
+
+def test_min_lr_is_a_tenth_unless_given(config: RunConfig, facts: RunFacts) -> None:
+    assert resolve(config, facts).min_lr == pytest.approx(3e-5)
+    assert resolve(changed(config, optimizer__min_lr=0.0), facts).min_lr == 0.0
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "tensor", "padded"), [(128256, 1, 128256), (128256, 8, 129024), (49152, 2, 49152), (1, 1, 128)]
+)
+def test_the_vocabulary_is_padded_to_128_times_tp(vocabulary: int, tensor: int, padded: int) -> None:
+    assert padded_vocab_size(vocabulary, tensor) == padded
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"training__max_steps": 100}, "6.8 passes over"),
+        ({"training__val_interval": 500}, "no evaluation"),
+        ({"optimizer__lr_schedule": "constant", "optimizer__min_lr": 0.0}, "no effect with the constant schedule"),
+        ({"optimizer__lr_decay_steps": 1000}, "the run ends at 14"),
+        ({"parallel__sequence_parallel": True}, "no effect with one tensor-parallel rank"),
+        ({"launch__accelerator": "cpu", "launch__num_gpus": 64}, "64 processes share 8 CPU cores"),
+        (
+            {"parallel__pipeline_model_parallel_size": 8, "training__micro_batch_size": 16},
+            "4 micro batches per step in 8 pipeline stages",
+        ),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
+)
+def test_what_may_surprise_is_noted(config: RunConfig, facts: RunFacts, changes: dict, expected: str) -> None:
+    facts = dataclasses.replace(facts, machine=MachineFacts(num_gpus=8, num_cpus=8))
+    quiet = changed(config, training__val_interval=2)
+    assert notes_of(resolve(quiet, facts), facts) == []
+    asked = changed(quiet, **changes)
+    assert expected in " ".join(notes_of(resolve(asked, facts), facts))
+
+
+def test_cpu_by_default_and_data_without_a_manifest_are_noted(config: RunConfig, facts: RunFacts) -> None:
+    assert facts.dataset
+    facts = dataclasses.replace(
+        facts,
+        machine=MachineFacts(num_gpus=0, num_cpus=8),
+        dataset=dataclasses.replace(facts.dataset, max_token_id=None),
+    )
+    notes = " ".join(notes_of(resolve(config, facts), facts))
+    assert "no GPU here: 8 processes train on the CPU" in notes and "no manifest" in notes

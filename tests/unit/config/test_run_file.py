@@ -1,0 +1,87 @@
+"""run.json gives back exactly the run that was written, and nothing else is taken for one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pretrainkit.config.resolve import RunFacts, resolve
+from pretrainkit.config.run_file import from_json, read_run, to_json, write_run
+from pretrainkit.config.schema import ResolvedRun, RopeScaling, RunConfig
+from pretrainkit.errors import RequestError
+
+
+@pytest.fixture
+def run(config: RunConfig, facts: RunFacts) -> ResolvedRun:
+    return resolve(config, facts)
+
+
+def test_a_run_comes_back_exactly(run: ResolvedRun, tmp_path: Path) -> None:
+    scaled = dataclasses.replace(
+        run,
+        model=dataclasses.replace(run.model, rope_scaling=RopeScaling(factor=32.0), rms_norm_eps=1e-6),
+        dataset=dataclasses.replace(run.dataset, prefixes=("/a b", "/データ"), weights=(0.1, 0.7), max_token_id=None),
+        initial_checkpoint="/somewhere",
+        min_lr=0.1 + 0.2,
+    )
+    for each in (run, scaled):
+        write_run(tmp_path / "run.json", each)
+        assert read_run(tmp_path / "run.json") == each
+
+
+def _set(value: dict[str, Any], path: str, new: Any) -> None:
+    *sections, name = path.split(".")
+    for section in sections:
+        value = value[section]
+    value[name] = new
+
+
+@pytest.mark.parametrize(
+    ("path", "new", "expected"),
+    [
+        (
+            "config.training.sed",
+            1,
+            "unknown field 'config.training.sed'\n  What to do: did you mean 'config.training.seed'?",
+        ),
+        ("format_version", 99, "format version 99"),
+        ("max_steps", "4", "max_steps is '4' (str)"),
+        ("max_steps", 4.0, "max_steps is 4.0 (float)"),
+        ("max_steps", True, "max_steps is True (bool)"),
+        ("max_steps", None, "max_steps is None"),
+        ("model", [], "model is []"),
+        ("dataset.prefixes", "abc", "dataset.prefixes is 'abc'"),
+        ("dataset.prefixes", [1], "dataset.prefixes[0] is 1 (int)"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_anything_unexpected_is_refused(run: ResolvedRun, path: str, new: Any, expected: str) -> None:
+    value = json.loads(json.dumps(to_json(run)))
+    _set(value, path, new)
+    with pytest.raises(RequestError) as error:
+        from_json(value, "run.json")
+    assert expected in str(error.value) and "run.json" in str(error.value)
+
+
+def test_a_missing_field_is_refused(run: ResolvedRun) -> None:
+    value = to_json(run)
+    del value["config"]["training"]["seed"]
+    with pytest.raises(RequestError, match=r"no field 'config\.training\.seed'"):
+        from_json(value, "run.json")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "\x00"])
+def test_a_damaged_file_is_refused_with_its_name(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(text)
+    with pytest.raises(RequestError, match=r"run\.json"):
+        read_run(path)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="no such file"):
+        read_run(tmp_path / "run.json")
