@@ -25,6 +25,7 @@ class InputFile:
     xxh3_128: str
     """XXH3-128 over the XXH3-128 digests of its pieces of 4 MiB, in hex; empty if it was not taken."""
     num_records: int
+    num_tokens: int
 
 
 @dataclass(frozen=True)

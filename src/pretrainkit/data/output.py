@@ -35,6 +35,8 @@ class SourceTotals:
     num_rejected: int = 0
     num_replaced: int = 0
     num_bytes: int = 0
+    num_tokens: list[int] = field(default_factory=list)
+    """Per key."""
     num_pieces: int = 0
     digest: Any = field(default_factory=xxhash.xxh3_128)
 
@@ -42,6 +44,8 @@ class SourceTotals:
         """Add the next part of the file."""
         for name in ("num_lines", "num_records", "num_blank", "num_rejected", "num_replaced", "num_bytes"):
             setattr(self, name, getattr(self, name) + getattr(span, name))
+        earlier = self.num_tokens or [0] * len(span.num_tokens)
+        self.num_tokens = [a + b for a, b in zip(earlier, span.num_tokens, strict=True)]
         self.add_digests(span.digests)
 
     def add_digests(self, digests: list[str]) -> None:

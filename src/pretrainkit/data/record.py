@@ -29,16 +29,25 @@ class OutputRecorder:
         output.finish()
         plan = self._plan
         names = plan.outputs[output.number]
-        inputs = tuple(
-            InputFile(source.path, source.num_bytes, self._hash(number, totals), totals.num_records)
+        read = {
+            number: output.sources.get(number, SourceTotals())
             for number in names.sources
-            for source, totals in [(plan.sources[number], output.sources.get(number, SourceTotals()))]
             if plan.request.shard is None or number in output.sources
-        )
-        totals = list(output.sources.values())
+        }
+        totals = list(read.values())
         elapsed_s = time.monotonic() - self._began
         num_input_bytes = sum(source.num_bytes for source in totals)
         for k, key in enumerate(output.keys):
+            inputs = tuple(
+                InputFile(
+                    plan.sources[number].path,
+                    plan.sources[number].num_bytes,
+                    self._hash(number, source),
+                    source.num_records,
+                    source.num_tokens[k] if source.num_tokens else 0,
+                )
+                for number, source in read.items()
+            )
             manifest = Manifest(
                 key=plan.request.json_keys[k],
                 dtype=plan.dtype.name,

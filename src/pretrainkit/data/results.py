@@ -42,6 +42,8 @@ class SpanResult:
     num_replaced: int = 0
     num_bytes: int = 0
     """Decompressed."""
+    num_tokens: list[int] = field(default_factory=list)
+    """Per key."""
     digests: list[str] = field(default_factory=list)
     """Of its pieces, in hex; a stream's come with its end instead."""
 

@@ -192,6 +192,7 @@ class _Worker:
         for source, digests, num_bytes, batches in spans:
             span = SpanResult(source, digests=digests, num_bytes=num_bytes)
             result.spans.append(span)
+            before = [key.num_tokens for key in result.keys]
             for batch in batches:
                 bad = sorted(batch.rejects + self._encode_batch(batch, held), key=lambda reject: reject.line)
                 if bad and self.setup.stop_on_bad_record:
@@ -204,6 +205,7 @@ class _Worker:
                 span.num_replaced += batch.num_replaced
                 if result.part or held.num_bytes > HOLD_BYTES:
                     self.parts.append(held)
+            span.num_tokens = [key.num_tokens - then for key, then in zip(result.keys, before, strict=True)]
         if rejects:
             self.parts.append_rejects(held, b"".join(rejects))
         if not result.part:
