@@ -1,0 +1,55 @@
+"""megatron-core's own models, loaded from converted checkpoints, compute what transformers computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import convert_ranks
+import pytest
+import ranks
+
+from pretrainkit.checkpoint.convert import Options, convert
+from pretrainkit.checkpoint.detect import Kind
+from pretrainkit.checkpoint.parallel import Parallelism
+
+pytestmark = pytest.mark.integration
+
+
+MODELS = ("llama-tied", "llama3-rope", "mistral", "qwen2", "qwen3", "mixtral", "qwen3-moe", "qwen2-moe")
+CASES = [
+    *((name, Kind.TORCH, Parallelism(2)) for name in MODELS),
+    *((name, Kind.TORCH_DIST, Parallelism(1)) for name in MODELS),
+    ("mixtral", Kind.TORCH, Parallelism(1, 1, 2)),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "cut"), CASES, ids=[f"{name}-{kind}-TP{cut.tensor}-EP{cut.expert}" for name, kind, cut in CASES]
+)
+def test_megatron_model_gives_the_logits_of_transformers(
+    make_model: Callable[..., Path], tmp_path: Path, name: str, kind: Kind, cut: Parallelism
+) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    source = make_model(name)
+    convert(source, tmp_path / "megatron", Options(to=kind, parallelism=cut))
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    tokens = torch.randint(0, 263, (2, 96), generator=torch.Generator().manual_seed(0))
+    torch.save(tokens, tmp_path / "tokens.pt")
+    with torch.no_grad():
+        expected = model(tokens).logits
+    ranks.run_ranks(
+        convert_ranks.logits_rank,
+        cut.tensor * cut.expert,
+        tmp_path,
+        hf_folder=source,
+        checkpoint=tmp_path / "megatron",
+        kind=str(kind),
+        expert=cut.expert,
+        tokens_file=tmp_path / "tokens.pt",
+    )
+    logits = torch.load(tmp_path / "logits.pt")
+    assert expected.std() > 0.1  # random weights that say something
+    assert (logits - expected).abs().max() < 1e-4
