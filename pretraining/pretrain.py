@@ -17,7 +17,11 @@ TRAIN_SCRIPT = Path(__file__).resolve().with_name("train.py")
 def build_parser() -> Parser:
     """The parser of this command."""
     parser = Parser(
-        prog="pretrain.py", usage="%(prog)s --hf_model_id MODEL --dataset_path DATA [options]", description=__doc__
+        prog="pretrain.py",
+        usage="%(prog)s --hf_model_id MODEL --dataset_path DATA [options]",
+        description=__doc__,
+        epilog="Exit codes: 0 done; 1 failed; 2 wrong request, nothing was started; 85 stopped by a signal after "
+        "saving: the same command continues the run.",
     )
     add_run_flags(parser)
     return parser

@@ -28,7 +28,7 @@ class Flag:
 
 GROUPS: dict[str, tuple[Flag, ...]] = {
     "where it runs": (
-        Flag("--executor", "launch.executor", "where to run: local, slurm, pbs or sge"),
+        Flag("--executor", "launch.executor", "where to run: local; slurm, pbs and sge are yet to come"),
         Flag("--account", "launch.account", "Slurm account", "-a"),
         Flag("--partition", "launch.partition", "Slurm partition", "-p"),
         Flag("--container_image", "launch.container_image", "container image of a scheduled job", "-i"),
@@ -140,13 +140,15 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
                 metavar=field.type.__name__.upper(),
                 help=f"{flag.help} ({'required' if flag.required else f'default: {default}'})",
             )
+    # Defaults that would only be noise in the help text.
+    parser.set_defaults(config_files=[], assignments=[], dry_run=False, hf_token=None)
     request = parser.add_argument_group("how it is asked for")
     request.add_argument(
         "--config",
         dest="config_files",
         action="append",
         type=Path,
-        default=[],
+        default=argparse.SUPPRESS,
         metavar="YAML",
         help="file with any fields of a run; repeatable, later files win; flags and --set win over all files",
     )
@@ -154,19 +156,20 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
         "--set",
         dest="assignments",
         action="append",
-        default=[],
+        default=argparse.SUPPRESS,
         metavar="FIELD=VALUE",
         help="set any field by its dotted name, e.g. optimizer.adam_beta2=0.99; may be repeated",
     )
     request.add_argument(
         "--dry_run",
         action="store_true",
+        default=argparse.SUPPRESS,
         help="check everything, write run.json, print the resolved run and the command, start nothing",
     )
     request.add_argument(
         "--hf_token",
         metavar="TOKEN",
-        default=None,
+        default=argparse.SUPPRESS,
         help="hub token, never written anywhere; better given by the environment variable HF_TOKEN",
     )
 

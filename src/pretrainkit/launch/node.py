@@ -21,13 +21,14 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pretrainkit import logs
-from pretrainkit.errors import EXIT_FAILED
+from pretrainkit.errors import EXIT_FAILED, EXIT_STOPPED_AFTER_SAVING
 from pretrainkit.launch.experiment import RANKS_LOCK, locked
-from pretrainkit.launch.outcome import SUCCESS, Outcome, RankFailure, outcome_of, write_outcome
+from pretrainkit.launch.outcome import SUCCESS, Outcome, outcome_of, write_outcome
 from pretrainkit.launch.processes import adopt_orphans, kill_descendants
 
 PID_FILE = "node.pid"
@@ -111,6 +112,8 @@ def _run(arguments: argparse.Namespace, requests: StopRequests) -> Outcome:
     kill_descendants()
     if requests.is_urgent:
         return Outcome(EXIT_FAILED, None, "killed before the ranks had saved")
+    if requests.count and agent.outcome.exit_code == EXIT_FAILED:
+        return replace(agent.outcome, reason=f"stopped before the ranks had saved: {agent.outcome.reason}")
     return agent.outcome
 
 
@@ -165,10 +168,8 @@ class _Agent(threading.Thread):
             self.outcome = SUCCESS
 
     def _explain(self, failures: dict[int, Any]) -> Outcome:
-        outcome = outcome_of(
-            {rank: RankFailure(failure.exitcode, failure.timestamp) for rank, failure in failures.items()}
-        )
-        if outcome.exit_code == EXIT_FAILED or outcome.failed_rank:
+        outcome = outcome_of({rank: failure.exitcode for rank, failure in failures.items()})
+        if outcome.exit_code != EXIT_STOPPED_AFTER_SAVING:
             self._show_end_of_log(outcome.failed_rank or 0)
         return outcome
 
@@ -188,8 +189,6 @@ def rank_log_names(rank: int) -> tuple[str, str]:
 
 def _rank_logs(log_dir: Path) -> Any:
     """Where torchrun sends the output of its ranks."""
-    from dataclasses import replace
-
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, Std
 
     class RankLogs(DefaultLogsSpecs):

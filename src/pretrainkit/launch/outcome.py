@@ -24,31 +24,17 @@ class Outcome:
     reason: str = ""
 
 
-@dataclass(frozen=True)
-class RankFailure:
-    """A rank that ended with anything but 0."""
+def outcome_of(exit_codes: Mapping[int, int]) -> Outcome:
+    """The outcome of an attempt whose ranks failed.
 
-    exit_code: int
-    """Negative: killed by that signal."""
-    time_s: int
-    """When it was seen; ranks that were seen together have the same."""
-
-
-def outcome_of(failures: Mapping[int, RankFailure]) -> Outcome:
-    """The outcome of an attempt whose ranks failed; torchrun stops the others when the first one fails.
-
-    85 counts only when no rank failed otherwise before or with it: ranks save together, and those that are
-    still ending when the first has ended are killed without loss.
+    Args:
+        exit_codes: by rank, in the order in which torchrun saw them end; negative: killed by that signal.
+            When the first rank fails, torchrun stops all others, so only the first one says why. It ends
+            with 85 only after all have saved: they save together.
     """
-    first_time_s = min(failure.time_s for failure in failures.values())
-    first = {rank: failure for rank, failure in failures.items() if failure.time_s == first_time_s}
-    saved = [rank for rank, failure in first.items() if failure.exit_code == EXIT_STOPPED_AFTER_SAVING]
-    stopped_along = (EXIT_STOPPED_AFTER_SAVING, -signal.SIGTERM)
-    wrong = [rank for rank, failure in first.items() if failure.exit_code not in stopped_along]
-    if saved and not wrong:
-        return Outcome(EXIT_STOPPED_AFTER_SAVING, saved[0], "stopped after saving")
-    rank = min(wrong or first)
-    code = first[rank].exit_code
+    rank, code = next(iter(exit_codes.items()))
+    if code == EXIT_STOPPED_AFTER_SAVING:
+        return Outcome(code, rank, "stopped after saving")
     if code > 0:
         return Outcome(code, rank, f"rank {rank} failed with exit code {code}")
     name = signal.Signals(-code).name

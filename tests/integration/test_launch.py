@@ -1,0 +1,206 @@
+"""What starts ranks passes on their exit code and every signal, and leaves nothing running.
+
+The ranks are small scripts: how a run ends is decided here, not by the training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.integration
+DEADLINE_S = 90
+
+RANK = """
+import os, signal, subprocess, sys, time
+rank, mode = int(os.environ["RANK"]), sys.argv[2]
+print("rank", rank, "of", os.environ["WORLD_SIZE"], sys.argv[3:], flush=True)
+helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+if mode == "end":
+    helper.kill()
+    sys.exit(0)
+if mode == "fail":
+    if rank == 1:
+        print("the reason of rank 1", file=sys.stderr)
+        sys.exit(7)
+if mode == "die" and rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+stopping = []
+signal.signal(signal.SIGTERM, lambda *_: stopping.append(True))
+print("ready", flush=True)
+while not stopping or mode == "hang":
+    time.sleep(0.05)
+if mode == "save":
+    assert helper.poll() is None, "a rank's own children must live until it has saved"
+time.sleep(0.5 * rank)
+print("saved", flush=True)
+sys.exit(85)
+"""
+START = """
+import sys
+from pathlib import Path
+from pretrainkit import logs
+from pretrainkit.launch.plan import LaunchPlan
+from pretrainkit.launch.start import _follow
+logs.configure()
+experiment, script, mode = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+class Plan(LaunchPlan):
+    rank_command = property(lambda self: [sys.executable, str(script), "--run", mode, 'a b', '$HOME $$ "c'])
+plan = Plan(experiment, experiment / "run.json", experiment / "logs" / "attempt_1", 2, {}, script)
+sys.exit(_follow(plan))
+"""
+
+
+class Attempt:
+    """A started attempt and what can be seen of it."""
+
+    def __init__(self, folder: Path, command: list[str]) -> None:
+        self.log_dir = folder / "logs" / "attempt_1"
+        self.log_dir.mkdir(parents=True)
+        with (folder / "terminal").open("wb") as terminal:
+            self.process = subprocess.Popen(command, stdout=terminal, stderr=terminal, start_new_session=True)
+        self._folder = folder
+
+    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
+        end = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < end, f"{what}\n{self.terminal}"
+            time.sleep(0.05)
+
+    def wait_for_ranks(self) -> None:
+        files = [self.log_dir / f"rank_{rank}.out" for rank in (0, 1)]
+        self.wait_until(lambda: all(file.exists() and "ready" in file.read_text() for file in files), "ready ranks")
+
+    def wait(self) -> int:
+        return self.process.wait(timeout=DEADLINE_S)
+
+    @property
+    def terminal(self) -> str:
+        return (self._folder / "terminal").read_text()
+
+    @property
+    def outcome(self) -> dict:
+        return json.loads((self.log_dir / "outcome.json").read_text())
+
+    def processes(self) -> list[psutil.Process]:
+        """Every living process that names this attempt's folder, and their descendants."""
+        found = set()
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if str(self._folder) in " ".join(process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE:
+                    found |= {process, *process.children(recursive=True)}
+        return list(found)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    (tmp_path / "rank.py").write_text(RANK)
+    yield tmp_path
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if str(tmp_path) in " ".join(process.cmdline()):
+                process.kill()
+
+
+@pytest.fixture
+def node(folder: Path) -> Callable[[str], Attempt]:
+    """Start the process of one node directly."""
+
+    def start(mode: str) -> Attempt:
+        words = ["--ranks", "2", "--experiment_dir", str(folder), "--log_dir", str(folder / "logs" / "attempt_1")]
+        script = [str(folder / "rank.py"), "--run", mode, "a b", '$HOME $$ "c']
+        return Attempt(folder, [sys.executable, "-m", "pretrainkit.launch.node", *words, "--", *script])
+
+    return start
+
+
+@pytest.fixture
+def launcher(folder: Path) -> Callable[[str], Attempt]:
+    """Start an attempt through NeMo-Run."""
+
+    def start(mode: str) -> Attempt:
+        return Attempt(folder, [sys.executable, "-c", START, str(folder), str(folder / "rank.py"), mode])
+
+    return start
+
+
+@pytest.mark.parametrize(
+    ("mode", "exit_code", "reason"), [("end", 0, ""), ("fail", 7, "rank 1 failed"), ("die", 1, "SIGKILL")]
+)
+def test_the_exit_code_of_the_ranks_is_passed_on(
+    node: Callable[[str], Attempt], mode: str, exit_code: int, reason: str
+) -> None:
+    attempt = node(mode)
+    assert attempt.wait() == exit_code == attempt.outcome["exit_code"]
+    assert reason in attempt.outcome["reason"]
+    assert attempt.processes() == []
+    assert """rank 0 of 2 ['a b', '$HOME $$ "c']""" in (attempt.log_dir / "rank_0.out").read_text()
+    if mode == "fail":
+        assert "the reason of rank 1" in (attempt.log_dir / "node.log").read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
+def test_a_signal_lets_the_ranks_save(node: Callable[[str], Attempt], number: int) -> None:
+    attempt = node("save")
+    attempt.wait_for_ranks()
+    attempt.process.send_signal(number)
+    assert attempt.wait() == 85
+    assert attempt.processes() == []
+    assert "saved" in (attempt.log_dir / "rank_0.out").read_text()
+
+
+def test_a_second_signal_kills(node: Callable[[str], Attempt]) -> None:
+    attempt = node("hang")
+    attempt.wait_for_ranks()
+    attempt.process.send_signal(signal.SIGTERM)
+    attempt.wait_until(lambda: "told to save" in (attempt.log_dir / "node.log").read_text(), "the first signal")
+    attempt.process.send_signal(signal.SIGTERM)
+    assert attempt.wait() == 1
+    assert attempt.processes() == [] and "killed" in attempt.outcome["reason"]
+
+
+def test_nemo_run_starts_the_ranks_and_their_output_is_followed(
+    launcher: Callable[[str], Attempt], folder: Path
+) -> None:
+    attempt = launcher("end")
+    assert attempt.wait() == 0, attempt.terminal
+    assert """rank 0 of 2 ['a b', '$HOME $$ "c']""" in attempt.terminal
+    assert list((folder / ".nemo_run" / "experiments").rglob("_TASKS"))
+
+
+def test_ctrl_c_at_the_launcher_lets_the_ranks_save(launcher: Callable[[str], Attempt]) -> None:
+    attempt = launcher("save")
+    attempt.wait_for_ranks()
+    attempt.process.send_signal(signal.SIGINT)
+    assert attempt.wait() == 85
+    assert attempt.processes() == []
+    assert "a second signal" in attempt.terminal and "stopped after saving" in attempt.terminal
+
+
+def test_a_killed_launcher_lets_the_ranks_save_and_end(launcher: Callable[[str], Attempt]) -> None:
+    attempt = launcher("save")
+    attempt.wait_for_ranks()
+    attempt.process.kill()
+    attempt.wait()
+    attempt.wait_until(lambda: (attempt.log_dir / "outcome.json").exists(), "an outcome")
+    assert attempt.outcome["exit_code"] == 85
+    attempt.wait_until(lambda: attempt.processes() == [], "no process left")
+
+
+def test_a_killed_node_process_leaves_no_rank(launcher: Callable[[str], Attempt]) -> None:
+    attempt = launcher("save")
+    attempt.wait_for_ranks()
+    os.kill(int((attempt.log_dir / "node.pid").read_text()), signal.SIGKILL)
+    assert attempt.wait() == 1
+    assert attempt.processes() == []
+    assert "died" in attempt.terminal

@@ -1,0 +1,140 @@
+"""An experiment keeps what it is; only what does not change the run may change."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pretrainkit.config.resolve import RunFacts, resolve
+from pretrainkit.config.run_file import read_run
+from pretrainkit.config.schema import ResolvedRun
+from pretrainkit.errors import RequestError
+from pretrainkit.launch.experiment import LAUNCHER_LOCK, locked, new_attempt, write_run_file
+
+
+@pytest.fixture
+def run(tmp_path: Path, hf_folder: Path, dataset_folder: Path) -> ResolvedRun:
+    from pretrainkit.config.load import load_config
+    from pretrainkit.launch.facts import gather
+
+    flags: dict[str, Any] = {
+        "hf_model_id": str(hf_folder),
+        "data.dataset_path": str(dataset_folder),
+        "data.sequence_length": 128,
+        "training.global_batch_size": 8,
+        "launch.accelerator": "cpu",
+        "experiments_dir": str(tmp_path),
+        "experiment": "tiny",
+    }
+    config = load_config(flags=flags)
+    facts, problems = gather(config)
+    assert not problems and isinstance(facts, RunFacts)
+    return resolve(config, facts)
+
+
+def other(run: ResolvedRun, **changes: Any) -> ResolvedRun:
+    """A run with other values in its config; 'training__seed' names training.seed."""
+    config = run.config
+    for name, value in changes.items():
+        section, _, field = name.partition("__")
+        part = dataclasses.replace(getattr(config, section), **{field: value}) if field else value
+        config = dataclasses.replace(config, **{section: part})
+    return dataclasses.replace(run, config=config)
+
+
+def save_a_checkpoint(run: ResolvedRun) -> None:
+    (Path(run.experiment_dir) / "checkpoints" / "step_00000001").mkdir(parents=True)
+
+
+IDENTITY = {
+    "config.training.seed": {"training__seed": 7},
+    "config.data.sequence_length": {"data__sequence_length": 64},
+    "config.data.split": {"data__split": "1,1,0"},
+    "config.nemo_model": {"nemo_model": "/other/weights"},
+}
+
+
+@pytest.mark.parametrize("field", IDENTITY)
+def test_a_run_with_checkpoints_keeps_its_identity(run: ResolvedRun, field: str) -> None:
+    path = write_run_file(run)
+    changed = other(run, **IDENTITY[field])
+    write_run_file(changed)  # nothing is saved yet: anything may change
+    assert read_run(path) == changed
+    write_run_file(run)
+    save_a_checkpoint(run)
+    with pytest.raises(RequestError, match=f"checkpoints of another run: {field} was .*, now "):
+        write_run_file(changed)
+    assert read_run(path) == run
+
+
+@pytest.mark.parametrize(
+    ("part", "changes", "field"),
+    [
+        ("model", {"num_layers": 4}, "model.num_layers was 2, now 4"),
+        ("dataset", {"data_hash": "other"}, "dataset.data_hash"),
+        ("dataset", {"weights": (1.0, 2.0)}, "dataset.weights"),
+    ],
+)
+def test_another_model_or_dataset_is_refused(run: ResolvedRun, part: str, changes: dict[str, Any], field: str) -> None:
+    write_run_file(run)
+    save_a_checkpoint(run)
+    changed = dataclasses.replace(run, **{part: dataclasses.replace(getattr(run, part), **changes)})
+    with pytest.raises(RequestError, match=field):
+        write_run_file(changed)
+
+
+def test_other_changes_are_allowed_and_logged(run: ResolvedRun, caplog: pytest.LogCaptureFixture) -> None:
+    write_run_file(run)
+    save_a_checkpoint(run)
+    longer = dataclasses.replace(other(run, training__save_interval=7), max_steps=99)
+    with caplog.at_level("INFO", logger="pretrainkit"):
+        path = write_run_file(longer)
+    assert read_run(path) == longer
+    assert "config.training.save_interval: 500 -> 7" in caplog.text
+    assert f"max_steps: {run.max_steps} -> 99" in caplog.text
+
+
+def test_a_moved_dataset_is_the_same_run(run: ResolvedRun) -> None:
+    write_run_file(run)
+    save_a_checkpoint(run)
+    moved = dataclasses.replace(run, dataset=dataclasses.replace(run.dataset, prefixes=("/elsewhere",)))
+    assert read_run(write_run_file(moved)) == moved
+
+
+def test_checkpoints_without_a_run_file_are_not_taken_over(run: ResolvedRun) -> None:
+    save_a_checkpoint(run)
+    with pytest.raises(RequestError, match=r"no run\.json"):
+        write_run_file(run)
+
+
+def test_attempts_are_numbered_on(tmp_path: Path) -> None:
+    assert new_attempt(tmp_path) == (1, tmp_path / "logs" / "attempt_1")
+    (tmp_path / "logs" / "attempt_10").mkdir()
+    (tmp_path / "logs" / "attempt_old").mkdir()
+    assert new_attempt(tmp_path)[0] == 11
+
+
+def test_a_second_start_is_refused_while_the_first_lives(tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom pretrainkit.launch.experiment import locked\n"
+        f"with locked(Path({str(tmp_path)!r}), {LAUNCHER_LOCK!r}):\n"
+        "    print('held', flush=True)\n    sys.stdin.read()\n"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert holder.stdin and holder.stdout and holder.stdout.readline() == "held\n"
+    with (
+        pytest.raises(RequestError, match=f"running already \\(process {holder.pid} on"),
+        locked(tmp_path, LAUNCHER_LOCK),
+    ):
+        pass
+    holder.kill()
+    holder.wait()
+    with locked(tmp_path, LAUNCHER_LOCK):
+        pass
+    holder.stdin.close()
+    holder.stdout.close()

@@ -1,0 +1,24 @@
+"""Every line of a growing file arrives once, whole, in order."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+from pretrainkit.launch.follow import Follower
+
+
+def test_files_that_appear_and_grow_are_copied_whole(tmp_path: Path) -> None:
+    stream = io.BytesIO()
+    paths = [tmp_path / "early", tmp_path / "late", tmp_path / "never"]
+    paths[0].write_bytes(b"before\n")
+    with Follower(paths, stream):
+        with paths[0].open("ab") as file:
+            for number in range(200):
+                file.write(f"line {number}".encode())
+                file.flush()
+                file.write(b"\n")
+                file.flush()
+        paths[1].write_bytes("最後の行".encode())
+    lines = stream.getvalue().decode().splitlines()
+    assert lines == ["before", *(f"line {number}" for number in range(200)), "最後の行"]

@@ -1,0 +1,83 @@
+"""Where the model and its first weights come from."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from pretrainkit.errors import RequestError
+from pretrainkit.launch import hub, weights
+from pretrainkit.models.registry import read_shape
+
+
+def test_a_folder_is_taken_as_it_is(hf_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert hub.local_folder(str(hf_folder)) == hf_folder.resolve()
+    monkeypatch.chdir(hf_folder.parent)
+    assert hub.local_folder("./tiny") == hf_folder.resolve()
+    monkeypatch.setenv("HOME", str(hf_folder.parent))
+    assert hub.local_folder("~/tiny") == hf_folder.resolve()
+
+
+@pytest.mark.parametrize("name", ["/nowhere/at/all", "./tiny", "~/tiny", "a/b/c", "a b", "owner/"])
+def test_what_can_be_no_id_is_not_looked_up(name: str) -> None:
+    with pytest.raises(RequestError, match="no folder"):
+        hub.local_folder(name)
+
+
+def test_offline_and_not_in_the_cache_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(RequestError, match="HF_HUB_OFFLINE is set") as error:
+        hub.local_folder("someone/something")
+    assert "--local-dir FOLDER" in str(error.value)
+
+
+def with_weights(hf_folder: Path, folder: Path) -> Path:
+    shutil.copytree(hf_folder, folder)
+    (folder / "model.safetensors").write_bytes(b"weights")
+    return folder
+
+
+def test_a_hugging_face_folder_has_one_conversion_until_it_changes(hf_folder: Path, tmp_path: Path) -> None:
+    folder = with_weights(hf_folder, tmp_path / "model")
+    first = weights.locate(str(folder), tmp_path / "experiments")
+    assert first.is_hugging_face and first.checkpoint.parent == tmp_path / "experiments" / ".converted"
+    assert weights.locate(str(folder), tmp_path / "experiments") == first
+    (folder / "model.safetensors").write_bytes(b"changed weights")
+    assert weights.locate(str(folder), tmp_path / "experiments") != first
+
+
+def test_a_nemo_checkpoint_is_used_in_place(hf_folder: Path, tmp_path: Path) -> None:
+    for name in ("weights", "context"):
+        (tmp_path / name).mkdir()
+    shutil.copytree(hf_folder, tmp_path / weights.HF_SOURCE)
+    initial = weights.locate(str(tmp_path), tmp_path / "experiments")
+    assert initial.checkpoint == tmp_path and not initial.is_hugging_face
+    weights.check_shape(initial, read_shape(hf_folder))
+
+
+@pytest.mark.parametrize("name", ["nowhere", "empty"])
+def test_anything_else_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(RequestError, match="--nemo_model"):
+        weights.locate(str(tmp_path / name), tmp_path)
+
+
+def test_weights_of_another_shape_are_refused(hf_folder: Path, tmp_path: Path) -> None:
+    folder = with_weights(hf_folder, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
+    with pytest.raises(RequestError, match="num_layers 3 and not 2"):
+        weights.check_shape(weights.locate(str(folder), tmp_path), read_shape(hf_folder))
+
+
+def test_the_folder_with_the_source_config_has_the_converters_name() -> None:
+    from pretrainkit.checkpoint.detect import HF_SOURCE
+
+    assert weights.HF_SOURCE == HF_SOURCE

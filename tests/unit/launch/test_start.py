@@ -1,0 +1,95 @@
+"""A request becomes run.json and a command; everything wrong with it is told before anything is written."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[3]
+PRETRAIN = REPOSITORY / "pretraining" / "pretrain.py"
+
+
+def pretrain(*words: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(PRETRAIN), *map(str, words)],
+        env={**os.environ, "COLUMNS": "100", **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.fixture
+def request_words(hf_folder: Path, dataset_folder: Path, tmp_path: Path) -> list[str]:
+    words = f"--hf_model_id {hf_folder} --dataset_path {dataset_folder} --experiments_dir {tmp_path / 'experiments'}"
+    words += " --accelerator cpu -G 2 -P 2 -g 4 --sequence_length 128 --split 8,2,0 --val_interval 5 --dry_run"
+    return words.split()
+
+
+def test_help_is_as_agreed(golden: Callable[[str, str], None]) -> None:
+    golden("pretrain_help.txt", pretrain("--help").stdout)
+
+
+def test_dry_run_writes_the_run_and_prints_it_with_the_command(
+    request_words: list[str], hf_folder: Path, tmp_path: Path, golden: Callable[[str, str], None]
+) -> None:
+    done = pretrain(*request_words)
+    assert done.returncode == 0, done.stderr
+    text = done.stdout.replace(str(tmp_path), "/work").replace(str(hf_folder), "/models/tiny")
+    golden("pretrain_dry_run.txt", text.replace(sys.executable, "python").replace(str(REPOSITORY), "/pretrainkit"))
+    experiment = tmp_path / "experiments" / "llama31_pretraining"
+    assert json.loads((experiment / "run.json").read_text())["max_steps"] == (80 * 101 - 1) // 128 // 4
+    assert not (experiment / "logs").exists() and not (experiment / "checkpoints").exists()
+
+
+def test_all_problems_of_request_files_and_machine_are_told_at_once(request_words: list[str], tmp_path: Path) -> None:
+    done = pretrain(*request_words, "-g", "3", "--split", "1,2", "--nemo_model", tmp_path / "nowhere")
+    assert done.returncode == 2
+    for expected in ("--split: 2 shares", f"--nemo_model: no folder {tmp_path}/nowhere"):
+        assert expected in done.stderr
+    assert not (tmp_path / "experiments").exists()
+
+
+def test_a_missing_request_is_exit_code_2() -> None:
+    done = pretrain()
+    assert done.returncode == 2 and "--hf_model_id: missing" in done.stderr and "--dataset_path: missing" in done.stderr
+
+
+def test_an_unknown_flag_is_exit_code_2() -> None:
+    done = pretrain("--global-batch-sizes", "3")
+    assert done.returncode == 2 and "--global-batch-sizes" in done.stderr
+
+
+def test_a_token_on_the_command_line_is_in_no_output_and_no_file(request_words: list[str], tmp_path: Path) -> None:
+    token = "hf_very_secret_0123456789"
+    for words in (["--hf_token", token], [f"--hf-token={token}"]):
+        done = pretrain(*request_words, *words)
+        assert done.returncode == 0, done.stderr
+        assert token not in done.stdout + done.stderr
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert files and not any(token.encode() in path.read_bytes() for path in files)
+
+
+def test_yaml_gives_what_the_flags_give(
+    request_words: list[str], hf_folder: Path, dataset_folder: Path, tmp_path: Path
+) -> None:
+    assert pretrain(*request_words).returncode == 0
+    run_file = tmp_path / "experiments" / "llama31_pretraining" / "run.json"
+    by_flags = run_file.read_text()
+    run_file.unlink()
+    (tmp_path / "run.yaml").write_text(
+        f"hf_model_id: {hf_folder}\nexperiments_dir: {tmp_path / 'experiments'}\n"
+        f"data: {{dataset_path: {dataset_folder}, sequence_length: 128, split: '8,2,0'}}\n"
+        "parallel: {pipeline_model_parallel_size: 2}\n"
+        "training: {global_batch_size: 4, val_interval: 5}\n"
+        "launch: {accelerator: cpu, num_gpus: 2}\n"
+    )
+    done = pretrain("--config", tmp_path / "run.yaml", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert run_file.read_text() == by_flags

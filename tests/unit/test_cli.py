@@ -1,0 +1,92 @@
+"""What every command does alike: spellings, exit codes, messages."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+
+import pytest
+
+from pretrainkit.cli import Parser, run_command
+from pretrainkit.errors import CheckpointError, DataError, PretrainkitError, RequestError
+
+
+@pytest.fixture
+def parser() -> Parser:
+    parser = Parser(prog="tool.py")
+    parser.add_argument("--max_steps", "-s", type=int, default=3, help="steps")
+    parser.add_argument("--append-eod", action="store_true")
+    parser.add_argument("rest", nargs="*")
+    return parser
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--max_steps", "5"], ["--max-steps", "5"], ["--max_steps=5"], ["--max-steps=5"], ["-s", "5"], ["-s5"]],
+    ids=" ".join,
+)
+def test_both_spellings_and_both_forms_are_taken(parser: Parser, words: list[str]) -> None:
+    assert parser.parse_args(words).max_steps == 5
+
+
+@pytest.mark.parametrize("word", ["--append-eod", "--append_eod"])
+def test_a_flag_without_a_value_has_both_spellings(parser: Parser, word: str) -> None:
+    assert parser.parse_args([word]).append_eod
+
+
+def test_values_keep_their_spelling(parser: Parser) -> None:
+    arguments = parser.parse_args(["--max-steps=5", "--", "a_b-c", "--max-steps", "--append_eod"])
+    assert arguments.rest == ["a_b-c", "--max-steps", "--append_eod"]
+
+
+@pytest.mark.parametrize("word", ["--max", "--max-step", "--append"])
+def test_abbreviations_are_refused(parser: Parser, word: str) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        parser.parse_args([word, "5"])
+    assert exit_.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code"),
+    [
+        (RequestError("wrong"), 2),
+        (DataError("damaged"), 1),
+        (CheckpointError("incomplete"), 1),
+        (PretrainkitError("failed"), 1),
+        (KeyboardInterrupt(), 1),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
+)
+def test_errors_become_exit_codes_and_one_message(
+    parser: Parser, error: BaseException, exit_code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def command(arguments: argparse.Namespace) -> int:
+        raise error
+
+    assert run_command(command, parser, []) == exit_code
+    output = capsys.readouterr()
+    assert output.out == "" and output.err.startswith("tool.py: ")
+    assert str(error) in output.err and "Traceback" not in output.err
+
+
+def test_our_own_bugs_keep_their_traceback(parser: Parser) -> None:
+    def command(arguments: argparse.Namespace) -> int:
+        raise AssertionError("a bug")
+
+    with pytest.raises(AssertionError):
+        run_command(command, parser, [])
+
+
+def test_the_commands_exit_code_is_passed_on(parser: Parser) -> None:
+    assert run_command(lambda arguments: 85, parser, []) == 85
+
+
+def test_a_reader_that_goes_away_is_no_traceback() -> None:
+    code = (
+        "import sys\nfrom pretrainkit.cli import Parser, run_command\n"
+        "def command(arguments):\n    for number in range(100000): print(number)\n    return 0\n"
+        "sys.exit(run_command(command, Parser(), []))\n"
+    )
+    done = subprocess.run(f"{sys.executable} -c '{code}' | head -1", shell=True, capture_output=True, text=True)
+    assert done.stdout == "0\n" and done.stderr == ""

@@ -1,0 +1,90 @@
+"""Files and folders appear whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pretrainkit import files
+
+
+class Interrupted(Exception):
+    """What stops a writer in the middle."""
+
+
+def test_a_file_appears_when_the_block_ends(tmp_path: Path) -> None:
+    final = tmp_path / "new" / "file"
+    with files.atomic_file(final) as temporary:
+        temporary.write_text("half")
+        assert not final.exists() and files.TEMPORARY_MARK in temporary.name
+    assert final.read_text() == "half"
+    assert list(final.parent.iterdir()) == [final]
+
+
+def test_an_error_leaves_the_old_file(tmp_path: Path) -> None:
+    final = tmp_path / "file"
+    final.write_text("old")
+    with pytest.raises(Interrupted), files.atomic_file(final) as temporary:
+        temporary.write_text("half")
+        raise Interrupted
+    assert final.read_text() == "old" and list(tmp_path.iterdir()) == [final]
+
+
+def test_a_folder_appears_with_all_of_its_files(tmp_path: Path) -> None:
+    final = tmp_path / "folder"
+    with files.atomic_folder(final) as temporary:
+        (temporary / "sub").mkdir()
+        (temporary / "sub" / "a").write_text("a")
+        assert not final.exists()
+    assert (final / "sub" / "a").read_text() == "a"
+    assert list(tmp_path.iterdir()) == [final]
+
+
+def test_an_error_leaves_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(Interrupted), files.atomic_folder(tmp_path / "folder") as temporary:
+        (temporary / "a").write_text("a")
+        raise Interrupted
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_filled_folder_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "old").write_text("old")
+    with pytest.raises(OSError), files.atomic_folder(tmp_path / "folder") as temporary:
+        (temporary / "new").write_text("new")
+    assert [path.name for path in (tmp_path / "folder").iterdir()] == ["old"]
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_a_killed_writer_leaves_nothing_under_the_final_name(tmp_path: Path, kind: str) -> None:
+    target = "temporary" if kind == "file" else "(temporary / 'a')"
+    code = (
+        "import os, signal, sys\nfrom pathlib import Path\nfrom pretrainkit import files\n"
+        f"with files.atomic_{kind}(Path(sys.argv[1])) as temporary:\n"
+        f"    {target}.write_text('half')\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "final")])
+    assert done.returncode == -signal.SIGKILL
+    assert not (tmp_path / "final").exists()
+
+
+def test_json_keeps_order_and_all_alphabets(tmp_path: Path) -> None:
+    value = {"z": 1, "a": ["日本語", None, 1e-05]}
+    files.write_json(tmp_path / "x.json", value)
+    assert files.read_json(tmp_path / "x.json") == value
+    assert list(files.read_json(tmp_path / "x.json")) == ["z", "a"]
+    assert "日本語" in (tmp_path / "x.json").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("size", [0, 1, (1 << 20) - 1, 1 << 20, (1 << 20) + 1])
+def test_sha256_of_any_size(tmp_path: Path, size: int) -> None:
+    content = os.urandom(size)
+    (tmp_path / "x").write_bytes(content)
+    assert files.sha256_file(tmp_path / "x") == hashlib.sha256(content).hexdigest()
