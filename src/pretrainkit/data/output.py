@@ -245,6 +245,7 @@ class Output:
         An old output of the same name stays until here. May be called again after it was cut off.
         """
         for k, prefix in enumerate(self.prefixes):
+            Path(prefix).parent.mkdir(parents=True, exist_ok=True)
             if self.path(k, "bin").exists():
                 manifest_path(prefix).unlink(missing_ok=True)
                 idx_path(prefix).unlink(missing_ok=True)

@@ -74,9 +74,9 @@ def serve(connection: Connection, inherited: Iterable[Connection]) -> None:
     """Serve one parent until it says stop or is gone. `inherited` are other workers' ends, closed at once."""
     for other in inherited:
         other.close()
-    # Ctrl-C reaches the whole group; the parent decides what then happens.
+    # Ctrl-C and a scheduler's SIGTERM reach the whole group; the parent decides what then happens.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     one_thread()
     worker: _Worker | None = None
     try:

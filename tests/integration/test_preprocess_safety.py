@@ -1,0 +1,290 @@
+"""preprocess_data.py under kills, signals, full disks and races: a right output or none, and the same one always."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.integration
+ROOT = Path(__file__).parents[2]
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start(tmp_path: Path, tokenizer_folder: Path) -> Iterator[Start]:
+    """Start preprocess_data.py in an empty folder, in a process group of its own, with output `out`."""
+    started: list[subprocess.Popen[str]] = []
+
+    def run(*arguments: object, workers: int = 2, file_limit: int | None = None) -> subprocess.Popen[str]:
+        command = [sys.executable, ROOT / "tools/preprocess_data.py", "--tokenizer-model", tokenizer_folder]
+        command += ["--output-prefix", "out", "--workers", workers, "--append-eod", *arguments]
+
+        def limit() -> None:
+            if file_limit is not None:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (file_limit, file_limit))
+
+        process = subprocess.Popen(
+            [str(word) for word in command],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            preexec_fn=limit,
+        )
+        started.append(process)
+        return process
+
+    yield run
+    for process in started:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def finish(process: subprocess.Popen[str], timeout_s: float = 120) -> tuple[int, str]:
+    """Exit code and stderr."""
+    _, errors = process.communicate(timeout=timeout_s)
+    return process.returncode, errors
+
+
+def digest(folder: Path) -> str | None:
+    """Of the pair `out`; None when it is not complete."""
+    files = [folder / f"out_text_document.{kind}" for kind in ("bin", "idx")]
+    if not all(file.exists() for file in files):
+        return None
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def workers_of(process: subprocess.Popen[str]) -> list[int]:
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return [int(child) for child in children]
+
+
+def wait_for(condition: Callable[[], Any], timeout_s: float = 30) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.01)
+
+
+def journal_lines(folder: Path) -> int:
+    journal = folder / "out.partial/journal.jsonl"
+    return journal.read_bytes().count(b"result") if journal.exists() else 0
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """48 MB in a plain file, a gz one and a folder of small ones; some seconds of work."""
+    folder = tmp_path_factory.mktemp("corpus")
+    generator = random.Random(1)
+    words = ["token", "日本", "한국어", "data ", "\n", "engine", "0123", "é", "中文字", " "]
+    texts = ["".join(generator.choices(words, k=generator.randrange(2_000))) for _ in range(2_000)]
+
+    def lines(count: int) -> bytes:
+        return b"".join(json.dumps({"text": text}).encode() + b"\n" for text in generator.choices(texts, k=count))
+
+    (folder / "a.jsonl").write_bytes(lines(4_000))
+    (folder / "b.jsonl.gz").write_bytes(gzip.compress(lines(1_500), 1))
+    for i in range(60):
+        (folder / f"small{i}.jsonl").write_bytes(lines(5))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(corpus: Path, tokenizer_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Digest of the corpus's pair from one quiet run with one worker."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    command = [sys.executable, ROOT / "tools/preprocess_data.py", "--tokenizer-model", tokenizer_folder]
+    command += ["--output-prefix", folder / "out", "--workers", 1, "--append-eod", "--input", corpus]
+    subprocess.run([str(word) for word in command], check=True, capture_output=True)
+    found = digest(folder)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_any_number_of_workers_gives_the_same_bytes(
+    start: Start, tmp_path: Path, corpus: Path, undisturbed: str, workers: int
+) -> None:
+    for _ in range(2):
+        code, errors = finish(start("--input", corpus, "--overwrite", workers=workers))
+        assert code == 0, errors
+        assert digest(tmp_path) == undisturbed
+    assert [path.name for path in tmp_path.iterdir() if "partial" in path.name or "tmp" in path.name] == []
+
+
+def test_the_order_of_files_is_natural_and_not_that_of_creation(start: Start, tmp_path: Path, corpus: Path) -> None:
+    names = ["part1", "part2", "part10", "part011", "Part3"]
+    digests = set()
+    for seed in range(3):
+        folder = tmp_path / f"in{seed}" / "data"
+        folder.mkdir(parents=True)
+        for name in random.Random(seed).sample(names, len(names)):
+            (folder / f"{name}.jsonl").write_text(json.dumps({"text": name}) + "\n")
+        assert finish(start("--input", folder, "--overwrite", "--json"))[0] == 0
+        digests.add(digest(tmp_path))
+        manifest = json.loads((tmp_path / "out_text_document.manifest.json").read_text())
+        order = [Path(entry["path"]).stem for entry in manifest["inputs"]]
+        assert order == ["Part3", "part1", "part2", "part10", "part011"]
+    assert len(digests) == 1
+
+
+def test_a_kill_at_any_moment_leaves_no_wrong_pair_and_the_next_run_ends_right(
+    start: Start, tmp_path: Path, corpus: Path, undisturbed: str
+) -> None:
+    generator = random.Random(7)
+    continued = 0
+    for _ in range(8):
+        process = start("--input", corpus)
+        time.sleep(generator.uniform(0.2, 1.2))
+        workers = workers_of(process) if process.poll() is None else []
+        process.kill()
+        _, errors = finish(process)
+        continued += "continuing unfinished work" in errors
+        assert digest(tmp_path) in (None, undisturbed)
+        wait_for(lambda left=workers: not any(Path(f"/proc/{worker}").exists() for worker in left), 20)
+        if digest(tmp_path):
+            break
+    code, errors = finish(start("--input", corpus, *(["--overwrite"] if digest(tmp_path) else [])))
+    assert code == 0, errors
+    assert continued or "continuing unfinished work" in errors or digest(tmp_path)
+    assert digest(tmp_path) == undisturbed
+
+
+def test_a_killed_worker_is_named_and_its_work_is_done_again(
+    start: Start, tmp_path: Path, corpus: Path, undisturbed: str
+) -> None:
+    process = start("--input", corpus)
+    wait_for(lambda: journal_lines(tmp_path) > 2)
+    os.kill(workers_of(process)[-1], signal.SIGKILL)
+    began = time.monotonic()
+    code, errors = finish(process)
+    assert code == 1
+    assert "signal 9" in errors
+    assert time.monotonic() - began < 10
+    assert digest(tmp_path) is None
+    code, errors = finish(start("--input", corpus))
+    assert (code, digest(tmp_path)) == (0, undisturbed)
+    assert "continuing unfinished work" in errors
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_a_signal_stops_quickly_and_the_next_run_continues(
+    start: Start, tmp_path: Path, corpus: Path, undisturbed: str, number: int
+) -> None:
+    process = start("--input", corpus)
+    wait_for(lambda: journal_lines(tmp_path) > 2)
+    os.killpg(process.pid, number)
+    code, errors = finish(process, 10)
+    assert code == 85
+    assert "run the same command again" in errors
+    assert digest(tmp_path) is None
+    code, errors = finish(start("--input", corpus))
+    assert (code, digest(tmp_path)) == (0, undisturbed)
+    assert "continuing unfinished work" in errors
+
+
+def test_a_file_that_can_not_grow_ends_with_its_name_and_can_be_continued(
+    start: Start, tmp_path: Path, corpus: Path, undisturbed: str
+) -> None:
+    code, errors = finish(start("--input", corpus, file_limit=12 << 20))
+    assert code == 1
+    assert "File too large" in errors
+    assert "out.partial" in errors
+    assert digest(tmp_path) is None
+    code, _ = finish(start("--input", corpus))
+    assert (code, digest(tmp_path)) == (0, undisturbed)
+
+
+def test_lost_data_of_unfinished_work_is_found_and_made_again(
+    start: Start, tmp_path: Path, corpus: Path, undisturbed: str
+) -> None:
+    process = start("--input", corpus)
+    wait_for(lambda: journal_lines(tmp_path) > 4)
+    process.kill()
+    finish(process)
+    tokens = tmp_path / "out.partial/output-0.0.bin"
+    with tokens.open("r+b") as file:
+        file.seek(tokens.stat().st_size // 3)
+        file.write(bytes(4096))
+    for part in (tmp_path / "out.partial").glob("*.tokens"):
+        os.truncate(part, part.stat().st_size // 2)
+    code, errors = finish(start("--input", corpus))
+    assert (code, digest(tmp_path)) == (0, undisturbed), errors
+
+
+def test_existing_output_is_left_alone_until_its_successor_is_complete(
+    start: Start, tmp_path: Path, corpus: Path
+) -> None:
+    (tmp_path / "in.jsonl").write_text('{"text": "first"}\n')
+    assert finish(start("--input", "in.jsonl"))[0] == 0
+    first = digest(tmp_path)
+    code, errors = finish(start("--input", "in.jsonl"))
+    assert (code, digest(tmp_path)) == (2, first)
+    assert "--overwrite" in errors
+    (tmp_path / "in.jsonl").write_text('{"text": "second"}\n{"txt": 1}\n')
+    assert finish(start("--input", "in.jsonl", "--overwrite"))[0] == 1
+    assert digest(tmp_path) == first
+    (tmp_path / "in.jsonl").write_text('{"text": "second"}\n')
+    assert finish(start("--input", "in.jsonl", "--overwrite"))[0] == 0
+    assert digest(tmp_path) not in (None, first)
+    names = {"in.jsonl", *(f"out_text_document.{kind}" for kind in ("bin", "idx", "manifest.json"))}
+    assert {path.name for path in tmp_path.iterdir()} == names
+
+
+def test_a_mended_file_is_not_mixed_with_work_on_the_old_one(start: Start, tmp_path: Path) -> None:
+    lines = [json.dumps({"text": f"old {i} " * 200}) for i in range(9_000)]
+    (tmp_path / "in.jsonl").write_text("\n".join([*lines, "{"]))
+    assert finish(start("--input", "in.jsonl"))[0] == 1
+    (tmp_path / "in.jsonl").write_text("\n".join(line.replace("old", "new") for line in lines))
+    assert finish(start("--input", "in.jsonl"))[0] == 0
+    mended = digest(tmp_path)
+    assert finish(start("--input", "in.jsonl", "--overwrite", "--no-resume"))[0] == 0
+    assert digest(tmp_path) == mended
+
+
+def test_two_processes_do_not_write_one_output(start: Start, tmp_path: Path, corpus: Path, undisturbed: str) -> None:
+    process = start("--input", corpus)
+    wait_for(lambda: journal_lines(tmp_path) > 0)
+    code, errors = finish(start("--input", corpus))
+    assert code == 2
+    assert "another process" in errors
+    assert finish(process)[0] == 0
+    assert digest(tmp_path) == undisturbed
+
+
+def test_memory_does_not_grow_with_the_input(start: Start, tmp_path: Path) -> None:
+    line = json.dumps({"text": "Some text of ordinary words, 日本語も少し, 123.\n" * 60}) + "\n"
+    peaks = []
+    for megabytes in (24, 96):
+        (tmp_path / "in.jsonl").write_text(line * (megabytes * 1_000_000 // len(line.encode())))
+        process = start("--input", "in.jsonl", "--overwrite")
+        peak = 0
+        while process.poll() is None:
+            peak = max(peak, sum(map(resident_bytes, [process.pid, *workers_of(process)])))
+            time.sleep(0.02)
+        assert finish(process)[0] == 0
+        peaks.append(peak)
+    assert peaks[1] <= 1.2 * peaks[0], peaks
+    assert peaks[1] < 1_000_000_000, peaks
+
+
+def resident_bytes(process: int) -> int:
+    try:
+        return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError):
+        return 0
