@@ -172,13 +172,18 @@ def _shards(entries: Sequence[Entry], dtypes: Mapping[Entry, torch.dtype], max_s
     return shards
 
 
+def is_weight_file(path: Path) -> bool:
+    """Whether a file of a model folder holds weights, in whatever format."""
+    return path.is_file() and path.name.endswith(_WEIGHT_SUFFIXES) and not path.name.startswith("tokenizer")
+
+
 def side_files(folder: Path) -> list[Path]:
     """The files of a model folder that go along with its weights: tokenizer, chat template, generation config, ..."""
     found = []
     for path in sorted(folder.iterdir()):
         if not path.is_file() or path.name in _NEVER_COPIED or path.name.startswith("."):
             continue
-        if path.name.endswith(_WEIGHT_SUFFIXES) and not path.name.startswith("tokenizer"):
+        if is_weight_file(path):
             continue
         if path.suffix in _SIDE_SUFFIXES or path.name.startswith(_LICENCES):
             found.append(path)

@@ -18,7 +18,7 @@ import torch
 from pretrainkit.checkpoint.hf import side_files
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import RequestError
-from pretrainkit.files import write_json
+from pretrainkit.files import read_json, write_json
 from pretrainkit.models.registry import family_named
 
 CONTENT_METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
@@ -105,6 +105,54 @@ def model_call(shape: ModelShape, dtype: torch.dtype, *, vocabulary_divisor: int
         {"pretrained_model_name": TOKENIZER_FOLDER},
     )
     return Call(family.nemo_model, {"config": Call(config_class, settings), "tokenizer": tokenizer})
+
+
+def check_settings(folder: Path, shape: ModelShape) -> None:
+    """Raise RequestError when a context says otherwise than the shape that its checkpoint is read with.
+
+    Settings that are absent are not missed: nothing is taken from them.
+    """
+    scaling = shape.rope_scaling
+    expected = {
+        "num_layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "ffn_hidden_size": shape.ffn_hidden_size,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_query_groups": shape.num_query_groups,
+        "kv_channels": shape.head_dim,
+        "rotary_base": shape.rope_theta,
+        "layernorm_epsilon": shape.rms_norm_eps,
+        "share_embeddings_and_output_weights": shape.tie_word_embeddings,
+        "add_qkv_bias": shape.qkv_bias,
+        "qk_layernorm": shape.qk_norm,
+        "scale_factor": scaling.factor if scaling else None,
+        "num_moe_experts": shape.num_experts or None,
+        "moe_router_topk": shape.experts_per_token or None,
+    }
+    settings = _read_settings(folder)
+    problems = [
+        f"{name} is {settings[name]!r} in the checkpoint and {value!r} by config.json"
+        for name, value in expected.items()
+        if settings.get(name) is not None and value is not None and settings[name] != value
+    ]
+    if problems:
+        raise RequestError(
+            "; ".join(problems), where=str(folder), needed="the config.json of the model in this checkpoint"
+        )
+
+
+def _read_settings(folder: Path) -> dict[str, Any]:
+    """Plain values of the model's config in a context, by name; empty when there is no context."""
+    path = folder / "io.json"
+    if not path.is_file():
+        return {}
+    settings: dict[str, Any] = {}
+    for node in read_json(path).get("objects", {}).values():
+        if "<root>.model.config" in node.get("paths", []):
+            for element, value in node["items"]:
+                if value.get("type") == "leaf":
+                    settings[element.removeprefix("Attr(name='").removesuffix("')")] = value["value"]
+    return settings
 
 
 def fiddle_json(root: Call) -> dict[str, Any]:

@@ -60,6 +60,8 @@ def open_source(found: Found, entries: Sequence[Entry], shape: ModelShape) -> So
         return hf.HfSource(found.weights, entries, tied=shape.tie_word_embeddings)
     if found.kind is Kind.TORCH:
         return TorchSource(found.weights, entries, shape)
+    if found.kind is Kind.NEMO:
+        nemo_context.check_settings(found.root / "context", shape)
     return TorchDistSource(found.weights, entries, shape)
 
 
@@ -119,7 +121,7 @@ class TargetPlan:
             hf.write_config(folder, hf.release_config(read_config(self.hf_folder), self.main_dtype))
             hf.copy_side_files(self.hf_folder, folder)
             return hf.HfTarget(folder, self.entries, self.dtypes, max_shard_bytes=self.max_shard_bytes)
-        _carry_hf_files(self.hf_folder, folder)
+        carry_hf_files(self.hf_folder, folder)
         if self.kind is Kind.NEMO:
             nemo_context.write_context(folder / "context", self._nemo_model(), self.hf_folder)
             (folder / "weights").mkdir()
@@ -180,7 +182,7 @@ class TargetPlan:
         }
 
 
-def _carry_hf_files(hf_folder: Path, folder: Path) -> None:
+def carry_hf_files(hf_folder: Path, folder: Path) -> None:
     """Keep the model's config.json and side files with a Megatron checkpoint, for the way back."""
     target = folder / HF_SOURCE
     target.mkdir()

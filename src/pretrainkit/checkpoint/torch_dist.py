@@ -17,6 +17,7 @@ as newer versions of megatron-core write them, are read too.
 
 from __future__ import annotations
 
+import argparse
 import pickle
 import re
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from pretrainkit.checkpoint.archive import InertUnpickler, StoredTensor, read_archive
 from pretrainkit.checkpoint.mapping import Entry
+from pretrainkit.checkpoint.megatron_args import check_args
 from pretrainkit.checkpoint.rows import Rows
 from pretrainkit.checkpoint.transforms import split_qkv
 from pretrainkit.config.schema import ModelShape
@@ -199,6 +201,7 @@ class TorchDistSource:
         self.left_out: list[str] = []
         self.padding_rows = 0
         self._tensors: dict[str, GlobalTensor] = {}
+        _check_common(folder, shape)
         for name, tensor in read_metadata(folder).items():
             bare = _WRAPPERS.sub("", name)
             if _NOT_WEIGHTS.match(bare):
@@ -270,6 +273,16 @@ class TorchDistSource:
         if self.padding_rows:
             notes.append(f"{self.padding_rows} padding rows of the vocabulary taken away")
         return notes
+
+
+def _check_common(folder: Path, shape: ModelShape) -> None:
+    """Compare Megatron-LM's arguments, where the checkpoint has them, with the shape."""
+    path = folder / COMMON_NAME
+    if not path.is_file():
+        raise CheckpointError(f"incomplete checkpoint: no {COMMON_NAME}", where=str(folder), action=_OLDER)
+    common = read_archive(path)
+    if isinstance(common, dict) and isinstance(common.get("args"), argparse.Namespace):
+        check_args(common["args"], shape, str(folder))
 
 
 def _stored_names(entry: Entry) -> list[tuple[str, tuple[int, ...]]]:
