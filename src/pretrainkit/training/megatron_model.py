@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from pretrainkit.config.schema import ModelShape
+from pretrainkit.training.expert_layers import expert_config_fields, torch_expert_layer_spec
 from pretrainkit.training.layer_spec import torch_layer_spec
 from pretrainkit.training.model_config import scaled_inverse_frequencies, transformer_config_fields
 
@@ -29,29 +30,32 @@ def initialize(*, tensor_parallel_size: int = 1) -> None:
         model_parallel_cuda_manual_seed(0)
 
 
-def load_model(
-    weights: Path,
+def build_model(
     shape: ModelShape,
     *,
     padded_vocab_size: int,
     sequence_length: int,
     precision: str = "fp32",
     with_transformer_engine: bool = False,
-    key_prefix: str = "module.",
 ) -> GPTModel:
-    """This rank's part of the model, with the weights of a torch_dist folder, ready to evaluate.
-
-    `key_prefix` stands before every tensor's name in the folder: 'module.' as NeMo writes it.
-    """
+    """This rank's part of the model, with random weights."""
     tensor_parallel_size = parallel_state.get_tensor_model_parallel_world_size()
-    config = TransformerConfig(
-        **transformer_config_fields(shape, precision=precision, has_transformer_engine=with_transformer_engine),
-        tensor_model_parallel_size=tensor_parallel_size,
-    )
-    spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=shape.qk_norm) if with_transformer_engine else None
+    fields = transformer_config_fields(shape, precision=precision, has_transformer_engine=with_transformer_engine)
+    if shape.num_experts:
+        fields |= expert_config_fields(shape, tensor_parallel_size=tensor_parallel_size)
+        fields["expert_model_parallel_size"] = parallel_state.get_expert_model_parallel_world_size()
+    config = TransformerConfig(**fields, tensor_model_parallel_size=tensor_parallel_size)
+    if with_transformer_engine:
+        spec: Any = get_gpt_layer_with_transformer_engine_spec(
+            num_experts=shape.num_experts or None, qk_layernorm=shape.qk_norm
+        )
+    elif shape.num_experts:
+        spec = torch_expert_layer_spec(config, shape)
+    else:
+        spec = torch_layer_spec(config)
     model = GPTModel(
         config,
-        transformer_layer_spec=spec or torch_layer_spec(config),
+        transformer_layer_spec=spec,
         vocab_size=padded_vocab_size,
         max_sequence_length=sequence_length,
         position_embedding_type="rope",
@@ -61,6 +65,16 @@ def load_model(
     if shape.rope_scaling:
         rotary = model.rotary_pos_emb
         rotary.inv_freq = scaled_inverse_frequencies(rotary.inv_freq, shape.rope_scaling)
+    return model
+
+
+def load_model(weights: Path, shape: ModelShape, *, key_prefix: str = "module.", **settings: Any) -> GPTModel:
+    """This rank's part of the model, with the weights of a torch_dist folder, ready to evaluate.
+
+    `key_prefix` stands before every tensor's name in the folder: 'module.' as NeMo writes it. `settings` are
+    those of `build_model`.
+    """
+    model = build_model(shape, **settings)
     state: dict[str, Any] = model.sharded_state_dict(prefix=key_prefix)
     loaded = dist_checkpointing.load(state, str(weights))
     values = {name.removeprefix(key_prefix): loaded[name] for name in state if "_extra_state" not in name}

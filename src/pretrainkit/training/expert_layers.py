@@ -1,0 +1,55 @@
+"""Megatron's mixture-of-experts layer from plain torch parts, for evaluating models without Transformer Engine.
+
+Experts run one after the other (SequentialMLP); parameter names and what checkpoints hold are those of the
+Transformer Engine layers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from pretrainkit.config.schema import ModelShape
+from pretrainkit.training.attention import ScaledDotProductAttention
+from pretrainkit.training.layer_spec import RMSNorm, RMSNormColumnParallelLinear
+
+
+def expert_config_fields(shape: ModelShape, *, tensor_parallel_size: int) -> dict[str, Any]:
+    """Keyword arguments for TransformerConfig that describe the experts of `shape`."""
+    return {
+        "num_moe_experts": shape.num_experts,
+        "moe_router_topk": shape.experts_per_token,
+        "moe_ffn_hidden_size": shape.expert_ffn_hidden_size,
+        "moe_router_pre_softmax": not shape.norm_topk_prob,
+        "moe_shared_expert_intermediate_size": shape.shared_expert_ffn_hidden_size or None,
+        # The dispatcher that needs no CUDA; Megatron wants sequence parallelism with experts under TP.
+        "moe_token_dispatcher_type": "allgather",
+        "moe_grouped_gemm": False,
+        "sequence_parallel": tensor_parallel_size > 1,
+    }
+
+
+def torch_expert_layer_spec(config: TransformerConfig, shape: ModelShape) -> TransformerBlockSubmodules:
+    """The decoder's layers and final norm for a model with experts in every layer."""
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None  # megatron-core 0.15 reads it without having set it
+    layer = get_gpt_layer_local_spec(
+        num_experts=shape.num_experts, normalization="RMSNorm", qk_layernorm=shape.qk_norm, moe_grouped_gemm=False
+    )
+    parts = layer.submodules
+    attention = parts.self_attention.submodules
+    attention.core_attention = ScaledDotProductAttention
+    attention.linear_qkv = RMSNormColumnParallelLinear
+    if shape.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    parts.input_layernorm, parts.pre_mlp_layernorm = IdentityOp, RMSNorm
+    parts.sharded_state_dict_keys_map = {}
+    if shape.shared_expert_ffn_hidden_size:
+        parts.mlp.submodules.shared_experts.params["gate"] = True
+    num_layers = get_num_layers_to_build(config)
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
