@@ -52,6 +52,8 @@ class Verdict:
     checks: list[Check] = field(default_factory=list)
     hashes: dict[str, str] = field(default_factory=dict)
     """SHA-256 of every file of the release."""
+    skipped: list[str] = field(default_factory=list)
+    """What was not checked, and why."""
 
     @property
     def passed(self) -> bool:

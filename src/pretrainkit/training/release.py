@@ -1,0 +1,251 @@
+"""The release gate's run of models: the released one in transformers against the trained one in Megatron-core.
+
+Both run on CPU in fp32, whatever dtype the weights are stored in, so that the comparison is of mathematics and
+not of rounding. The Megatron model is loaded by megatron-core itself from the checkpoint, at tensor parallel
+size 1 and at the next size that the model can be cut into.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import socket
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pretrainkit.checkpoint.convert import Options, convert, find_hf_folder
+from pretrainkit.checkpoint.detect import Kind, detect
+from pretrainkit.checkpoint.parallel import Parallelism
+from pretrainkit.checkpoint.transforms import padded_vocabulary
+from pretrainkit.checkpoint.verify import Check
+from pretrainkit.config.schema import ModelShape
+from pretrainkit.errors import CheckpointError, RequestError
+from pretrainkit.logs import get_logger
+from pretrainkit.models.registry import read_shape
+from pretrainkit.training import prompts
+
+logger = get_logger(__name__)
+
+LOGIT_TOLERANCE = 1e-4
+"""Largest difference of logits in fp32, relative to the largest logit where that is above 1."""
+LOSS_TOLERANCE = 1e-4
+"""Largest difference of held-out losses, nats per token."""
+RANK_TIMEOUT_S = 3600
+_RESULT = "result.json"
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What the models are run on."""
+
+    long_tokens: int = 512
+    """Length of the long prompt and of each held-out sequence; the model's context where that is shorter."""
+    num_sequences: int = 4
+    """Held-out sequences for the loss."""
+    text: Path | None = None
+    """Held-out text; by default the language reference that ships with Python."""
+    base: Path | None = None
+    """Hugging Face folder of the model before training, whose loss is told for comparison."""
+
+
+def check_models(
+    source: Path, released: Path, *, hf_folder: Path | None = None, options: RunOptions | None = None
+) -> list[Check]:
+    """Run both models on the same tokens and compare logits and losses; whatever goes wrong is a failed check."""
+    checks: list[Check] = []
+    try:
+        checks.extend(_compare(source, released, hf_folder, options or RunOptions()))
+    except Exception as error:  # a doubt fails the gate
+        checks.append(Check("the models run", False, f"{type(error).__name__}: {error}"))
+    return checks
+
+
+def _compare(source: Path, released: Path, hf_folder: Path | None, options: RunOptions) -> Iterator[Check]:
+    found = detect(source)
+    shape = read_shape(find_hf_folder(found, hf_folder))
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        names = _write_tokens(released, shape, options, folder)
+        losses = _run_transformers(released, folder)
+        base = _run_transformers(options.base, folder, keep_logits=False) if options.base else None
+        yield Check("transformers loads the release offline, with every weight", True, "no key missing or left over")
+        weights, prefix, num_rows = _megatron_weights(source, shape, folder, hf_folder)
+        for size in _tensor_parallel_sizes(shape):
+            logger.info("running the Megatron model at TP=%d", size)
+            result = _run_megatron(weights, prefix, shape, num_rows, size, folder)
+            yield from _judge(result, losses, names, size)
+    text = f"{losses['held_out']:.4f} nats per token released"
+    if base is not None:
+        text += f", {base['held_out']:.4f} before training ({losses['held_out'] - base['held_out']:+.4f})"
+    yield Check("held-out loss", losses["held_out"] == losses["held_out"], text)
+
+
+def _judge(result: dict[str, Any], losses: dict[str, float], names: Sequence[str], size: int) -> Iterator[Check]:
+    worst = max(range(len(names)), key=lambda i: result["difference"][i] / max(1.0, result["largest"][i]))
+    difference, largest = result["difference"][worst], result["largest"][worst]
+    yield Check(
+        f"logits at TP={size} are those of transformers",
+        difference <= LOGIT_TOLERANCE * max(1.0, largest),
+        f"largest difference {difference:.1e} at logits up to {largest:.1f} ({names[worst]}), fp32",
+    )
+    agreed, asked = sum(result["agreed"]), sum(result["asked"])
+    yield Check(f"most likely tokens at TP={size}", agreed == asked, f"{agreed} of {asked} the same")
+    gap = abs(result["held_out"] - losses["held_out"])
+    yield Check(
+        f"held-out loss at TP={size}",
+        gap <= LOSS_TOLERANCE,
+        f"{result['held_out']:.6f} and {losses['held_out']:.6f} nats per token",
+    )
+
+
+def _tensor_parallel_sizes(shape: ModelShape) -> list[int]:
+    """1, and the smallest larger size that the model can be cut into, if it is at most 4."""
+    sizes = [1]
+    for size in (2, 3, 4):
+        try:
+            Parallelism(size).check(shape)
+        except RequestError:
+            continue
+        return [*sizes, size]
+    return sizes
+
+
+def _write_tokens(released: Path, shape: ModelShape, options: RunOptions, folder: Path) -> list[str]:
+    """Tokenise the prompts and the held-out text into `tokens.pt`; the prompts' names."""
+    import torch
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(released, local_files_only=True)
+    length = min(options.long_tokens, shape.max_position_embeddings)
+    text = options.text.read_text(encoding="utf-8") if options.text else prompts.long_text()
+    # No tokenizer here packs more than 16 characters into a token on average.
+    ids = tokenizer(text[: 16 * length * (options.num_sequences + 1)], add_special_tokens=False)["input_ids"]
+    count = min(options.num_sequences, len(ids) // length - 1)
+    if count < 1:
+        raise RequestError(
+            f"{len(ids)} tokens of held-out text", needed=f"at least {2 * length}", action="give a longer text"
+        )
+    held_out = torch.tensor(ids[length : length * (count + 1)]).reshape(count, length)
+    texts = {name: tokenizer(prompt)["input_ids"][:length] for name, prompt in prompts.SHORT.items()}
+    texts["long"] = ids[:length]
+    torch.save(
+        {"prompts": [torch.tensor([tokens]) for tokens in texts.values()], "held_out": held_out}, folder / "tokens.pt"
+    )
+    return list(texts)
+
+
+def _run_transformers(model_folder: Path, folder: Path, *, keep_logits: bool = True) -> dict[str, float]:
+    """Run a Hugging Face model; keeps its logits in `logits_<i>.pt` and gives its held-out loss."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    logger.info("running %s in transformers", model_folder)
+    model, info = AutoModelForCausalLM.from_pretrained(
+        model_folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
+    )
+    left = {key: sorted(names) for key, names in info.items() if names}
+    if left:
+        raise CheckpointError(f"transformers reports {left}", where=str(model_folder))
+    tokens = torch.load(folder / "tokens.pt")
+    with torch.no_grad():
+        for i, prompt in enumerate(tokens["prompts"] if keep_logits else []):
+            torch.save(model.eval()(prompt).logits.float(), folder / f"logits_{i}.pt")
+        losses = [_loss(model.eval()(row[None]).logits, row[None]) for row in tokens["held_out"]]
+    return {"held_out": sum(losses) / len(losses)}
+
+
+def _loss(logits: Any, tokens: Any) -> float:
+    """Mean cross entropy of the next token, nats; logits [1, S, V], tokens [1, S]."""
+    import torch.nn.functional as F
+
+    return float(F.cross_entropy(logits[0, :-1].float(), tokens[0, 1:]))
+
+
+def _megatron_weights(source: Path, shape: ModelShape, folder: Path, hf_folder: Path | None) -> tuple[Path, str, int]:
+    """A torch_dist folder with the source's weights, the prefix of its names, and its rows of the embedding.
+
+    A classic checkpoint or a Hugging Face folder is converted for it.
+    """
+    from pretrainkit.checkpoint.torch_dist import read_metadata
+
+    found = detect(source)
+    if found.kind in (Kind.HF, Kind.TORCH):
+        convert(source, folder / "nemo", Options(to=Kind.NEMO, hf_folder=hf_folder))
+        found = detect(folder / "nemo")
+    tensors = read_metadata(found.weights)
+    name = next(name for name in tensors if name.endswith("embedding.word_embeddings.weight") and "optim" not in name)
+    return found.weights, name.removesuffix("embedding.word_embeddings.weight"), tensors[name].shape[0]
+
+
+def _run_megatron(
+    weights: Path, prefix: str, shape: ModelShape, num_rows: int, size: int, folder: Path
+) -> dict[str, Any]:
+    """Run the Megatron model on `size` ranks; differences to the kept logits by prompt, and the held-out loss."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # Spawned: a rank bridges torch to the CPU for good, and must do so before Megatron is imported.
+    context = multiprocessing.get_context("spawn")
+    arguments = (size, port, weights, prefix, shape, num_rows, folder)
+    ranks = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(size)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(RANK_TIMEOUT_S)
+    failed = [rank for rank, process in enumerate(ranks) if process.exitcode != 0]
+    for process in ranks:
+        process.kill()
+    if failed:
+        raise CheckpointError(f"the Megatron model failed on rank {failed[0]} of {size}", where=str(weights))
+    return json.loads((folder / _RESULT).read_text(encoding="utf-8"))
+
+
+def _rank(
+    rank: int, size: int, port: int, weights: Path, prefix: str, shape: ModelShape, num_rows: int, folder: Path
+) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(size)}
+    import torch
+
+    from pretrainkit.training import cpu
+
+    cpu.bridge()
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // size))
+    from pretrainkit.training import megatron_model
+
+    torch.distributed.init_process_group("gloo")
+    megatron_model.initialize(tensor_parallel_size=size)
+    tokens = torch.load(folder / "tokens.pt")
+    model = megatron_model.load_model(
+        weights,
+        shape,
+        key_prefix=prefix,
+        padded_vocab_size=padded_vocabulary(num_rows, 1, size),
+        sequence_length=tokens["held_out"].shape[1],
+    )
+    result: dict[str, Any] = {"difference": [], "largest": [], "agreed": [], "asked": []}
+    for i, prompt in enumerate(tokens["prompts"]):
+        expected = torch.load(folder / f"logits_{i}.pt")
+        logits = _padded_logits(model, prompt, shape, size)
+        result["difference"].append(float((logits - expected).abs().max()))
+        result["largest"].append(float(expected.abs().max()))
+        result["agreed"].append(int((logits.argmax(-1) == expected.argmax(-1)).sum()))
+        result["asked"].append(prompt.shape[1])
+    losses = [_loss(_padded_logits(model, row[None], shape, size), row[None]) for row in tokens["held_out"]]
+    result["held_out"] = sum(losses) / len(losses)
+    if rank == 0:
+        (folder / _RESULT).write_text(json.dumps(result), encoding="utf-8")
+    torch.distributed.destroy_process_group()
+
+
+def _padded_logits(model: Any, tokens: Any, shape: ModelShape, size: int) -> Any:
+    """Logits of tokens [1, S]; padded at the end for the call, since experts under TP need S to be a multiple of TP."""
+    import torch.nn.functional as F
+
+    from pretrainkit.training import megatron_model
+
+    length = tokens.shape[1]
+    return megatron_model.logits(model, F.pad(tokens, (0, -length % size)), vocab_size=shape.vocab_size)[:, :length]

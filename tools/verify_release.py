@@ -1,0 +1,71 @@
+#!/usr/bin/env python
+"""Release gate: may the Hugging Face folder RELEASED be given away as the model in SOURCE?
+
+Re-reads every file from disk, compares every bit with SOURCE, runs both models, and writes a report with the hash
+of every file. Exit code 0 only when there is no doubt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from pretrainkit.cli import Parser, run_command
+from pretrainkit.errors import EXIT_DONE, EXIT_FAILED
+
+
+def build_parser() -> Parser:
+    """The command's flags."""
+    parser = Parser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("source", type=Path, help="checkpoint that the release was made from, of any known kind")
+    parser.add_argument("released", type=Path, help="Hugging Face folder to be released")
+    parser.add_argument("--hf-model", type=Path, help="original Hugging Face folder, if SOURCE doesn't carry its files")
+    parser.add_argument("--base", type=Path, help="model before training, whose held-out loss is told for comparison")
+    parser.add_argument("--text", type=Path, help="held-out text; default: Python's language reference")
+    parser.add_argument("--long-tokens", type=int, default=512, help="tokens of the long prompt and of each sequence")
+    parser.add_argument("--num-sequences", type=int, default=4, help="held-out sequences")
+    parser.add_argument("--files-only", action="store_true", help="don't run the models; the report says so")
+    parser.add_argument("--report", type=Path, help="writes REPORT.json and REPORT.md; default: RELEASED.verified")
+    parser.add_argument("--ignore-config-fields", nargs="+", default=[], metavar="NAME")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument("--verbose", action="store_true", help="log more")
+    parser.add_argument("--quiet", action="store_true", help="log warnings only")
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Check, report, and say whether the release passed."""
+    from pretrainkit.checkpoint.verify import verify_files
+    from pretrainkit.checkpoint.verify_report import as_markdown, write_report
+    from pretrainkit.training.release import RunOptions, check_models
+
+    verdict = verify_files(
+        arguments.source,
+        arguments.released,
+        hf_folder=arguments.hf_model,
+        ignore_config_fields=arguments.ignore_config_fields,
+    )
+    if arguments.files_only:
+        verdict.skipped.append("the models were not run (--files-only)")
+    elif not verdict.passed:
+        verdict.skipped.append("the models were not run, since the files are wrong already")
+    else:
+        options = RunOptions(arguments.long_tokens, arguments.num_sequences, arguments.text, arguments.base)
+        verdict.checks += check_models(
+            arguments.source, arguments.released, hf_folder=arguments.hf_model, options=options
+        )
+    prefix = arguments.report or arguments.released.with_name(arguments.released.name + ".verified")
+    write_report(verdict, prefix)
+    print(json.dumps(verdict.as_dict(), indent=2) if arguments.json else as_markdown(verdict, hashes=False))
+    return EXIT_DONE if verdict.passed else EXIT_FAILED
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point."""
+    return run_command(run, build_parser(), argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
