@@ -26,6 +26,8 @@ def configure(*, verbose: bool = False, quiet: bool = False) -> None:
     logger.handlers[:] = [handler]
     logger.propagate = False
     logger.setLevel(logging.DEBUG if verbose else logging.WARNING if quiet else logging.INFO)
+    # Said by torch at import wherever nvidia-resiliency-ext, which NeMo needs, has installed that package.
+    warnings.filterwarnings("ignore", message="The pynvml package is deprecated", category=FutureWarning)
 
 
 @contextmanager
