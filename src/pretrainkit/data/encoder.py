@@ -32,6 +32,7 @@ class FastEncoder:
     def __init__(self, json_path: str, *, special_tokens: bool) -> None:
         import fastokens
 
+        self.json_path = json_path
         self._tokenizer = fastokens.Tokenizer.from_file(json_path)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()

@@ -18,7 +18,7 @@ from pretrainkit.errors import DataError
 NOT_FORKABLE = ("tokenizers", "fastokens", "torch", "pyarrow")
 """Modules that may have started threads of their own, which don't live on in a forked process."""
 GRACE_S = 2.0
-"""A worker that got its message to stop is given this long before it is killed."""
+"""A worker whose connection ended is given this long to end itself."""
 
 
 class WorkerDied(DataError):
@@ -96,10 +96,10 @@ class WorkerPool:
 
     def release(self, keep: int) -> None:
         """Let all but the first `keep` workers go."""
-        for worker in range(keep, len(self)):
-            self.send(worker, "stop")
-            self._processes[worker].join(GRACE_S)
-            self.connections[worker].close()
+        for process, connection in zip(self._processes[keep:], self.connections[keep:], strict=True):
+            process.kill()
+            process.join()
+            connection.close()
         del self._processes[keep:], self.connections[keep:]
 
     def kill(self) -> None:

@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from pretrainkit.data import encoder
@@ -46,6 +47,7 @@ def preprocess(request: Request) -> list[Manifest]:
     and Ctrl-C. After the last two, the same request continues where it was.
     """
     with WorkerPool(request.workers) as pool:  # first of all: nothing here must have threads before the fork
+        _load_early(request, pool)
         plan = make_plan(request)
         check_outputs(plan, finished_outputs(plan.state_folder, plan.identity()) if request.resume else 0)
         journal = Journal(plan.state_folder, plan.identity(), resume=request.resume)
@@ -64,6 +66,14 @@ def preprocess(request: Request) -> list[Manifest]:
             raise
         journal.remove()
     return manifests
+
+
+def _load_early(request: Request, pool: WorkerPool) -> None:
+    """Let workers load the tokenizer, a second for a large one, while the request is checked."""
+    path = Path(request.tokenizer_model) / "tokenizer.json"
+    if request.engine == "auto" and encoder.has_fastokens() and path.is_file():
+        for worker in range(len(pool)):
+            pool.send(worker, "load", str(path), request.special_tokens_in_text != "plain")
 
 
 @contextmanager

@@ -71,7 +71,7 @@ class _Stop(Exception):
 
 
 def serve(connection: Connection, inherited: Iterable[Connection]) -> None:
-    """Serve one parent until it says stop or is gone. `inherited` are other workers' ends, closed at once."""
+    """Serve one parent until it is gone. `inherited` are other workers' ends, closed at once."""
     for other in inherited:
         other.close()
     # Ctrl-C and a scheduler's SIGTERM reach the whole group; the parent decides what then happens.
@@ -79,16 +79,18 @@ def serve(connection: Connection, inherited: Iterable[Connection]) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     one_thread()
     worker: _Worker | None = None
+    early: FastEncoder | None = None
     try:
         while True:
             kind, *details = connection.recv()
-            if kind == "stop":
-                return
+            if kind == "load":
+                early = _load_early(*details)
+                continue
             try:
                 reply: object = None
                 if kind == "setup":
                     try:
-                        worker = _Worker(*details)
+                        worker = _Worker(details[0], early)
                     except Exception as error:  # whatever a Rust library thinks of a tokenizer
                         if details[0].engine != "fastokens":
                             raise
@@ -110,15 +112,28 @@ def serve(connection: Connection, inherited: Iterable[Connection]) -> None:
         os._exit(1)  # the parent was killed
 
 
+def _load_early(json_path: str, special_tokens: bool) -> FastEncoder | None:
+    """Load a tokenizer while the parent still checks the request; what is wrong with it is said at the setup."""
+    try:
+        return FastEncoder(json_path, special_tokens=special_tokens)
+    except Exception:
+        return None
+
+
 class _Worker:
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, early: FastEncoder | None = None) -> None:
         self.setup = setup
         self.dtype = np.dtype(setup.dtype)
         self.held: dict[tuple[int, int], HeldChunk] = {}
         self.parts = PartWriter(setup.folder, setup.name, len(setup.rules.keys))
         special = setup.special_tokens_in_text != "plain"
-        engine = FastEncoder if setup.engine == "fastokens" else ReferenceEncoder
-        self.encoder: Encoder = engine(setup.json_path, special_tokens=special)
+        self.encoder: Encoder
+        if setup.engine == "tokenizers":
+            self.encoder = ReferenceEncoder(setup.json_path, special_tokens=special)
+        elif early is not None and early.json_path == setup.json_path:
+            self.encoder = early
+        else:
+            self.encoder = FastEncoder(setup.json_path, special_tokens=special)
         self.reference: Encoder | None = None
         if setup.verify_all and setup.engine == "fastokens":
             self.reference = ReferenceEncoder(setup.json_path, special_tokens=special)
