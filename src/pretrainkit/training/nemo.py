@@ -26,6 +26,7 @@ from nemo.utils import logging as nemo_logging
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.logs import get_logger
 from pretrainkit.training import optimizer, resume
+from pretrainkit.training.dataset import EpochDataset
 from pretrainkit.training.layer_spec import torch_layer_spec
 from pretrainkit.training.model_config import transformer_config_fields
 from pretrainkit.training.nemo_callbacks import Checkpoints, LearningRate, Recording, StopOnSignal
@@ -141,6 +142,7 @@ def _data(run: ResolvedRun, tokenizer: AutoTokenizer) -> llm.PreTrainingDataModu
         tokenizer=tokenizer,
         split=run.config.data.split,
         seed=run.config.training.seed,
+        dataset_cls=EpochDataset,
         # Megatron names its index after the settings, not the data: other data, other folder.
         index_mapping_dir=str(Path(run.experiment_dir) / "index" / dataset.data_hash[:16]),
     )

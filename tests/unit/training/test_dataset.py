@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, get_bin_path, get_idx_path
+from megatron.core.datasets.utils import Split
+
+from pretrainkit.training.dataset import EpochDataset
+
+EOD = 2
+SEQUENCE_LENGTH = 16
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> str:
+    """Forty documents of 5 to 44 different tokens, each with EOD at its end."""
+    prefix = str(tmp_path / "documents")
+    builder = IndexedDatasetBuilder(get_bin_path(prefix), dtype=np.uint16)
+    for number in range(40):
+        builder.add_document(np.append(np.arange(5 + number) + 100 * number + 3, EOD), [6 + number])
+    builder.finalize(get_idx_path(prefix))
+    return prefix
+
+
+def dataset(prefix: str, tmp_path: Path, num_samples: int | None, *, seed: int = 7) -> EpochDataset:
+    config = GPTDatasetConfig(
+        random_seed=seed,
+        sequence_length=SEQUENCE_LENGTH,
+        # The tokenizer of a model that pads with its EOD.
+        tokenizer=SimpleNamespace(eod=EOD, pad=EOD, unique_identifiers={"name": "test"}),  # type: ignore[arg-type]
+        path_to_cache=str(tmp_path / "cache"),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+        split="1,0,0",
+    )
+    documents = np.arange(40, dtype=np.int32)
+    return EpochDataset(IndexedDataset(prefix), prefix, documents, num_samples, Split.train, config)
+
+
+def tokens(data: Any, indices: range) -> list[tuple[int, ...]]:
+    return [tuple(data[index]["tokens"].tolist()) for index in indices]
+
+
+def test_a_longer_run_begins_with_the_samples_of_a_shorter_one(prefix: str, tmp_path: Path) -> None:
+    one_epoch = dataset(prefix, tmp_path, None)
+    samples = len(one_epoch)
+    lengths = (samples // 2, samples, samples + 1, 3 * samples + 5)
+    orders = [tokens(dataset(prefix, tmp_path, length), range(length)) for length in lengths]
+    for shorter, longer in itertools.pairwise(orders):
+        assert longer[: len(shorter)] == shorter
+
+
+def test_every_epoch_holds_every_sample_once_in_an_order_of_its_own(prefix: str, tmp_path: Path) -> None:
+    data = dataset(prefix, tmp_path, 10**6)
+    samples = len(dataset(prefix, tmp_path, None))
+    epochs = [tokens(data, range(epoch * samples, (epoch + 1) * samples)) for epoch in range(3)]
+    assert samples > 20
+    assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(epochs[2])
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+
+
+def test_order_does_not_depend_on_what_was_read_before(prefix: str, tmp_path: Path) -> None:
+    samples = len(dataset(prefix, tmp_path, None))
+    forward, backward = dataset(prefix, tmp_path, 4 * samples), dataset(prefix, tmp_path, 4 * samples)
+    indices = range(4 * samples)
+    assert tokens(forward, indices) == tokens(backward, indices[::-1])[::-1]
+
+
+def test_another_seed_gives_another_order(prefix: str, tmp_path: Path) -> None:
+    first, second = (dataset(prefix, tmp_path, None, seed=seed) for seed in (1, 2))
+    assert tokens(first, range(len(first))) != tokens(second, range(len(second)))
+
+
+def test_ends_of_documents_are_learnt_where_padding_is_eod(prefix: str, tmp_path: Path) -> None:
+    data = dataset(prefix, tmp_path, None)
+    samples = [data[index] for index in range(len(data))]
+    assert sum(int((sample["labels"] == EOD).sum()) for sample in samples) > 30
+    assert all(bool(sample["loss_mask"].all()) for sample in samples)
+    assert all(0 not in sample["tokens"] for sample in samples)
