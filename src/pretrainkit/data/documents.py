@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 
 from pretrainkit.data.sources import Source
+from pretrainkit.errors import DataError
 
 BOM = b"\xef\xbb\xbf"
 ROWS_PER_BATCH = 2048
@@ -273,6 +274,17 @@ class _RawRows:
 
 
 def _tables(source: Source, first: int, end: int, keys: tuple[str, ...]) -> Iterator[Any]:
+    import pyarrow as pa
+
+    try:
+        yield from _read_tables(source, first, end, keys)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(
+            f"damaged {source.format} file: {error}", where=source.path, action="copy or download the file again"
+        ) from error
+
+
+def _read_tables(source: Source, first: int, end: int, keys: tuple[str, ...]) -> Iterator[Any]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 

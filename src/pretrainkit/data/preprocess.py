@@ -65,6 +65,8 @@ def preprocess(request: Request) -> list[Manifest]:
             journal.close()
             raise
         journal.remove()
+    if not any(manifest.num_documents for manifest in manifests):
+        LOGGER.warning("no document was written")
     return manifests
 
 
@@ -236,6 +238,11 @@ class _Run:
             self.assembly.written(content)
         elif kind == "prove":
             self.recorder.is_proven = True
+            LOGGER.info(
+                "fastokens %(fastokens)s gives the ids of tokenizers %(tokenizers)s on hard strings and a sample of"
+                " this input",
+                encoder.versions(),
+            )
 
     def _report_bad_record(self) -> None:
         if not self.bad:

@@ -13,8 +13,9 @@ from pretrainkit.units import format_count, format_duration
 
 def summary(manifest: Manifest) -> str:
     """One line: the books of a pair, tokens and rate."""
+    source = f" of {manifest.inputs[0].path}" if len(manifest.inputs) == 1 else ""
     return (
-        f"{manifest.key}: {manifest.num_records} records in = {manifest.num_documents} documents out"
+        f"{manifest.key}{source}: {manifest.num_records} records in = {manifest.num_documents} documents out"
         f" + {manifest.num_empty} empty + {manifest.num_rejected} rejected"
         f" (and {manifest.num_blank_lines} blank lines); {format_count(manifest.num_tokens)} tokens"
         f" ({manifest.num_tokens}) as {manifest.dtype}; {format_duration(manifest.elapsed_s)},"

@@ -158,7 +158,8 @@ def make_plan(request: Request) -> Plan:
         if request.per_file:
             outputs, units, sources, (begin, end) = _shard_files(outputs, sources, request)
     dtype = optimal_dtype(tokenizer.num_ids) if request.dtype == "auto" else np.dtype(request.dtype)
-    state_folder = Path(f"{prefix.rstrip('/')}.partial")
+    part = f".shard-{request.shard[0]:05d}-of-{request.shard[1]:05d}" if request.shard and request.per_file else ""
+    state_folder = Path(f"{prefix.rstrip('/')}{part}.partial")
     chosen = {number: units[number] for number in range(begin, end)}
     return Plan(request, tokenizer, sources, outputs, chosen, dtype, state_folder)
 
