@@ -78,9 +78,7 @@ def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
-        raise RequestError(
-            f"not valid YAML: {getattr(error, 'problem', None) or error}", where=where
-        ) from error
+        raise RequestError(f"not valid YAML: {getattr(error, 'problem', None) or error}", where=where) from error
     except OmegaConfBaseException as error:
         raise RequestError(str(error).splitlines()[0], where=str(path)) from error
     if not isinstance(tree, dict) or not isinstance(root, yaml.MappingNode | None):
@@ -106,9 +104,7 @@ def _flatten(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
             yield dotted, value
 
 
-def _merge_assignment(
-    config: DictConfig, assignment: str, given: dict[str, Any], problems: list[RequestError]
-) -> None:
+def _merge_assignment(config: DictConfig, assignment: str, given: dict[str, Any], problems: list[RequestError]) -> None:
     dotted, equals, text = assignment.partition("=")
     dotted = dotted.strip().replace("-", "_")
     where = f"--set {assignment}"

@@ -175,13 +175,13 @@ class DatasetFacts:
     prefixes: tuple[str, ...]
     """Absolute .bin/.idx prefixes."""
     weights: tuple[float, ...]
-    """One per prefix; empty when the dataset is one prefix or is taken in proportion to its tokens."""
+    """One per prefix, on any scale; empty when the dataset is one prefix."""
     num_tokens: int
     num_documents: int
     max_token_id: int | None
     """Largest id that the tokenizer which made the data can give; None without a manifest."""
     data_hash: str
-    """Changes when any file of the dataset does (names, sizes, times, manifest hashes)."""
+    """Changes when the content of the dataset does, not its place (`pretrainkit.launch.dataset`)."""
 
 
 @dataclass(frozen=True)

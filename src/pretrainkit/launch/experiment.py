@@ -65,23 +65,23 @@ def write_run_file(run: ResolvedRun) -> Path:
     """Write run.json, if the experiment may become this run.
 
     Once it has checkpoints, its identity can't change: the same command continues it, another model, dataset,
-    sequence length, split or seed is another experiment. Other changes are logged.
+    sequence length, split or seed is another experiment. Other changes are logged. Before the first
+    checkpoint anything may change.
 
     Raises RequestError that names every changed field with both values.
     """
     path = Path(run.experiment_dir) / RUN_FILE
-    if path.exists():
+    if has_checkpoints(path.parent):
+        if not path.exists():
+            raise RequestError(
+                "checkpoints, but no run.json that says what they are of",
+                action="restore run.json, or take another --experiment",
+                where=str(path.parent),
+            )
         changed = changes(to_json(read_run(path)), to_json(run))
-        if has_checkpoints(Path(run.experiment_dir)):
-            _refuse_other_identity(path, changed)
+        _refuse_other_identity(path, changed)
         for name, (old, new) in changed.items():
             log.info("changed since the last start: %s: %s -> %s", name, old, new)
-    elif has_checkpoints(path.parent):
-        raise RequestError(
-            "checkpoints, but no run.json that says what they are of",
-            action="restore run.json, or take another --experiment",
-            where=str(path.parent),
-        )
     write_run(path, run)
     return path
 

@@ -56,8 +56,6 @@ def plan_launch(run: ResolvedRun, *, run_file: Path, log_dir: Path, train_script
         # All that a rank reads is local; a node without network must not wait for the hub.
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        # torch's import tells every rank of every user that a package it uses has been renamed.
-        "PYTHONWARNINGS": "ignore::FutureWarning:torch.cuda",
     }
     if run.accelerator == "cpu":
         # gloo looks up the host's own name otherwise, which fails on machines that don't know it.

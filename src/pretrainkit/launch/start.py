@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -43,7 +42,6 @@ def resolve_request(config: RunConfig) -> ResolvedRun:
 
 def start(config: RunConfig, *, train_script: Path, command_line: Sequence[str]) -> int:
     """Start the run that is asked for, or continue it, and wait for its end; the exit code is that of its ranks."""
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.cuda")  # says pynvml was renamed
     run = resolve_request(config)
     experiment_dir = Path(run.experiment_dir)
     with locked(experiment_dir, LAUNCHER_LOCK):

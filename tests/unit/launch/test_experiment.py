@@ -106,6 +106,12 @@ def test_a_moved_dataset_is_the_same_run(run: ResolvedRun) -> None:
     assert read_run(write_run_file(moved)) == moved
 
 
+def test_a_run_file_that_nothing_depends_on_is_replaced(run: ResolvedRun) -> None:
+    path = write_run_file(run)
+    path.write_text("{")
+    assert read_run(write_run_file(run)) == run
+
+
 def test_checkpoints_without_a_run_file_are_not_taken_over(run: ResolvedRun) -> None:
     save_a_checkpoint(run)
     with pytest.raises(RequestError, match=r"no run\.json"):

@@ -56,6 +56,18 @@ def test_all_problems_of_request_files_and_machine_are_told_at_once(request_word
     assert not (tmp_path / "experiments").exists()
 
 
+def test_an_unknown_model_family_and_a_folder_without_data_are_told(
+    request_words: list[str], hf_folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "gpt").mkdir()
+    for file in hf_folder.glob("tokenizer*"):
+        (tmp_path / "gpt" / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "gpt" / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}')
+    done = pretrain(*request_words, "--hf_model_id", tmp_path / "gpt", "--dataset_path", tmp_path)
+    assert done.returncode == 2
+    assert "architecture GPT2LMHeadModel" in done.stderr and "no .bin/.idx pair here" in done.stderr
+
+
 def test_a_missing_request_is_exit_code_2() -> None:
     done = pretrain()
     assert done.returncode == 2 and "--hf_model_id: missing" in done.stderr and "--dataset_path: missing" in done.stderr
