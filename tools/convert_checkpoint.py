@@ -11,9 +11,11 @@ import argparse
 import json
 import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 from pretrainkit.cli import Parser, run_command
+from pretrainkit.errors import EXIT_DONE, EXIT_FAILED, RequestError
 from pretrainkit.units import format_bytes, format_duration, parse_bytes
 
 
@@ -70,12 +72,19 @@ def run(arguments: argparse.Namespace) -> int:
     """Convert, and say what was done."""
     import torch
 
-    from pretrainkit.checkpoint.convert import Options, convert
-    from pretrainkit.checkpoint.detect import Kind
+    from pretrainkit.checkpoint.convert import Options, convert, default_target
+    from pretrainkit.checkpoint.detect import Kind, detect
     from pretrainkit.checkpoint.parallel import Parallelism
 
+    source_kind = detect(arguments.source).kind
+    target_kind = Kind(arguments.target_format) if arguments.target_format else default_target(source_kind)
+    if arguments.test_precision and (source_kind is Kind.HF) == (target_kind is Kind.HF):
+        raise RequestError(
+            f"compares a Megatron with a Hugging Face model, not {source_kind} with {target_kind}",
+            where="--test-precision",
+        )
     options = Options(
-        to=Kind(arguments.target_format) if arguments.target_format else None,
+        to=target_kind,
         hf_folder=arguments.hf_model,
         dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
         parallelism=Parallelism(
@@ -93,16 +102,26 @@ def run(arguments: argparse.Namespace) -> int:
         ignore_config_fields=tuple(arguments.ignore_config_fields),
     )
     report = convert(arguments.source, arguments.target, options)
+    checks = []
+    if arguments.test_precision:
+        from pretrainkit.training.release import check_models
+
+        sides = (arguments.source, arguments.target)
+        megatron, hugging_face = sides if target_kind is Kind.HF else sides[::-1]
+        checks = check_models(megatron, hugging_face, hf_folder=arguments.hf_model)
+    exit_code = EXIT_DONE if all(check.passed for check in checks) else EXIT_FAILED
     if arguments.json:
-        print(json.dumps(report.as_dict(), indent=2))
-        return 0
+        print(json.dumps({**report.as_dict(), "checks": [asdict(check) for check in checks]}, indent=2))
+        return exit_code
     dtypes = ", ".join(f"{count} {name}" for name, count in report.dtypes.items())
     print(f"{report.source} ({report.source_kind}) -> {report.target} ({report.target_kind})")
     print(f"  {report.shape.family}, {report.num_tensors} tensors ({dtypes}), {format_bytes(report.num_bytes)}")
     print(f"  {format_duration(report.elapsed_s)}, {format_bytes(report.num_bytes / report.elapsed_s)}/s")
     for note in report.notes:
         print(f"  {note}")
-    return 0
+    for check in checks:
+        print(f"  {'ok' if check.passed else 'FAILED'}: {check.name}: {check.found}")
+    return exit_code
 
 
 def main(argv: list[str] | None = None) -> int:

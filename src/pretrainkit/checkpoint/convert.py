@@ -101,7 +101,7 @@ def convert(source: str | Path, target: str | Path, options: Options | None = No
     options = options or Options()
     started = time.monotonic()
     found, target = detect(Path(source)), Path(target)
-    kind = options.to or (Kind.NEMO if found.kind is Kind.HF else Kind.HF)
+    kind = options.to or default_target(found.kind)
     _check_target(target, found, options)
     hf_folder = find_hf_folder(found, options.hf_folder)
     shape = read_shape(hf_folder, ignore_fields=options.ignore_config_fields)
@@ -145,6 +145,11 @@ def convert(source: str | Path, target: str | Path, options: Options | None = No
     elapsed_s = time.monotonic() - started
     logger.info("wrote %s in %s", format_bytes(report.num_bytes), format_duration(elapsed_s))
     return report
+
+
+def default_target(source: Kind) -> Kind:
+    """The format that a source is converted to when none is asked for."""
+    return Kind.NEMO if source is Kind.HF else Kind.HF
 
 
 def find_hf_folder(found: Found, given: Path | None = None) -> Path:

@@ -31,7 +31,9 @@ from pretrainkit.training import prompts
 logger = get_logger(__name__)
 
 LOGIT_TOLERANCE = 1e-4
-"""Largest difference of logits in fp32, relative to the largest logit where that is above 1."""
+"""Largest difference of logits in fp32, to which LOGIT_TOLERANCE_RELATIVE of the largest logit is added."""
+LOGIT_TOLERANCE_RELATIVE = 1e-5
+"""fp32 sums in another order under tensor parallelism; measured on SmolLM2-135M: 1.0e-4 at logits up to 36, TP=3."""
 LOSS_TOLERANCE = 1e-4
 """Largest difference of held-out losses, nats per token."""
 RANK_TIMEOUT_S = 3600
@@ -85,12 +87,14 @@ def _compare(source: Path, released: Path, hf_folder: Path | None, options: RunO
 
 
 def _judge(result: dict[str, Any], losses: dict[str, float], names: Sequence[str], size: int) -> Iterator[Check]:
-    worst = max(range(len(names)), key=lambda i: result["difference"][i] / max(1.0, result["largest"][i]))
+    bounds = [LOGIT_TOLERANCE + LOGIT_TOLERANCE_RELATIVE * largest for largest in result["largest"]]
+    worst = max(range(len(names)), key=lambda i: result["difference"][i] / bounds[i])
     difference, largest = result["difference"][worst], result["largest"][worst]
     yield Check(
         f"logits at TP={size} are those of transformers",
-        difference <= LOGIT_TOLERANCE * max(1.0, largest),
-        f"largest difference {difference:.1e} at logits up to {largest:.1f} ({names[worst]}), fp32",
+        difference <= bounds[worst],
+        f"largest difference {difference:.1e} at logits up to {largest:.1f} ({names[worst]}),"
+        f" bound {bounds[worst]:.1e}, fp32",
     )
     agreed, asked = sum(result["agreed"]), sum(result["asked"])
     yield Check(f"most likely tokens at TP={size}", agreed == asked, f"{agreed} of {asked} the same")
