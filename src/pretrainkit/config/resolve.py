@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from pretrainkit.config.schema import DatasetFacts, ModelShape, ResolvedRun, RunConfig
 from pretrainkit.config.split import num_samples
 
 VOCABULARY_MULTIPLE = 128
-"""Megatron pads the embedding's rows to a multiple of this x TP (its --make-vocab-size-divisible-by)."""
+"""The embedding's rows are padded to a multiple of this and of TP.
+
+Megatron-LM pads to 128 x TP, which gives the embedding another shape at another TP; so padded, it has one shape at
+every power of two up to 128, and optimizer state can move between them.
+"""
 WARMUP_SHARE = 0.01
 MAX_DEFAULT_WARMUP_STEPS = 2000
 
@@ -100,7 +105,7 @@ def lr_warmup_steps(config: RunConfig, steps: int) -> int:
 
 def padded_vocab_size(vocab_size: int, tensor_model_parallel_size: int) -> int:
     """Rows of the embedding in Megatron."""
-    multiple = VOCABULARY_MULTIPLE * tensor_model_parallel_size
+    multiple = math.lcm(VOCABULARY_MULTIPLE, tensor_model_parallel_size)
     return -(-vocab_size // multiple) * multiple
 
 

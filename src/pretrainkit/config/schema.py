@@ -209,4 +209,4 @@ class ResolvedRun:
     lr_decay_steps: int
     min_lr: float
     padded_vocab_size: int
-    """Rows of the embedding in Megatron, a multiple of 128 x TP."""
+    """Rows of the embedding in Megatron, a multiple of 128 and of TP."""

@@ -75,9 +75,10 @@ def test_min_lr_is_a_tenth_unless_given(config: RunConfig, facts: RunFacts) -> N
 
 
 @pytest.mark.parametrize(
-    ("vocabulary", "tensor", "padded"), [(128256, 1, 128256), (128256, 8, 129024), (49152, 2, 49152), (1, 1, 128)]
+    ("vocabulary", "tensor", "padded"),
+    [(320, 1, 384), (320, 2, 384), (320, 8, 384), (128256, 8, 128256), (49152, 4, 49152), (320, 3, 384), (400, 3, 768)],
 )
-def test_the_vocabulary_is_padded_to_128_times_tp(vocabulary: int, tensor: int, padded: int) -> None:
+def test_the_vocabulary_is_padded_to_one_size_at_every_power_of_two(vocabulary: int, tensor: int, padded: int) -> None:
     assert padded_vocab_size(vocabulary, tensor) == padded
 
 
