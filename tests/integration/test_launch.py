@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -64,11 +65,17 @@ sys.exit(_follow(plan))
 class Attempt:
     """A started attempt and what can be seen of it."""
 
-    def __init__(self, folder: Path, command: list[str]) -> None:
+    def __init__(self, folder: Path, command: list[str], **environment: str) -> None:
         self.log_dir = folder / "logs" / "attempt_1"
         self.log_dir.mkdir(parents=True)
         with (folder / "terminal").open("wb") as terminal:
-            self.process = subprocess.Popen(command, stdout=terminal, stderr=terminal, start_new_session=True)
+            self.process = subprocess.Popen(
+                command,
+                stdout=terminal,
+                stderr=terminal,
+                env={**os.environ, **environment},
+                start_new_session=True,
+            )
         self._folder = folder
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
@@ -129,7 +136,13 @@ def launcher(folder: Path) -> Callable[[str], Attempt]:
     """Start an attempt through NeMo-Run."""
 
     def start(mode: str) -> Attempt:
-        return Attempt(folder, [sys.executable, "-c", START, str(folder), str(folder / "rank.py"), mode])
+        for name in ("torchrun", "python"):  # those of another environment, first in PATH
+            other = folder / "bin" / name
+            other.parent.mkdir(exist_ok=True)
+            other.write_text("#!/bin/sh\nexit 99\n")
+            other.chmod(0o755)
+        command = [sys.executable, "-c", START, str(folder), str(folder / "rank.py"), mode]
+        return Attempt(folder, command, PATH=f"{folder / 'bin'}:{os.environ['PATH']}")
 
     return start
 
@@ -167,6 +180,21 @@ def test_a_second_signal_kills(node: Callable[[str], Attempt]) -> None:
     attempt.process.send_signal(signal.SIGTERM)
     assert attempt.wait() == 1
     assert attempt.processes() == [] and "killed" in attempt.outcome["reason"]
+
+
+def test_two_attempts_at_once_find_ports_though_the_usual_one_is_taken(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        with contextlib.suppress(OSError):  # taken by another is as good
+            taken.bind(("localhost", 29500))
+        attempts = []
+        for name in ("a", "b"):
+            folder = tmp_path / name
+            folder.mkdir()
+            (folder / "rank.py").write_text(RANK)
+            words = ["--ranks", "2", "--experiment_dir", str(folder), "--log_dir", str(folder / "logs" / "attempt_1")]
+            script = [str(folder / "rank.py"), "--run", "end"]
+            attempts.append(Attempt(folder, [sys.executable, "-m", "pretrainkit.launch.node", *words, "--", *script]))
+        assert [attempt.wait() for attempt in attempts] == [0, 0]
 
 
 def test_nemo_run_starts_the_ranks_and_their_output_is_followed(
