@@ -134,7 +134,7 @@ class _Run:
         if self.journal.is_resumed:
             self.assembly.resume()
             LOGGER.info("continuing unfinished work: %d pieces are done", len(self.assembly.done))
-        self.pool.release(max(1, min(len(self.pool), self.plan.num_tasks())))
+        self.pool.release(min(len(self.pool), self.plan.useful_workers()))
         self.feeder = Feeder(
             self.plan.units,
             self.plan.sources,

@@ -95,9 +95,9 @@ class Plan:
         """Id that begins every document."""
         return self.tokenizer.bos_id if self.request.add_bos else None
 
-    def num_tasks(self) -> int:
-        """About how many pieces there are for workers."""
-        return sum(-(-unit.weight // BLOCK_BYTES) if unit.is_stream else 1 for unit in self.units.values())
+    def useful_workers(self) -> int:
+        """More than these would load a tokenizer, a second for a large one, for less than a piece of text each."""
+        return 1 + sum(unit.weight for unit in self.units.values()) // BLOCK_BYTES
 
     def flags(self) -> dict[str, Any]:
         """All flags that decide the output, for the manifest."""
