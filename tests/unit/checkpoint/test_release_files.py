@@ -1,0 +1,108 @@
+"""What lies beside the weights of a released model, and how its files are cut."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from pretrainkit.checkpoint.convert import Options, convert
+from pretrainkit.checkpoint.detect import Kind
+
+SIDE_FILES = {
+    "tokenizer.json": '{"version": "1.0"}',
+    "tokenizer.model": "sentencepiece",
+    "tokenizer_config.json": "{}",
+    "special_tokens_map.json": "{}",
+    "chat_template.jinja": "{{ messages }}",
+    "generation_config.json": '{"eos_token_id": [1, 2]}',
+    "modeling_x.py": "X = 1",
+    "README.md": "# Model",
+    "LICENSE": "free",
+}
+LEFT_BEHIND = {"pytorch_model.bin": "x", "optimizer.pt": "x", "training_args.bin": "x", ".gitattributes": "x"}
+
+
+@pytest.fixture
+def source(make_model: Callable[..., Path], tmp_path: Path) -> Path:
+    folder = shutil.copytree(make_model("llama"), tmp_path / "hf")
+    for name, text in (SIDE_FILES | LEFT_BEHIND).items():
+        (folder / name).write_text(text)
+    return folder
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("kind", list(Kind)[1:], ids=str)
+def test_side_files_come_back_byte_for_byte(source: Path, tmp_path: Path, kind: Kind) -> None:
+    convert(source, tmp_path / "m", Options(to=kind))
+    convert(tmp_path / "m", tmp_path / "back")
+    assert {path.name for path in (tmp_path / "back").iterdir()} == {*SIDE_FILES, "config.json", "model.safetensors"}
+    assert all(sha256(tmp_path / "back" / name) == sha256(source / name) for name in SIDE_FILES)
+    assert (tmp_path / "back" / "config.json").read_bytes() == (source / "config.json").read_bytes()
+
+
+def test_config_keeps_all_but_the_dtype_and_local_paths(source: Path, tmp_path: Path) -> None:
+    config = json.loads((source / "config.json").read_text())
+    config |= {"eos_token_id": 2, "pad_token_id": 2, "_name_or_path": "/home/someone/model"}
+    (source / "config.json").write_text(json.dumps(config))
+    convert(source, tmp_path / "m")
+    report = convert(tmp_path / "m", tmp_path / "back", Options(dtype=torch.bfloat16))
+    released = json.loads((tmp_path / "back" / "config.json").read_text())
+    del config["_name_or_path"]
+    assert released == {**config, "dtype": "bfloat16"}
+    assert report.dtypes == {"bfloat16": 39}
+    assert any("39 tensors cast from float32 to bfloat16" in note for note in report.notes)
+
+
+def test_no_path_of_the_machine_stays_in_a_checkpoint(source: Path, tmp_path: Path) -> None:
+    for kind in Kind:
+        convert(source, tmp_path / f"to-{kind}", Options(to=kind))
+        for path in (tmp_path / f"to-{kind}").rglob("*"):
+            assert path.is_dir() or str(tmp_path).encode() not in path.read_bytes(), path
+
+
+def test_files_are_cut_at_the_limit_and_listed(
+    source: Path,
+    weights: Callable[[Path], dict[str, torch.Tensor]],
+    assert_same: Callable[[Path, Path], None],
+    tmp_path: Path,
+) -> None:
+    convert(source, tmp_path / "m")
+    convert(tmp_path / "m", tmp_path / "back", Options(max_shard_bytes=100_000, workers=2))
+    files = sorted((tmp_path / "back").glob("*.safetensors"))
+    assert len(files) > 5
+    assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
+    index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == {path.name for path in files}
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in weights(source).values())
+    assert all(path.stat().st_size < 110_000 for path in files)
+    assert_same(source, tmp_path / "back")
+
+
+def test_transformers_loads_a_release_with_every_weight(source: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    convert(source, tmp_path / "m", Options(to=Kind.TORCH_DIST))
+    convert(tmp_path / "m", tmp_path / "back")
+    _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "back", output_loading_info=True)
+    assert not any(info.values())
+
+
+@pytest.mark.parametrize("iteration", [None, 0, 1200])
+@pytest.mark.parametrize("kind", [Kind.TORCH, Kind.TORCH_DIST], ids=str)
+def test_tracker_names_what_was_written(source: Path, tmp_path: Path, kind: Kind, iteration: int | None) -> None:
+    convert(source, tmp_path / "m", Options(to=kind, iteration=iteration))
+    name = "release" if iteration is None else f"iter_{iteration:07d}"
+    assert (tmp_path / "m" / name).is_dir()
+    tracked = (tmp_path / "m" / "latest_checkpointed_iteration.txt").read_text()
+    assert tracked == ("release" if iteration is None else str(iteration))
+    for given in (tmp_path / "m", tmp_path / "m" / name):
+        convert(given, tmp_path / "back", Options(overwrite=True))

@@ -1,0 +1,283 @@
+"""Checkpoints as other tools and other versions of Megatron write them are read; contradictions are refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pretrainkit.checkpoint.convert import Options, convert
+from pretrainkit.checkpoint.detect import Kind
+from pretrainkit.checkpoint.parallel import Parallelism
+from pretrainkit.checkpoint.torch_dist import FORMAT
+from pretrainkit.errors import PretrainkitError
+
+Change = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def rewrite_ranks(folder: Path, change: Change) -> None:
+    """Load the `model` of every rank of a classic checkpoint, change it, save it with torch."""
+    for path in folder.rglob("model_optim_rng.pt"):
+        state = torch.load(path, weights_only=False)
+        state["model"] = change(state["model"])
+        torch.save(state, path)
+
+
+def without_extra_states(model: dict[str, Any]) -> dict[str, Any]:
+    return {name: tensor for name, tensor in model.items() if "_extra_state" not in name}
+
+
+def filled_extra_states(model: dict[str, Any]) -> dict[str, Any]:
+    return {name: torch.ones(3, dtype=torch.uint8) if tensor is None else tensor for name, tensor in model.items()}
+
+
+def local_norms(model: dict[str, Any]) -> dict[str, Any]:
+    """As --transformer-impl local has them."""
+    names = {
+        "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+        "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+    }
+    return {re.sub("|".join(names), lambda match: names[match[0]], name): value for name, value in model.items()}
+
+
+def sequential_experts(model: dict[str, Any]) -> dict[str, Any]:
+    pattern = re.compile(r"experts\.(linear_fc[12])\.weight(\d+)$")
+    return {pattern.sub(r"experts.local_experts.\2.\1.weight", name): value for name, value in model.items()}
+
+
+def grouped_experts(model: dict[str, Any]) -> dict[str, Any]:
+    """As GroupedMLP keeps them: views [experts, in, out] of one tensor per matrix."""
+    pattern = re.compile(r"(.*experts\.)linear_fc([12])\.weight(\d+)$")
+    experts: dict[tuple[str, str], dict[int, Any]] = {}
+    changed = {}
+    for name, tensor in model.items():
+        if match := pattern.match(name):
+            experts.setdefault((match[1], match[2]), {})[int(match[3])] = tensor
+        else:
+            changed[name] = tensor
+    for (prefix, matrix), tensors in experts.items():
+        stacked = torch.stack([tensors[i].T for i in range(len(tensors))])
+        hidden = 64
+        shape = (hidden, -1) if matrix == "1" else (-1, hidden)
+        changed[f"{prefix}weight{matrix}"] = stacked.reshape(shape)
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("llama", without_extra_states),
+        ("llama", filled_extra_states),
+        ("llama", local_norms),
+        ("qwen3-moe", local_norms),
+        ("mixtral", sequential_experts),
+        ("mixtral", grouped_experts),
+        ("qwen2-moe", grouped_experts),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_classic_checkpoint_in_other_spellings(
+    make_model: Callable[..., Path],
+    assert_same: Callable[[Path, Path], None],
+    tmp_path: Path,
+    name: str,
+    change: Change,
+) -> None:
+    source = make_model(name)
+    cut = Parallelism(2, 2, 2 if name != "llama" else 1)
+    convert(source, tmp_path / "m", Options(to=Kind.TORCH, parallelism=cut))
+    rewrite_ranks(tmp_path / "m", change)
+    convert(tmp_path / "m", tmp_path / "back")
+    assert_same(source, tmp_path / "back")
+
+
+def test_interleaved_stages(
+    make_model: Callable[..., Path], assert_same: Callable[[Path, Path], None], tmp_path: Path
+) -> None:
+    """Four layers over two stages of two chunks: stage 0 holds layers 0 and 2, stage 1 holds 1 and 3."""
+    source = make_model("llama")
+    convert(source, tmp_path / "m", Options(to=Kind.TORCH, parallelism=Parallelism(1, 4)))
+    ranks = sorted((tmp_path / "m" / "release").iterdir())
+    states = [torch.load(rank / "model_optim_rng.pt", weights_only=False) for rank in ranks]
+    for rank in ranks[2:]:
+        shutil.rmtree(rank)
+    for stage in range(2):
+        state = {key: value for key, value in states[stage].items() if key != "model"}
+        state |= {"model0": states[stage]["model"], "model1": states[stage + 2]["model"]}
+        torch.save(state, ranks[stage] / "model_optim_rng.pt")
+    convert(tmp_path / "m", tmp_path / "back")
+    assert_same(source, tmp_path / "back")
+
+
+def test_optimizer_and_random_states_are_left_out_and_reported(
+    make_model: Callable[..., Path], assert_same: Callable[[Path, Path], None], tmp_path: Path
+) -> None:
+    source = make_model("llama")
+    convert(source, tmp_path / "m", Options(to=Kind.TORCH, iteration=7))
+    path = tmp_path / "m/iter_0000007/mp_rank_00/model_optim_rng.pt"
+    state = torch.load(path, weights_only=False)
+    state |= {"optimizer": {"state": {0: torch.ones(5)}}, "rng_state": [{"np": (1, 2)}]}
+    state["args"].world_size = 64
+    torch.save(state, path)
+    report = convert(tmp_path / "m", tmp_path / "back")
+    assert any("optimizer" in note and "rng_state" in note for note in report.notes)
+    assert_same(source, tmp_path / "back")
+
+
+def test_arguments_are_not_needed(
+    make_model: Callable[..., Path], assert_same: Callable[[Path, Path], None], tmp_path: Path
+) -> None:
+    source = make_model("qwen2")
+    convert(source, tmp_path / "m", Options(to=Kind.TORCH, parallelism=Parallelism(2)))
+    for path in (tmp_path / "m").rglob("*.pt"):
+        torch.save({"model": torch.load(path, weights_only=False)["model"]}, path)
+    convert(tmp_path / "m", tmp_path / "back")
+    assert_same(source, tmp_path / "back")
+
+
+def another_norm_on_one_rank(model: dict[str, Any]) -> dict[str, Any]:
+    model["decoder.final_layernorm.weight"] += torch.rand(())
+    return model
+
+
+def another_output_layer(model: dict[str, Any]) -> dict[str, Any]:
+    if "output_layer.weight" in model:
+        model["output_layer.weight"] += 1
+    return model
+
+
+def one_tensor_too_many(model: dict[str, Any]) -> dict[str, Any]:
+    return {**model, "decoder.layers.0.self_attention.gate.weight": torch.ones(3)}
+
+
+def one_tensor_too_few(model: dict[str, Any]) -> dict[str, Any]:
+    return {name: tensor for name, tensor in model.items() if name != "decoder.layers.0.mlp.linear_fc2.weight"}
+
+
+@pytest.mark.parametrize(
+    ("change", "cut", "words"),
+    [
+        (another_norm_on_one_rank, Parallelism(2), ["final_layernorm", "ranks"]),
+        (another_output_layer, Parallelism(1, 2), ["output layer", "tied"]),
+        (one_tensor_too_many, Parallelism(), ["self_attention.gate.weight"]),
+        (one_tensor_too_few, Parallelism(), ["layers.0.mlp.linear_fc2.weight", "missing"]),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_contradictions_are_refused(
+    make_model: Callable[..., Path], tmp_path: Path, change: Change, cut: Parallelism, words: list[str]
+) -> None:
+    convert(make_model("llama-tied"), tmp_path / "m", Options(to=Kind.TORCH, parallelism=cut))
+    rewrite_ranks(tmp_path / "m", change)
+    with pytest.raises(PretrainkitError) as caught:
+        convert(tmp_path / "m", tmp_path / "back")
+    assert all(word in str(caught.value) for word in words), caught.value
+    assert not (tmp_path / "back").exists()
+
+
+def test_old_checkpoint_versions_are_refused(make_model: Callable[..., Path], tmp_path: Path) -> None:
+    convert(make_model("llama"), tmp_path / "m", Options(to=Kind.TORCH))
+    path = next((tmp_path / "m").rglob("*.pt"))
+    torch.save({**torch.load(path, weights_only=False), "checkpoint_version": 1.0}, path)
+    with pytest.raises(PretrainkitError, match=r"version 1\.0"):
+        convert(tmp_path / "m", tmp_path / "back")
+
+
+def save_distributed(tensors: dict[str, Any], folder: Path) -> None:
+    """Write tensors with torch.distributed.checkpoint itself, as the distributed format asks for it."""
+    from torch.distributed import checkpoint
+
+    checkpoint.save(tensors, checkpoint_id=folder, no_dist=True)
+    (folder / "metadata.json").write_text(json.dumps(FORMAT))
+    torch.save({}, folder / "common.pt")
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "mixtral"])
+@pytest.mark.parametrize("split_gate", [False, True], ids=["gate-and-up-together", "gate-and-up-apart"])
+def test_distributed_checkpoint_with_layers_and_experts_of_their_own(
+    make_model: Callable[..., Path],
+    assert_same: Callable[[Path, Path], None],
+    tmp_path: Path,
+    name: str,
+    split_gate: bool,
+) -> None:
+    source = make_model(name)
+    convert(source, tmp_path / "m", Options(to=Kind.TORCH))
+    model = torch.load(tmp_path / "m/release/mp_rank_00/model_optim_rng.pt", weights_only=False)["model"]
+    tensors = {}
+    for key, tensor in without_extra_states(model).items():
+        key = re.sub(r"experts\.(linear_fc[12])\.weight(\d+)$", r"experts.experts.\2.\1.weight", key)
+        if split_gate and key.endswith("linear_fc1.weight"):
+            tensors[f"{key}_w"], tensors[f"{key}_v"] = (part.clone() for part in tensor.chunk(2))
+        else:
+            tensors[key] = tensor
+    tensors["optimizer.state.exp_avg.decoder.layers.0.mlp.linear_fc2.weight"] = torch.ones(4)
+    save_distributed(tensors, tmp_path / "td")
+    report = convert(tmp_path / "td", tmp_path / "back", Options(hf_folder=source))
+    assert report.source_kind == "torch_dist"
+    assert any("optimizer" in note for note in report.notes)
+    assert_same(source, tmp_path / "back")
+
+
+def test_megatron_core_reads_what_is_written(make_model: Callable[..., Path], tmp_path: Path) -> None:
+    """torch.distributed.checkpoint loads ours: names, shapes, padded rows, values."""
+    from safetensors.torch import load_file
+    from torch.distributed import checkpoint
+
+    source = make_model("llama-tied")
+    convert(source, tmp_path / "m", Options(to=Kind.TORCH_DIST, workers=3))
+    expected = load_file(source / "model.safetensors")
+    state = {
+        "embedding.word_embeddings.weight": torch.empty(384, 64),
+        "decoder.layers.mlp.linear_fc1.weight": torch.empty(4, 256, 64),
+    }
+    checkpoint.load(state, checkpoint_id=tmp_path / "m" / "release", no_dist=True)
+    embedding = state["embedding.word_embeddings.weight"]
+    assert torch.equal(embedding[:263], expected["model.embed_tokens.weight"]) and not embedding[263:].any()
+    for layer in range(4):
+        gate, up = (expected[f"model.layers.{layer}.mlp.{name}_proj.weight"] for name in ("gate", "up"))
+        assert torch.equal(state["decoder.layers.mlp.linear_fc1.weight"][layer], torch.cat([gate, up]))
+    common = torch.load(tmp_path / "m/release/common.pt", weights_only=False)
+    assert common["args"].num_layers == 4 and common["args"].padded_vocab_size == 384
+    assert common["checkpoint_version"] == 3.0
+
+
+def test_router_bias_is_never_cast(
+    make_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A family with a router bias in fp32 (its table says keep_dtype): bit-equal through a cast to bf16 and back."""
+    from dataclasses import replace
+
+    from safetensors.torch import load_file, save_file
+
+    from pretrainkit.models import qwen3_moe, registry
+    from pretrainkit.models.family import Layout, Weight
+
+    bias = Weight(
+        "decoder.layers.{layer}.mlp.router.expert_bias",
+        ("model.layers.{layer}.mlp.gate.e_score_correction_bias",),
+        Layout.REPLICATED,
+        ((8,),),
+        keep_dtype=True,
+    )
+    family = replace(qwen3_moe.FAMILY, weights=lambda shape: (*qwen3_moe.weights(shape), bias))
+    monkeypatch.setattr(registry, "FAMILIES", (family,))
+    source = shutil.copytree(make_model("qwen3-moe"), tmp_path / "hf")
+    tensors = load_file(source / "model.safetensors")
+    for layer in range(4):
+        tensors[bias.hf[0].format(layer=layer)] = torch.full((8,), 1 + 2**-12)
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    for kind in (Kind.NEMO, Kind.TORCH):
+        convert(source, tmp_path / str(kind), Options(to=kind, dtype=torch.bfloat16))
+        convert(tmp_path / str(kind), tmp_path / f"{kind}-back")
+        back = load_file(tmp_path / f"{kind}-back" / "model.safetensors")
+        assert back["model.embed_tokens.weight"].dtype == torch.bfloat16
+        for layer in range(4):
+            name = bias.hf[0].format(layer=layer)
+            assert torch.equal(back[name], tensors[name]) and back[name].dtype == torch.float32
