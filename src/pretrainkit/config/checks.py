@@ -199,6 +199,12 @@ def _optimizer(config: RunConfig, facts: RunFacts) -> Iterator[RequestError]:
 def _model(config: RunConfig, shape: ModelShape) -> Iterator[RequestError]:
     parallel, length = config.parallel, config.data.sequence_length
     tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    if shape.num_experts:
+        yield RequestError(
+            f"a model with {shape.num_experts} experts a layer ({shape.family})",
+            needed="a dense model: training with experts is not there yet, only their conversion",
+            where="--hf_model_id",
+        )
     for count, what in (
         (shape.num_attention_heads, "attention heads"),
         (shape.num_query_groups, "key/value heads"),

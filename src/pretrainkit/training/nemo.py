@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 import logging as python_logging
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from pretrainkit.training.model_config import transformer_config_fields
 from pretrainkit.training.nemo_callbacks import Checkpoints, LearningRate, Recording, StopOnSignal
 from pretrainkit.training.records import RunRecorder
 from pretrainkit.training.schedule import schedule_of
+from pretrainkit.training.throughput import peak_flops, training_flops_per_token
 
 HAS_TRANSFORMER_ENGINE = importlib.util.find_spec("transformer_engine") is not None
 
@@ -58,14 +61,16 @@ def train(run: ResolvedRun, start: resume.Checkpoint | None, *, rank: int, local
         recorder = RunRecorder(
             experiment / "metrics.jsonl",
             tokens_per_step=run.config.training.global_batch_size * run.config.data.sequence_length,
+            flops_per_token=training_flops_per_token(run.model, run.config.data.sequence_length),
             max_steps=run.max_steps,
             world_size=run.world_size,
+            peak_flops=peak_flops(torch.cuda.get_device_name()) if run.accelerator == "gpu" else None,
         )
         first_step = start.step if start else 0
         recorder.event("start", step=first_step, weights=_origin(run, start), world_size=run.world_size)
         log.info("starting at step %d of %d from %s", first_step, run.max_steps, _origin(run, start))
 
-    model = _model(run)
+    model = _model(run, recorder)
     trainer = _trainer(run, local_world_size)
     trainer.callbacks[:0] = [Recording(run, recorder), stop]  # before the saving, to time the step alone
     pl.seed_everything(run.config.training.seed, workers=True, verbose=False)
@@ -87,7 +92,7 @@ def _origin(run: ResolvedRun, start: resume.Checkpoint | None) -> str:
     return str(start.path) if start else run.initial_checkpoint or "random weights"
 
 
-def _model(run: ResolvedRun) -> LlamaModel:
+def _model(run: ResolvedRun, recorder: RunRecorder | None) -> LlamaModel:
     """NeMo's model object; Megatron's modules are built later, on every rank its own part."""
     shape = run.model
     fields: dict[str, Any] = transformer_config_fields(
@@ -113,6 +118,8 @@ def _model(run: ResolvedRun) -> LlamaModel:
     if not HAS_TRANSFORMER_ENGINE:
         config.transformer_layer_spec = torch_layer_spec
     config.forward_step_fn = _forward_step
+    if recorder:
+        config.data_step_fn = _timed(config.data_step_fn, recorder)
     return LlamaModel(config, tokenizer=AutoTokenizer(run.hf_folder, use_fast=True))
 
 
@@ -124,6 +131,18 @@ def _forward_step(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         attention_mask=None,
         labels=batch["labels"],
     )
+
+
+def _timed(data_step: Callable[..., Any], recorder: RunRecorder) -> Callable[..., Any]:
+    """Megatron's data step, with the time it waits for the loader recorded."""
+
+    def timed_data_step(*args: Any, **kwargs: Any) -> Any:
+        start_s = time.monotonic()
+        batch = data_step(*args, **kwargs)
+        recorder.data_wait(time.monotonic() - start_s)
+        return batch
+
+    return timed_data_step
 
 
 def _data(run: ResolvedRun, tokenizer: AutoTokenizer) -> llm.PreTrainingDataModule:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import signal
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,7 @@ class Recording(pl.Callback):
             loss=float(metrics["reduced_train_loss"]),
             learning_rate=self._schedule.learning_rate(step - 1),
             grad_norm=None if grad_norm is None else float(grad_norm),
+            peak_memory_gib=_peak_memory_gib(self._run.accelerator),
         )
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -152,3 +154,10 @@ class StopOnSignal(pl.Callback):
         torch.distributed.all_reduce(asked, op=torch.distributed.ReduceOp.MAX)
         if asked.item():
             trainer.should_stop = True
+
+
+def _peak_memory_gib(accelerator: str) -> float:
+    """The most memory that this rank has used: of its GPU by torch's allocator, on CPU of the process."""
+    if accelerator == "gpu":
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB

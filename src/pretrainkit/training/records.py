@@ -20,11 +20,22 @@ class RunRecorder:
     a step may stand twice in the file: the later line is the one that counts.
     """
 
-    def __init__(self, path: Path, *, tokens_per_step: int, max_steps: int, world_size: int) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        tokens_per_step: int,
+        flops_per_token: float,
+        max_steps: int,
+        world_size: int,
+        peak_flops: float | None = None,
+    ) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         _cut_torn_line(path)
         self._file = path.open("a", encoding="utf-8")
         self._tokens_per_step, self._max_steps, self._world_size = tokens_per_step, max_steps, world_size
+        self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
+        self._data_wait_s = 0.0
         self._last_time_s = time.monotonic()
         self._last_step: int | None = None
 
@@ -32,13 +43,32 @@ class RunRecorder:
         """Begin timing; `step` optimizer steps are done."""
         self._last_time_s, self._last_step = time.monotonic(), step
 
-    def train_step(self, step: int, *, loss: float, learning_rate: float, grad_norm: float | None) -> None:
-        """Record optimizer step number `step` (the first is 1); rates are means since the last record."""
+    def data_wait(self, seconds: float) -> None:
+        """Count time that the first rank has waited for its data."""
+        self._data_wait_s += seconds
+
+    def train_step(
+        self,
+        step: int,
+        *,
+        loss: float,
+        learning_rate: float,
+        grad_norm: float | None,
+        peak_memory_gib: float | None = None,
+    ) -> None:
+        """Record optimizer step number `step` (the first is 1); rates are means since the last record.
+
+        MFU (model FLOPs use) is a rank's model FLOP/s over its device's dense bf16 peak, where that is known.
+        """
         now_s = time.monotonic()
         steps = step - (self._last_step if self._last_step is not None else step - 1)
         step_time_s = (now_s - self._last_time_s) / max(steps, 1)
         self._last_time_s, self._last_step = now_s, step
         tokens_per_second = self._tokens_per_step / step_time_s
+        flops_per_rank = tokens_per_second * self._flops_per_token / self._world_size
+        data_wait_share = self._data_wait_s / max(steps * step_time_s, 1e-9)
+        self._data_wait_s = 0.0
+        mfu = None if self._peak_flops is None else flops_per_rank / self._peak_flops
         self._write(
             step=step,
             loss=loss,
@@ -48,11 +78,15 @@ class RunRecorder:
             step_time_s=round(step_time_s, 4),
             tokens_per_second=round(tokens_per_second, 2),
             tokens_per_second_per_rank=round(tokens_per_second / self._world_size, 2),
+            tflops_per_rank=round(flops_per_rank / 1e12, 4),
+            mfu=None if mfu is None else round(mfu, 4),
+            data_wait_share=round(data_wait_share, 4),
+            peak_memory_gib=None if peak_memory_gib is None else round(peak_memory_gib, 3),
         )
         norm = "" if grad_norm is None else f"grad norm {grad_norm:.3f}  "
         log.info(
             f"step {step}/{self._max_steps}  loss {loss:.4f}  lr {learning_rate:.3g}  {norm}"
-            f"{format_count(tokens_per_second)} tokens/s  "
+            f"{format_count(tokens_per_second)} tokens/s  {'' if mfu is None else f'MFU {mfu:.1%}  '}"
             f"{format_duration((self._max_steps - step) * step_time_s)} left"
         )
 

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from pretrainkit.training.records import RunRecorder, read_metrics
 
 
 def recorder(path: Path) -> RunRecorder:
-    return RunRecorder(path, tokens_per_step=512, max_steps=10, world_size=2)
+    return RunRecorder(path, tokens_per_step=512, flops_per_token=1e9, max_steps=10, world_size=2, peak_flops=1e12)
 
 
 def test_records_of_several_attempts_follow_each_other(tmp_path: Path) -> None:
@@ -37,3 +39,15 @@ def test_a_line_torn_by_a_kill_is_cut_off(tmp_path: Path) -> None:
     path.write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "lo')
     recorder(path).event("start", step=1)
     assert [record.get("step") for record in read_metrics(path)] == [1, 1]
+
+
+def test_mfu_is_the_share_of_the_peak(tmp_path: Path) -> None:
+    attempt = recorder(tmp_path / "metrics.jsonl")
+    attempt.start(0)
+    attempt.data_wait(1e-6)
+    attempt.train_step(1, loss=3.0, learning_rate=1e-3, grad_norm=1.0, peak_memory_gib=1.5)
+    (record,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert record["mfu"] == pytest.approx(record["tokens_per_second"] * 1e9 / 2 / 1e12, rel=1e-3)
+    assert record["tflops_per_rank"] == pytest.approx(record["mfu"], abs=1e-3)
+    assert 0 < record["data_wait_share"] <= 1
+    assert record["peak_memory_gib"] == 1.5

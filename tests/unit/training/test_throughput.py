@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import pytest
+
+from pretrainkit.config.schema import ModelShape
+from pretrainkit.training.throughput import matmul_parameters, peak_flops, training_flops_per_token
+
+LLAMA_32_1B = ModelShape("llama", 16, 2048, 8192, 32, 8, 64, 128256, 131072, 500000.0, 1e-5, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA A100-SXM4-40GB", 312e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA L40", None),
+        ("Tesla T4", None),
+    ],
+)
+def test_peak_is_found_by_whole_words_of_the_name(name: str, peak: float | None) -> None:
+    assert peak_flops(name) == peak
+
+
+def test_matmul_parameters_of_llama_3_2_1b() -> None:
+    # 1,235,814,400 parameters in all, of which 33 norms of 2,048; the tied embedding counts once, as the head.
+    assert matmul_parameters(LLAMA_32_1B) == 1_235_814_400 - 33 * 2048
+
+
+def test_matmul_parameters_are_those_of_the_model() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=320, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=8,
+                    num_key_value_heads=2, tie_word_embeddings=False)
+    )  # fmt: skip
+    matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and "embed_tokens" not in name)
+    shape = ModelShape("llama", 3, 64, 128, 8, 2, 8, 320, 512, 1e4, 1e-5, False)
+    assert matmul_parameters(shape) == matrices
+
+
+def test_a_token_visits_only_its_experts() -> None:
+    import dataclasses
+
+    moe = dataclasses.replace(LLAMA_32_1B, num_experts=8, experts_per_token=2, expert_ffn_hidden_size=4096)
+    more = dataclasses.replace(moe, num_experts=16)
+    assert matmul_parameters(more) - matmul_parameters(moe) == 16 * 2048 * 8  # the router's rows alone
+
+
+def test_longer_sequences_cost_attention() -> None:
+    short, long = (training_flops_per_token(LLAMA_32_1B, length) for length in (4096, 8192))
+    assert long - short == 6 * 16 * 2048 * 4096
+    assert short == 6 * matmul_parameters(LLAMA_32_1B) + 6 * 16 * 2048 * 4096
