@@ -1,4 +1,4 @@
-"""A Hugging Face folder is converted once, however many runs start with it at the same time."""
+"""A Hugging Face folder is converted once, however many runs start with it, and whatever was killed before."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from pretrainkit.launch import weights
 
 pytestmark = pytest.mark.integration
 PROVIDE = """
@@ -20,7 +22,10 @@ print(weights.provide(weights.locate(sys.argv[1], Path(sys.argv[2]))))
 
 
 def test_starts_at_the_same_time_share_one_conversion(tmp_path: Path, make_hf_llama) -> None:  # type: ignore[no-untyped-def]
-    command = [sys.executable, "-c", PROVIDE, str(make_hf_llama()), str(tmp_path)]
+    folder = make_hf_llama()
+    killed = weights.locate(str(folder), tmp_path).checkpoint
+    killed.with_name(f"{killed.name}.tmp-1").mkdir(parents=True)
+    command = [sys.executable, "-c", PROVIDE, str(folder), str(tmp_path)]
     starts = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(3)]
     outputs = [start.communicate(timeout=120) for start in starts]
     assert [start.returncode for start in starts] == [0, 0, 0], outputs

@@ -6,6 +6,7 @@ import dataclasses
 import fcntl
 import hashlib
 import importlib.metadata
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -81,8 +82,10 @@ def provide(initial: InitialWeights) -> Path:
     """The checkpoint's folder, converted now if it isn't there; of several starts at once, one converts."""
     if not initial.is_hugging_face:
         return initial.checkpoint
-    with _locked(initial.checkpoint):
+    with _locked(initial.checkpoint) as is_alone:
         if not initial.checkpoint.is_dir():
+            if is_alone:
+                _remove_leftovers(initial.checkpoint)
             log.info("converting %s once; later starts use %s", initial.source, initial.checkpoint)
             from pretrainkit.checkpoint.convert import convert
 
@@ -91,15 +94,27 @@ def provide(initial: InitialWeights) -> Path:
 
 
 @contextmanager
-def _locked(checkpoint: Path) -> Iterator[None]:
-    """Hold the lock beside a checkpoint. Where the file system has no locks, the atomic rename alone decides."""
+def _locked(checkpoint: Path) -> Iterator[bool]:
+    """Hold the lock beside a checkpoint; yields whether it could be had.
+
+    Where the file system has no locks, the atomic rename of the finished conversion alone decides.
+    """
     checkpoint.parent.mkdir(parents=True, exist_ok=True)
     with checkpoint.with_name(f"{checkpoint.name}.lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError as error:
             log.warning("no file locks here (%s): don't start two runs of one new model at once", error.strerror)
-        yield
+            yield False
+        else:
+            yield True
+
+
+def _remove_leftovers(checkpoint: Path) -> None:
+    """Remove what conversions that were killed have left: each may be as large as the model."""
+    for leftover in checkpoint.parent.glob(f"{checkpoint.name}{files.TEMPORARY_MARK}*"):
+        log.info("removing %s, left by a conversion that was killed", leftover)
+        shutil.rmtree(leftover)
 
 
 def _source_hash(folder: Path) -> str:
