@@ -29,6 +29,8 @@ import corpus
 import vocabularies
 
 ROOT = Path(__file__).parents[2]
+OURS = ROOT / "tools/preprocess_data.py"
+STRIPPED = Path(__file__).with_name("without_safety.py")
 VOCABULARIES = {"Llama 3": vocabularies.llama_3_folder, "Qwen": vocabularies.qwen_folder}
 
 
@@ -102,7 +104,7 @@ def ours(
     """Our command."""
     command = [sys.executable, ROOT / "tools/preprocess_data.py", "--input", source, "--tokenizer-model", tokenizer]
     command += ["--output-prefix", folder / "ours", "--append-eod", "--workers", cores, "--quiet"]
-    command += ["--special-tokens-in-text", "encode", *flags]  # as Megatron does
+    command += ["--special-tokens-in-text", "encode"]  # as Megatron does
     return measure(what, name, source, cores, command, folder / "ours")
 
 
@@ -127,6 +129,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=ROOT / "build/bench")
     parser.add_argument("--rounds", type=int, default=5, help="runs of each of our commands; Megatron's way: a third")
     parser.add_argument("--quick", action="store_true", help="Llama 3 and 30 MB only")
+    parser.add_argument("--safety", action="store_true", help="only ours, to see what safety costs")
     arguments = parser.parse_args()
     folder: Path = arguments.folder
     small, large = folder / "mix30.jsonl", folder / "mix300.jsonl"
@@ -138,21 +141,22 @@ def main() -> int:
     found: list[Measurement] = []
     verifications: list[float] = []
     slow_rounds = max(1, arguments.rounds // 3)
-    for name, make in VOCABULARIES.items() if not arguments.quick else [("Llama 3", vocabularies.llama_3_folder)]:
+    for name, make in list(VOCABULARIES.items())[: 1 if arguments.quick or arguments.safety else None]:
         tokenizer = make(folder / name.replace(" ", "-"))
         for cores in (1, 2):
             for number in range(arguments.rounds):
                 found.append(ours(folder, tokenizer, name, small, cores))
-                if number < slow_rounds:
+                if number < slow_rounds and not arguments.safety:
                     found.append(theirs(folder, tokenizer, name, small, cores))
                 if arguments.quick:
                     continue
                 found.append(ours(folder, tokenizer, name, large, cores))
                 verifications.append(verify_seconds(folder))
                 if name == "Llama 3":
-                    found.append(ours(folder, tokenizer, name, packed, cores, what="ours, gz"))
+                    found.append(ours(folder, tokenizer, name, packed, cores, "ours, gz"))
+                    found.append(ours(folder, tokenizer, name, large, cores, "ours, not safe to kill", STRIPPED))
             print(f"{name}, {cores} cores: measured", file=sys.stderr)
-    if not arguments.quick:
+    if not arguments.quick and not arguments.safety:
         found.append(theirs(folder, folder / "Llama-3", "Llama 3", large, 2))
     (folder / "preprocess.json").write_text(json.dumps([asdict(one) for one in found], indent=1))
     print(report(found, verifications, distinct, folder))
@@ -182,7 +186,8 @@ def report(found: list[Measurement], verifications: list[float], distinct: dict[
             f"| {key[0]} | {key[1]} | {key[2]} | {key[3]} | {len(runs)} |"
             f" {medians[key]:.2f} ({walls[0]:.2f} to {walls[-1]:.2f}) |"
             f" {statistics.median(one.cpu_s for one in runs):.1f} | {megabytes / medians[key]:.1f} |"
-            f" {max(one.peak_mb for one in runs):.0f} | {f'{base / medians[key]:.1f}' if base else ''}{' (estimate)' * is_estimate} |"
+            f" {max(one.peak_mb for one in runs):.0f} |"
+            + (f" {base / medians[key]:.1f}{' (estimate)' * is_estimate} |" if base else " |")
         )
     digests = {}
     for one in found:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pretrainkit.data.documents import open_arrow
 from pretrainkit.data.sources import Source
 from pretrainkit.data.streams import BLOCK_BYTES
+from pretrainkit.data.tables import open_arrow
 from pretrainkit.errors import RequestError
 
 COMPRESSION_RATIO = 4
 """Assumed text per compressed byte, to weigh streams against plain files when work is split over jobs."""
+
+MAX_SPANS = 256
+"""Files in a unit: tasks and results must fit in a pipe's buffer, or parent and worker could wait for each other."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,8 @@ def cut(sources: list[Source], outputs: list[int], keys: tuple[str, ...]) -> lis
             units.append(Unit(outputs[number], (span,), is_stream=True))
             continue
         for span in _spans(number, source, keys):
-            if sum(other.num_bytes for other in group) + span.num_bytes > BLOCK_BYTES:
+            size = sum(other.num_bytes for other in group) + span.num_bytes
+            if size > BLOCK_BYTES or len(group) == MAX_SPANS:
                 close()
             group.append(span)
     close()

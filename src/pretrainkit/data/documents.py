@@ -11,12 +11,11 @@ from typing import Any
 import orjson
 
 from pretrainkit.data.sources import Source
-from pretrainkit.errors import DataError
 
 BOM = b"\xef\xbb\xbf"
-ROWS_PER_BATCH = 2048
-"""Rows of a Parquet or Arrow file that are in memory as Python strings at a time."""
 SHOWN_KEYS = 8
+MAX_FOUND = 500
+"""Characters of what is told about a bad record: a key may be a megabyte."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Batch:
     """The bytes of a line."""
 
 
-class _Bad(Exception):
+class BadText(Exception):
     """Why a record is bad."""
 
 
@@ -144,12 +143,12 @@ def _add_carefully(number: int, line: bytes, rules: RecordRules, batch: Batch) -
             if key not in record:
                 shown = ", ".join([*map(repr, record)][:SHOWN_KEYS]) or "none"
                 more = ", ..." if len(record) > SHOWN_KEYS else ""
-                raise _Bad(f"no key {key!r}; the record's keys are {shown}{more}")
+                raise BadText(f"no key {key!r}; the record's keys are {shown}{more}")
             text, mended = check_text(key, record[key], rules)
             texts.append(text)
             replaced |= mended
-    except _Bad as bad:
-        batch.rejects.append(Reject(number, str(bad), line))
+    except BadText as bad:
+        batch.rejects.append(Reject(number, str(bad)[:MAX_FOUND], line))
         return
     batch.num_replaced += replaced
     for column, text in zip(batch.texts, texts, strict=True):
@@ -166,16 +165,16 @@ def _load_record(line: bytes, replace: bool) -> tuple[dict[str, Any], bool]:
             text = line.decode()
         except UnicodeDecodeError as unicode_error:
             if not replace:
-                raise _Bad(_invalid_utf8(line, unicode_error)) from None
+                raise BadText(_invalid_utf8(line, unicode_error)) from None
             text, replaced = line.decode(errors="replace"), True
         try:
             # The standard library lets surrogates pass that orjson refuses; NaN and its kind are refused by both.
             record = json.loads(text, parse_constant=_refuse_constant)
         except (ValueError, RecursionError):
             hint = "; a JSON array over several lines is not JSON Lines" if line.lstrip()[:1] == b"[" else ""
-            raise _Bad(f"broken JSON: {error}{hint}") from None
+            raise BadText(f"broken JSON: {error}{hint}") from None
     if not isinstance(record, dict):
-        raise _Bad(f"a JSON {_json_type(record)} where an object is needed")
+        raise BadText(f"a JSON {_json_type(record)} where an object is needed")
     return record, replaced
 
 
@@ -188,23 +187,23 @@ def _invalid_utf8(line: bytes, error: UnicodeDecodeError) -> str:
 
 
 def check_text(key: str, text: Any, rules: RecordRules) -> tuple[str, bool]:
-    """The text, mended if the rules say so, and whether it was; _Bad if it is no text or too long."""
+    """The text, mended if the rules say so, and whether it was; BadText if it is no text or too long."""
     if not isinstance(text, str):
-        raise _Bad(f"{key!r} is {_json_type(text)}, a string is needed")
+        raise BadText(f"{key!r} is {_json_type(text)}, a string is needed")
     mended = False
     if "\0" in text:
         if not rules.replace_bad_characters:
-            raise _Bad(f"{key!r} holds a NUL character at character {text.index(chr(0))}")
+            raise BadText(f"{key!r} holds a NUL character at character {text.index(chr(0))}")
         text, mended = text.replace("\0", "\ufffd"), True
     try:
         num_bytes = len(text.encode()) if rules.max_document_bytes or not text.isascii() else 0
     except UnicodeEncodeError as error:
         if not rules.replace_bad_characters:
-            raise _Bad(f"{key!r} holds a lone surrogate at character {error.start}") from None
+            raise BadText(f"{key!r} holds a lone surrogate at character {error.start}") from None
         text, mended = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"), True
         num_bytes = len(text.encode())
     if rules.max_document_bytes and num_bytes > rules.max_document_bytes:
-        raise _Bad(f"{key!r} has {num_bytes} bytes, more than the {rules.max_document_bytes} allowed")
+        raise BadText(f"{key!r} has {num_bytes} bytes, more than the {rules.max_document_bytes} allowed")
     return text, mended
 
 
@@ -224,91 +223,13 @@ def _parse_plain(lines: list[bytes], rules: RecordRules, batch: Batch) -> None:
                 text = line.removesuffix(b"\r").decode()
             except UnicodeDecodeError as error:
                 if not rules.replace_bad_characters:
-                    raise _Bad(_invalid_utf8(line, error)) from None
+                    raise BadText(_invalid_utf8(line, error)) from None
                 text, replaced = line.removesuffix(b"\r").decode(errors="replace"), True
             text, mended = check_text("text", text, rules)
-        except _Bad as bad:
+        except BadText as bad:
             batch.rejects.append(Reject(number, str(bad), line))
             continue
         batch.num_replaced += replaced or mended
         for column in batch.texts:
             column.append(text)
         batch.lines.append(number)
-
-
-def read_rows(source: Source, first: int, end: int, rules: RecordRules) -> Iterator[Batch]:
-    """The records of row groups [first, end) of a Parquet file, or record batches of an Arrow file."""
-    line = 0
-    for table in _tables(source, first, end, rules.keys):
-        for begin in range(0, table.num_rows, ROWS_PER_BATCH):
-            part = table.slice(begin, ROWS_PER_BATCH)
-            columns = [part.column(key).to_pylist() for key in rules.keys]
-            batch = Batch([[] for _ in rules.keys], num_lines=line + part.num_rows)
-            rows = list(zip(*columns, strict=True))
-            batch.raw = _RawRows(rules.keys, rows, line).__getitem__
-            for row in rows:
-                try:
-                    checked = [check_text(key, value, rules) for key, value in zip(rules.keys, row, strict=True)]
-                except _Bad as bad:
-                    batch.rejects.append(Reject(line, str(bad), batch.raw(line)))
-                else:
-                    batch.num_replaced += any(mended for _, mended in checked)
-                    for column, (text, _) in zip(batch.texts, checked, strict=True):
-                        column.append(text)
-                    batch.lines.append(line)
-                line += 1
-            yield batch
-
-
-@dataclass
-class _RawRows:
-    """Rows of a table, as JSON."""
-
-    keys: tuple[str, ...]
-    rows: list[tuple[Any, ...]]
-    first: int
-
-    def __getitem__(self, line: int) -> bytes:
-        record = dict(zip(self.keys, self.rows[line - self.first], strict=True))
-        return json.dumps(record, default=repr).encode()
-
-
-def _tables(source: Source, first: int, end: int, keys: tuple[str, ...]) -> Iterator[Any]:
-    import pyarrow as pa
-
-    try:
-        yield from _read_tables(source, first, end, keys)
-    except (pa.ArrowException, OSError) as error:
-        raise DataError(
-            f"damaged {source.format} file: {error}", where=source.path, action="copy or download the file again"
-        ) from error
-
-
-def _read_tables(source: Source, first: int, end: int, keys: tuple[str, ...]) -> Iterator[Any]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    if source.format == "parquet":
-        with pq.ParquetFile(source.path) as file:
-            for batch in file.iter_batches(ROWS_PER_BATCH, row_groups=range(first, end), columns=list(keys)):
-                yield pa.Table.from_batches([batch])
-        return
-    with pa.memory_map(source.path) as memory:
-        for index, batch in enumerate(open_arrow(memory)[1]):
-            if index >= end:
-                return
-            if index >= first:
-                yield pa.Table.from_batches([batch]).select(list(keys))
-
-
-def open_arrow(memory: Any) -> tuple[list[str], Iterator[Any]]:
-    """The column names and record batches of an open Arrow file of either kind, streaming or random access."""
-    import pyarrow as pa
-
-    is_file = memory.read(6) == b"ARROW1"
-    memory.seek(0)
-    if is_file:
-        reader = pa.ipc.open_file(memory)
-        return reader.schema.names, (reader.get_batch(index) for index in range(reader.num_record_batches))
-    stream = pa.ipc.open_stream(memory)
-    return stream.schema.names, iter(stream)

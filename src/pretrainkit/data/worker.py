@@ -15,13 +15,14 @@ import numpy as np
 import xxhash
 
 from pretrainkit.data.chunks import Span, Unit
-from pretrainkit.data.documents import Batch, RecordRules, Reject, parse_text, read_lines_between, read_rows
+from pretrainkit.data.documents import Batch, RecordRules, Reject, parse_text, read_lines_between
 from pretrainkit.data.encoder import Encoder, FastEncoder, ReferenceEncoder, finish, one_thread
 from pretrainkit.data.parts import HeldChunk, PartWriter, Place, write_at
 from pretrainkit.data.proof import SAMPLE_BYTES, first_difference, hard_strings
 from pretrainkit.data.results import BadRecord, ChunkResult, KeyResult, SpanResult
 from pretrainkit.data.sources import Source
 from pretrainkit.data.streams import BLOCK_BYTES, PieceHash, read_blocks
+from pretrainkit.data.tables import read_rows
 from pretrainkit.errors import DataError
 
 
