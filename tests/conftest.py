@@ -95,6 +95,39 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
+def weights() -> Callable[[Path], dict[str, Any]]:
+    """Reads all tensors of a Hugging Face folder, with the safetensors package."""
+
+    def read(folder: Path) -> dict[str, Any]:
+        from safetensors.torch import load_file
+
+        return {
+            name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()
+        }
+
+    return read
+
+
+@pytest.fixture(scope="session")
+def assert_same(weights: Callable[[Path], dict[str, Any]]) -> Callable[[Path, Path], None]:
+    """Fails unless two Hugging Face folders hold the same tensors, bit for bit."""
+
+    def check(first: Path, second: Path) -> None:
+        import torch
+
+        expected, found = weights(first), weights(second)
+        assert found.keys() == expected.keys()
+        different = [
+            name
+            for name, tensor in expected.items()
+            if found[name].dtype != tensor.dtype or not torch.equal(found[name], tensor)
+        ]
+        assert not different
+
+    return check
+
+
+@pytest.fixture(scope="session")
 def jsonl_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Forty real English documents as JSON lines with a `text` key."""
     path = tmp_path_factory.mktemp("text") / "reference.jsonl"

@@ -6,6 +6,7 @@ kill, a full disk or a power cut leaves either the old state or the new one.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import os
@@ -53,14 +54,15 @@ def atomic_file(final: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def atomic_folder(final: Path) -> Iterator[Path]:
+def atomic_folder(final: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yield a temporary folder to fill; it becomes `final` when the block ends without an error.
 
-    `final` must not exist, or be an empty folder: replacing a filled folder can't be atomic, so the
-    caller decides what happens to an old one.
+    `final` must not exist, or be an empty folder. With `replace` it may be filled: the old folder is moved away
+    when the new one is complete and flushed, just before that takes its name.
     """
     final.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_name(final)
+    old = temporary.with_name(f"{temporary.name}-old")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     try:
@@ -68,9 +70,17 @@ def atomic_folder(final: Path) -> Iterator[Path]:
         for path in sorted(temporary.rglob("*")):
             fsync_path(path)
         fsync_path(temporary)
+        if replace and final.is_dir():
+            final.replace(old)
         commit(temporary, final)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def leftovers(final: Path) -> list[Path]:
+    """Temporary files and folders that killed processes left beside `final`."""
+    return sorted(final.parent.glob(f"{glob.escape(final.name)}{TEMPORARY_MARK}*"))
 
 
 def write_text(path: Path, text: str) -> None:

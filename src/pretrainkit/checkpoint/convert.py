@@ -13,7 +13,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from pretrainkit.checkpoint.rows import Rows
 from pretrainkit.checkpoint.targets import Source, Target, TargetPlan, open_source
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import RequestError
-from pretrainkit.files import TEMPORARY_MARK, atomic_folder, write_json
+from pretrainkit.files import atomic_folder, leftovers, write_json
 from pretrainkit.logs import get_logger
 from pretrainkit.models.registry import read_shape
 from pretrainkit.units import format_bytes, format_duration
@@ -122,8 +121,10 @@ def convert(source: str | Path, target: str | Path, options: Options | None = No
     )
     plan.check()
     _check_space(target, plan.num_bytes)
+    if left := leftovers(target):
+        logger.warning("left by conversions that were killed, to be removed: %s", ", ".join(map(str, left)))
     logger.info("converting %s (%s) to %s (%s)", source, found.kind, target, kind)
-    with _replacing(target) as folder:
+    with atomic_folder(target, replace=options.overwrite) as folder:
         writer = plan.open(folder)
         _copy(reader, writer, plan)
         writer.finish()
@@ -212,18 +213,6 @@ def _check_space(target: Path, num_bytes: int) -> None:
         raise RequestError(
             f"{format_bytes(free)} free on the disk", where=str(target), needed=format_bytes(num_bytes + SPARE_BYTES)
         )
-
-
-@contextmanager
-def _replacing(target: Path) -> Iterator[Path]:
-    """`atomic_folder`, where an old folder is moved away in the moment before the new one takes its name."""
-    old = target.with_name(f"{target.name}{TEMPORARY_MARK}old")
-    with atomic_folder(target) as folder:
-        yield folder
-        if target.is_dir():
-            shutil.rmtree(old, ignore_errors=True)
-            target.rename(old)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def _target_dtype(entry: Entry, dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
