@@ -68,6 +68,8 @@ def build_parser() -> Parser:
     running.add_argument("--quiet", action="store_true", help="only warnings and the result")
     for option in ("--split-sentences", "--partitions"):
         parser.add_argument(option, nargs="?", const="1", help=argparse.SUPPRESS)
+    # Megatron's flag for what is always so here.
+    parser.add_argument("--keep-sequential-samples", action="store_true", help=argparse.SUPPRESS)
     return parser
 
 
