@@ -112,7 +112,7 @@ def _locked(checkpoint: Path) -> Iterator[bool]:
 
 def _remove_leftovers(checkpoint: Path) -> None:
     """Remove what conversions that were killed have left: each may be as large as the model."""
-    for leftover in checkpoint.parent.glob(f"{checkpoint.name}{files.TEMPORARY_MARK}*"):
+    for leftover in files.leftovers(checkpoint):
         log.info("removing %s, left by a conversion that was killed", leftover)
         shutil.rmtree(leftover)
 
