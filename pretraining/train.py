@@ -7,7 +7,10 @@ Everything it needs to know stands in run.json, which pretrain.py writes.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +24,10 @@ from pretrainkit.training import resume
 log = logs.get_logger("train")
 
 
+PR_SET_PDEATHSIG = 1
+"""prctl option (linux/prctl.h): the signal that a process gets when its parent dies."""
+
+
 def build_parser() -> Parser:
     parser = Parser(prog="train.py", description=__doc__)
     parser.add_argument("--run", type=Path, required=True, help="run.json of the experiment")
@@ -28,6 +35,9 @@ def build_parser() -> Parser:
 
 
 def command(arguments: argparse.Namespace) -> int:
+    with contextlib.suppress(OSError, AttributeError):
+        # Were the process that started the ranks killed, they would hold their GPUs; so they save and end.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     run = read_run(arguments.run)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size != run.world_size:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 
 def format_bytes(num_bytes: float) -> str:
     """Bytes in binary units: 1536 -> '1.5 KiB'."""
@@ -43,3 +45,12 @@ def parse_bytes(text: str) -> int:
     if unit not in _UNITS or float(number) <= 0:
         raise ValueError(f"not a size: {text!r}")
     return round(float(number) * _UNITS[unit])
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of '[D-]HH:MM:SS' or 'MM:SS', as schedulers write time limits. ValueError for anything else."""
+    match = re.fullmatch(r"(?:(?:(\d+)-)?(\d+):)?(\d{1,2}):(\d{2})", text)
+    if not match:
+        raise ValueError(f"{text!r} is no duration like 23:30:00 or 2-00:00:00")
+    days, hours, minutes, seconds = (int(group or 0) for group in match.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pretrainkit.units import format_bytes, format_count, format_duration
+from pretrainkit.units import format_bytes, format_count, format_duration, parse_duration
 
 
 @pytest.mark.parametrize(
@@ -36,3 +36,17 @@ def test_counts(number: float, text: str) -> None:
 )
 def test_durations(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("00:05:00", 300), ("23:30:00", 84600), ("1-00:00:01", 86401), ("5:30", 330), ("100:00:00", 360000)],
+)
+def test_time_limits_are_read_as_schedulers_write_them(text: str, seconds: float) -> None:
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "90", "1h", "1:2:3", "-1:00:00", "1-30:00", "1.5:00:00"])
+def test_anything_else_is_no_duration(text: str) -> None:
+    with pytest.raises(ValueError, match="is no duration like 23:30:00"):
+        parse_duration(text)

@@ -12,6 +12,7 @@ from pretrainkit.config.resolve import RunFacts
 from pretrainkit.config.schema import ModelShape, RunConfig
 from pretrainkit.config.split import SPLIT_NAMES, num_samples, parse_split
 from pretrainkit.errors import RequestError
+from pretrainkit.units import parse_duration
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "launch.executor": ("local", "slurm", "pbs", "sge"),
@@ -39,6 +40,8 @@ _RANGES: dict[str, str] = {
     "training.global_batch_size": _POSITIVE,
     "training.micro_batch_size": _POSITIVE,
     "training.save_interval": _POSITIVE,
+    "training.keep_last": _POSITIVE,
+    "training.keep_every": _POSITIVE,
     "training.val_interval": _NOT_NEGATIVE,
     "training.val_steps": _POSITIVE,
     "training.log_interval": _POSITIVE,
@@ -105,8 +108,25 @@ def _ranges(config: RunConfig) -> Iterator[RequestError]:
     for dotted in ("optimizer.adam_beta1", "optimizer.adam_beta2"):
         if value_of(config, dotted) >= 1:
             yield RequestError(f"{value_of(config, dotted)}", needed="below 1", where=dotted)
+    yield from _durations(config)
     if config.training.seed > MAX_SEED:
         yield RequestError(f"{config.training.seed}", needed=f"at most {MAX_SEED}", where="--seed")
+
+
+def _durations(config: RunConfig) -> Iterator[RequestError]:
+    seconds = {}
+    for name in ("time_limit", "time_margin"):
+        text = getattr(config.training, name)
+        try:
+            seconds[name] = parse_duration(text) if text else math.inf
+        except ValueError as error:
+            yield RequestError(str(error), needed="[D-]HH:MM:SS", where=f"--{name}")
+    if len(seconds) == 2 and seconds["time_margin"] >= seconds["time_limit"]:
+        yield RequestError(
+            f"{config.training.time_limit} leaves no time to train before its margin of {config.training.time_margin}",
+            needed="more than --time_margin",
+            where="--time_limit",
+        )
 
 
 def _names(config: RunConfig) -> Iterator[RequestError]:

@@ -91,10 +91,14 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
     "training": (
         Flag("--max_steps", "training.max_steps", "optimizer steps", default_word="one epoch"),
         Flag("--save_interval", "training.save_interval", "steps between checkpoints"),
+        Flag("--keep_last", "training.keep_last", "newest checkpoints to keep, 2 or more", default_word="all"),
+        Flag("--keep_every", "training.keep_every", "keep multiples of this step for ever", default_word="none"),
         Flag("--val_interval", "training.val_interval", "steps between evaluations; 0: none"),
         Flag("--val_steps", "training.val_steps", "batches per evaluation"),
         Flag("--log_interval", "training.log_interval", "steps between records"),
         Flag("--precision", "training.precision", "auto, bf16 or fp32; auto: bf16 on GPU, fp32 on CPU"),
+        Flag("--time_limit", "training.time_limit", "[D-]HH:MM:SS; save and end before it", default_word="none"),
+        Flag("--time_margin", "training.time_margin", "how long before --time_limit to begin to end"),
         Flag("--seed", "training.seed", "seed of weights, data order and dropout"),
     ),
     "optimizer": (

@@ -120,6 +120,14 @@ class TrainingConfig:
     """Samples per forward pass of one data-parallel rank."""
     save_interval: int = 500
     """Steps between checkpoints; the last step is always saved."""
+    keep_last: int | None = None
+    """Newest checkpoints to keep, at least 2; unset: all."""
+    keep_every: int | None = None
+    """Checkpoints whose step is a multiple of this are kept for ever, whatever keep_last says."""
+    time_limit: str | None = None
+    """Time this attempt may take, as [D-]HH:MM:SS; before it is over the run saves and ends with exit code 85."""
+    time_margin: str = "00:05:00"
+    """How long before time_limit the run begins to end: enough for one step, one evaluation and one save."""
     val_interval: int = 500
     """Steps between evaluations on held-out data; 0: none."""
     val_steps: int = 16

@@ -31,7 +31,7 @@ from pretrainkit.training import optimizer, resume
 from pretrainkit.training.dataset import EpochDataset
 from pretrainkit.training.layer_spec import torch_layer_spec
 from pretrainkit.training.model_config import transformer_config_fields
-from pretrainkit.training.nemo_callbacks import Checkpoints, LearningRate, Recording, StopOnSignal
+from pretrainkit.training.nemo_callbacks import Checkpoints, LearningRate, Recording, StopEarly
 from pretrainkit.training.records import RunRecorder
 from pretrainkit.training.schedule import schedule_of
 from pretrainkit.training.throughput import peak_flops, training_flops_per_token
@@ -44,9 +44,9 @@ log = get_logger(__name__)
 def train(run: ResolvedRun, start: resume.Checkpoint | None, *, rank: int, local_world_size: int) -> bool:
     """Train `run` on this rank, continuing from `start` or, when there is none, from its initial weights.
 
-    True when its last step is done; False when a signal stopped it earlier, after saving.
+    True when its last step is done; False when a signal or the time limit stopped it earlier, after saving.
     """
-    stop = StopOnSignal()  # from here on a signal means: finish the step, save, end
+    stop = StopEarly(run.config.training)  # from here on a signal means: finish the step, save, end
     experiment = Path(run.experiment_dir)
     nemo_logging.setLevel(python_logging.ERROR)
     if run.accelerator == "cpu":
@@ -58,6 +58,7 @@ def train(run: ResolvedRun, start: resume.Checkpoint | None, *, rank: int, local
     recorder = None
     if rank == 0:
         resume.quarantine_incomplete(experiment / "checkpoints")
+        resume.remove_leftovers(experiment / "checkpoints")
         recorder = RunRecorder(
             experiment / "metrics.jsonl",
             tokens_per_step=run.config.training.global_batch_size * run.config.data.sequence_length,
@@ -84,7 +85,7 @@ def train(run: ResolvedRun, start: resume.Checkpoint | None, *, rank: int, local
     )
     if trainer.global_step >= run.max_steps:
         return True
-    log.warning("stopped by a signal after step %d of %d, saved", trainer.global_step, run.max_steps)
+    log.warning("stopped after step %d of %d, saved", trainer.global_step, run.max_steps)
     return False
 
 
@@ -245,12 +246,7 @@ def _logger(run: ResolvedRun, experiment: Path, recorder: RunRecorder | None) ->
         update_logger_directory=False,
         log_global_rank_0_only=True,
         tensorboard=TensorBoardLogger(save_dir=str(experiment), name="tensorboard", version=""),
-        ckpt=Checkpoints(
-            Path(run.hf_folder),
-            recorder,
-            dirpath=str(experiment / "checkpoints"),
-            every_n_train_steps=run.config.training.save_interval,
-        ),
+        ckpt=Checkpoints(run, recorder),
     )
 
 

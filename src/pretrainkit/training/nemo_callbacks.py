@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import resource
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import psutil
 import torch
 from nemo import lightning as nl
 from nemo.lightning.pytorch.optim.base import LRSchedulerModule
 
 from pretrainkit.checkpoint.targets import carry_hf_files
-from pretrainkit.config.schema import ResolvedRun
+from pretrainkit.config.schema import ResolvedRun, TrainingConfig
 from pretrainkit.logs import get_logger
 from pretrainkit.training import resume
 from pretrainkit.training.records import RunRecorder
 from pretrainkit.training.schedule import Schedule, schedule_of
+from pretrainkit.units import parse_duration
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """What schedulers send before a job's time is over."""
@@ -73,7 +77,7 @@ class Checkpoints(nl.ModelCheckpoint):
     commit mark.
     """
 
-    def __init__(self, hf_folder: Path, recorder: RunRecorder | None, **kwargs: Any) -> None:
+    def __init__(self, run: ResolvedRun, recorder: RunRecorder | None) -> None:
         super().__init__(
             monitor=None,
             save_last=False,
@@ -81,9 +85,10 @@ class Checkpoints(nl.ModelCheckpoint):
             save_optim_on_train_end=True,
             auto_insert_metric_name=False,
             verbose=False,
-            **kwargs,
+            dirpath=str(Path(run.experiment_dir) / "checkpoints"),
+            every_n_train_steps=run.config.training.save_interval,
         )
-        self._hf_folder, self._recorder = hf_folder, recorder
+        self._run, self._recorder = run, recorder
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.global_step != self._last_global_step_saved:
@@ -94,12 +99,16 @@ class Checkpoints(nl.ModelCheckpoint):
         folder = Path(str(self.dirpath)) / resume.checkpoint_name(trainer.global_step)
         super()._save_checkpoint(trainer, f"{folder}{self.FILE_EXTENSION}")
         if trainer.is_global_zero:
-            carry_hf_files(self._hf_folder, folder)
+            carry_hf_files(Path(self._run.hf_folder), folder)
             consumed_samples = trainer.datamodule.state_dict()["consumed_samples"]
             resume.commit(folder, step=trainer.global_step, consumed_samples=consumed_samples)
             if self._recorder:
                 self._recorder.event("checkpoint", step=trainer.global_step, path=str(folder))
                 self._recorder.skip_time()
+            training = self._run.config.training
+            for old in resume.expired(folder.parent, keep_last=training.keep_last, keep_every=training.keep_every):
+                log.info("removing %s", old.path)
+                resume.remove(old)
 
 
 class Recording(pl.Callback):
@@ -133,15 +142,19 @@ class Recording(pl.Callback):
             self._recorder.skip_time()
 
 
-class StopOnSignal(pl.Callback):
-    """Ends training after the step in which any rank got a signal; the last checkpoint is then saved as always.
+class StopEarly(pl.Callback):
+    """Ends training after the step in which any rank got a signal or ran out of time; that step is then saved.
 
-    Schedulers signal some ranks sooner than others, or only one: after each step the ranks agree, so that all
-    stop at the same one.
+    Schedulers signal some ranks sooner than others, or only one, and clocks differ: after each step the ranks
+    agree, so that all stop at the same one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, training: TrainingConfig) -> None:
         self._asked = False
+        self._deadline_s = math.inf
+        if training.time_limit:
+            allowed_s = parse_duration(training.time_limit) - parse_duration(training.time_margin)
+            self._deadline_s = psutil.Process().create_time() + allowed_s
         for number in STOP_SIGNALS:
             signal.signal(number, self._ask)
 
@@ -150,6 +163,9 @@ class StopOnSignal(pl.Callback):
         self._asked = True
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if not self._asked and time.time() > self._deadline_s:
+            log.warning("the time limit is near: stopping after this step")
+            self._asked = True
         asked = torch.tensor([self._asked], dtype=torch.int32, device=trainer.strategy.root_device)
         torch.distributed.all_reduce(asked, op=torch.distributed.ReduceOp.MAX)
         if asked.item():

@@ -7,6 +7,7 @@ it, is not a checkpoint.
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,9 @@ from pretrainkit.logs import get_logger
 
 COMMIT_MARK = "complete.json"
 INCOMPLETE_SUFFIX = ".incomplete"
+EXPIRED_SUFFIX = ".expired"
+MIN_KEPT = 2
+"""Complete checkpoints that are never removed: should the newest turn out bad, there is another."""
 _PREFIX = "step_"
 
 log = get_logger(__name__)
@@ -109,6 +113,37 @@ def quarantine_incomplete(checkpoints: Path) -> list[Path]:
             folder.rename(target)
             moved.append(target)
     return moved
+
+
+def expired(checkpoints: Path, *, keep_last: int | None, keep_every: int | None) -> list[Checkpoint]:
+    """The complete checkpoints that a run need not keep, oldest first.
+
+    Kept are the newest `keep_last` (at least MIN_KEPT; None: all), and for ever those whose step is a multiple
+    of `keep_every`.
+    """
+    if keep_last is None:
+        return []
+    complete = []
+    for folder in sorted(_folders(checkpoints)):
+        try:
+            complete.append(read(folder))
+        except CheckpointError:
+            continue  # neither counted as kept nor removed: quarantine is a start's business
+    old = complete[: -max(keep_last, MIN_KEPT)]
+    return [checkpoint for checkpoint in old if not keep_every or checkpoint.step % keep_every]
+
+
+def remove(checkpoint: Checkpoint) -> None:
+    """Remove a checkpoint, so that a kill in between leaves nothing that looks like one."""
+    doomed = checkpoint.path.with_name(checkpoint.path.name + EXPIRED_SUFFIX)
+    checkpoint.path.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def remove_leftovers(checkpoints: Path) -> None:
+    """Finish removals that a kill cut short."""
+    for doomed in checkpoints.glob(f"{_PREFIX}*{EXPIRED_SUFFIX}"):
+        shutil.rmtree(doomed)
 
 
 def _folders(checkpoints: Path) -> list[Path]:

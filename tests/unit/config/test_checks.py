@@ -22,6 +22,14 @@ def test_a_right_request_has_no_problem(config: RunConfig, facts: RunFacts) -> N
 
 
 OF_THE_REQUEST: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "time limit no duration": (
+        {"training__time_limit": "12 hours"},
+        ["--time_limit: '12 hours' is no duration like 23:30:00", "[D-]HH:MM:SS"],
+    ),
+    "time limit within its margin": (
+        {"training__time_limit": "00:04:00"},
+        ["--time_limit: 00:04:00 leaves no time to train before its margin of 00:05:00"],
+    ),
     "global batch size no multiple": (
         {"training__global_batch_size": 10, "training__micro_batch_size": 2, "launch__num_gpus": 4},
         ["--global_batch_size: 10 is no multiple of micro batch size 2 x data-parallel size 4 = 8", "use 8 or 16"],
@@ -212,3 +220,11 @@ def test_sequence_parallel_can_be_switched_off_for_odd_lengths(config: RunConfig
     odd = changed(config, parallel__tensor_model_parallel_size=8, data__sequence_length=1020)
     assert told(odd, facts)
     assert not told(changed(odd, parallel__sequence_parallel=False), facts)
+
+
+def test_training_with_experts_is_refused(config: RunConfig, facts: RunFacts) -> None:
+    assert facts.model
+    experts = dataclasses.replace(facts.model, family="mixtral", num_experts=8, experts_per_token=2)
+    assert "--hf_model_id: a model with 8 experts a layer (mixtral)" in told(
+        config, dataclasses.replace(facts, model=experts)
+    )

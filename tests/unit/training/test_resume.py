@@ -84,3 +84,39 @@ def test_quarantine_moves_only_the_incomplete(tmp_path: Path) -> None:
     save(tmp_path, 10, commit=False)
     assert resume.quarantine_incomplete(tmp_path) == [tmp_path / "step_00000010.incomplete2"]
     assert (tmp_path / "step_00000005").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "keep_every", "kept"),
+    [
+        (None, None, [10, 20, 30, 40, 50]),
+        (3, None, [30, 40, 50]),
+        (2, 20, [20, 40, 50]),
+        (1, None, [40, 50]),
+        (9, None, [10, 20, 30, 40, 50]),
+    ],
+)
+def test_retention_keeps_the_newest_and_the_multiples(
+    tmp_path: Path, keep_last: int | None, keep_every: int | None, kept: list[int]
+) -> None:
+    for step in (10, 20, 30, 40, 50):
+        save(tmp_path, step)
+    for checkpoint in resume.expired(tmp_path, keep_last=keep_last, keep_every=keep_every):
+        resume.remove(checkpoint)
+    assert sorted(int(path.name.removeprefix("step_")) for path in tmp_path.iterdir()) == kept
+
+
+def test_incomplete_checkpoints_are_not_counted_as_kept(tmp_path: Path) -> None:
+    for step in (10, 20):
+        save(tmp_path, step)
+    for step in (30, 40):
+        save(tmp_path, step, commit=False)
+    assert resume.expired(tmp_path, keep_last=2, keep_every=None) == []
+
+
+def test_a_removal_cut_short_is_finished(tmp_path: Path) -> None:
+    folder = save(tmp_path, 10)
+    folder.rename(folder.with_name(folder.name + resume.EXPIRED_SUFFIX))
+    assert resume.newest_complete(tmp_path) is None
+    resume.remove_leftovers(tmp_path)
+    assert list(tmp_path.iterdir()) == []
