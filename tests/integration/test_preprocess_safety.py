@@ -288,3 +288,41 @@ def resident_bytes(process: int) -> int:
         return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, IndexError):
         return 0
+
+
+FAULTY_ENGINE = """
+import sys
+sys.path.insert(0, {tools!r})
+import preprocess_data
+from pretrainkit.data import encoder
+
+right = encoder.FastEncoder.encode
+
+def wrong(self, texts):
+    ids, offsets = right(self, texts)
+    if any("needle" in text for text in texts):
+        ids = ids ^ 1
+    return ids, offsets
+
+encoder.FastEncoder.encode = wrong
+sys.exit(preprocess_data.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(("line", "verify"), [(5, "sample"), (9_000, "all")])
+def test_an_engine_that_gives_other_ids_is_replaced_before_anything_is_committed(
+    start: Start, tmp_path: Path, tokenizer_folder: Path, line: int, verify: str
+) -> None:
+    lines = [json.dumps({"text": f"text {i} " * 20}) for i in range(12_000)]
+    lines[line] = json.dumps({"text": "a needle in a haystack"})
+    (tmp_path / "in.jsonl").write_text("\n".join(lines))
+    assert finish(start("--input", "in.jsonl"))[0] == 0
+    right = digest(tmp_path)
+    command = [sys.executable, "-c", FAULTY_ENGINE.format(tools=str(ROOT / "tools")), "--input", "in.jsonl"]
+    command += ["--output-prefix", "out", "--tokenizer-model", str(tokenizer_folder), "--append-eod", "--overwrite"]
+    command += ["--workers", "2", "--verify-tokens", verify, "--json"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert "tokenizers encodes instead" in result.stderr
+    assert json.loads(result.stdout)[0]["tokenizer"]["engine"] == "tokenizers"
+    assert digest(tmp_path) == right
