@@ -59,6 +59,14 @@ def detect(path: Path) -> Found:
         return detect(_tracked(path))
     if (path / "config.json").is_file():
         return Found(Kind.HF, path, path)
+    for folder in (path, path / "weights"):
+        if (folder / torch_dist.CONFIG_NAME).is_file() or (folder / torch_dist.METADATA_NAME).is_file():
+            raise RequestError(
+                "a distributed checkpoint in another format than torch_dist (zarr, FSDP)",
+                where=str(folder),
+                needed="torch_dist, which megatron-core saves by default",
+                action="load it with what saved it and save it as torch_dist",
+            )
     raise RequestError(
         "not a model folder that is known",
         where=str(path),

@@ -197,6 +197,14 @@ def test_empty_and_missing_folders(tmp_path: Path) -> None:
     assert "no such folder" in refused(tmp_path / "none", tmp_path / "out")
 
 
+def test_other_distributed_formats_are_named(make_model: Callable[..., Path], tmp_path: Path) -> None:
+    convert(make_model("llama"), tmp_path / "m")
+    (tmp_path / "m" / "weights" / "metadata.json").write_text('{"sharded_backend": "zarr"}')
+    assert "zarr" in refused(tmp_path / "m", tmp_path / "out")
+    (tmp_path / "m" / "weights" / "metadata.json").unlink()
+    assert "torch_dist" in refused(tmp_path / "m" / "weights", tmp_path / "out")
+
+
 def test_parent_of_checkpoints_gets_a_hint(make_model: Callable[..., Path], tmp_path: Path) -> None:
     convert(make_model("llama"), tmp_path / "runs" / "step_4")
     message = refused(tmp_path / "runs", tmp_path / "out")
