@@ -1,0 +1,45 @@
+"""A real model, SmolLM2-135M, through every format and back: the same bits, files and words."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pretrainkit.checkpoint.convert import Options, convert
+from pretrainkit.checkpoint.detect import Kind
+from pretrainkit.checkpoint.parallel import Parallelism
+
+pytestmark = pytest.mark.integration
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def generate(folder: Path) -> str:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    prompt = tokenizer("The capital of France is", return_tensors="pt")
+    tokens = AutoModelForCausalLM.from_pretrained(folder).generate(**prompt, max_new_tokens=12, do_sample=False)
+    return tokenizer.decode(tokens[0])
+
+
+def test_smollm2_comes_back_from_every_format(assert_same: Callable[[Path, Path], None], tmp_path: Path) -> None:
+    command = [sys.executable, "scripts/demo/make_inputs.py", "--output", str(tmp_path)]
+    subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True)
+    source = tmp_path / "smollm2-135m"
+    # Nine heads of three groups and thirty layers: TP=3, and stages of 6, 9, 9 and 6 layers.
+    cut = Parallelism(3, 4, 1, 6, 6)
+    convert(source, tmp_path / "torch", Options(to=Kind.TORCH, parallelism=cut, workers=2))
+    convert(tmp_path / "torch", tmp_path / "torch_dist", Options(to=Kind.TORCH_DIST, workers=2))
+    convert(tmp_path / "torch_dist", tmp_path / "nemo", Options(to=Kind.NEMO, workers=2))
+    convert(tmp_path / "nemo", tmp_path / "back", Options(workers=2))
+    assert_same(source, tmp_path / "back")
+    for path in source.iterdir():
+        if path.suffix != ".safetensors":
+            assert (tmp_path / "back" / path.name).read_bytes() == path.read_bytes(), path.name
+    words = generate(tmp_path / "back")
+    assert words == generate(source) and "Paris" in words
