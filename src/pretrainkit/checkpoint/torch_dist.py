@@ -22,6 +22,7 @@ import pickle
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,19 @@ class GlobalTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     chunks: tuple[Chunk, ...]
+
+    @cached_property
+    def by_leading(self) -> dict[tuple[int, ...], list[Chunk]]:
+        """Chunks by what they hold along the first one and the first two dimensions, where that is one index.
+
+        Found by a look-up: a tensor of 100 layers with 100 experts has tens of thousands of chunks.
+        """
+        found: dict[tuple[int, ...], list[Chunk]] = {}
+        for chunk in self.chunks:
+            for depth in (1, 2):
+                if chunk.sizes[:depth] == (1,) * depth:
+                    found.setdefault(chunk.offsets[:depth], []).append(chunk)
+        return found
 
 
 def is_torch_dist(folder: Path) -> bool:
@@ -143,7 +157,7 @@ def read_rows(tensor: GlobalTensor, leading: tuple[int, ...], first: int, count:
     """
     depth, trailing = len(leading), tensor.shape[len(leading) + 1 :]
     parts = []
-    for chunk in tensor.chunks:
+    for chunk in tensor.by_leading.get(leading) or tensor.chunks:
         inside = all(o <= i < o + n for i, o, n in zip(leading, chunk.offsets, chunk.sizes, strict=False))
         begin = max(first, chunk.offsets[depth])
         end = min(first + count, chunk.offsets[depth] + chunk.sizes[depth])
@@ -220,12 +234,12 @@ class TorchDistSource:
 
     def _find(self, entry: Entry) -> list[tuple[GlobalTensor, tuple[int, ...]]]:
         """The global tensors that hold an entry, each with the leading indices (layer, expert) to take."""
-        for name, leading in _stored_names(entry):
+        for name, leading, counts in self._stored_names(entry):
             names = [name + "_w", name + "_v"] if entry.layout is Layout.GATED and name not in self._tensors else [name]
             if not all(part in self._tensors for part in names):
                 continue
             found = [self._tensors[part] for part in names]
-            self._check_shape(entry, found, leading)
+            self._check_shape(entry, found, counts)
             return [(tensor, leading) for tensor in found]
         raise CheckpointError(
             f"tensor {entry.weight.megatron.replace('{layer}.', '')} is missing"
@@ -234,11 +248,21 @@ class TorchDistSource:
             needed=f"all tensors of a {self.shape.family} model with {self.shape.num_layers} layers",
         )
 
-    def _check_shape(self, entry: Entry, tensors: Sequence[GlobalTensor], leading: tuple[int, ...]) -> None:
-        counts = (self.shape.num_layers, self.shape.num_experts)[: len(leading)]
+    def _stored_names(self, entry: Entry) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+        """The names an entry may have, each with the leading indices to take and the leading sizes to expect."""
+        template = entry.weight.megatron
+        layer, layers = _index(entry.layer, self.shape.num_layers)
+        expert, experts = _index(entry.expert, self.shape.num_experts)
+        single = template.format(layer=entry.layer)
+        names = [(template.replace("{layer}.", ""), layer + expert, layers + experts), (single, expert, experts)]
+        if expert:
+            names.append((single.replace(".experts.experts.", f".experts.experts.{entry.expert}."), (), ()))
+        return names
+
+    def _check_shape(self, entry: Entry, tensors: Sequence[GlobalTensor], counts: tuple[int, ...]) -> None:
         wanted = [*counts, *entry.megatron_shape]
         if len(tensors) > 1:
-            wanted[len(leading)] //= len(tensors)
+            wanted[len(counts)] //= len(tensors)
         for tensor in tensors:
             found = list(tensor.shape)
             if entry.layout is Layout.VOCABULARY and found[0] > wanted[0]:
@@ -275,6 +299,10 @@ class TorchDistSource:
         return notes
 
 
+def _index(index: int | None, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return ((), ()) if index is None else ((index,), (count,))
+
+
 def _check_common(folder: Path, shape: ModelShape) -> None:
     """Compare Megatron-LM's arguments, where the checkpoint has them, with the shape."""
     path = folder / COMMON_NAME
@@ -283,16 +311,3 @@ def _check_common(folder: Path, shape: ModelShape) -> None:
     common = read_archive(path)
     if isinstance(common, dict) and isinstance(common.get("args"), argparse.Namespace):
         check_args(common["args"], shape, str(folder))
-
-
-def _stored_names(entry: Entry) -> list[tuple[str, tuple[int, ...]]]:
-    """The names an entry may have, with the leading indices that its tensor then needs."""
-    template = entry.weight.megatron
-    layer = () if entry.layer is None else (entry.layer,)
-    expert = () if entry.expert is None else (entry.expert,)
-    stacked = template.replace("{layer}.", "")
-    single = template.format(layer=entry.layer)
-    names = [(stacked, layer + expert), (single, expert)]
-    if expert:
-        names.append((single.replace(".experts.experts.", f".experts.experts.{entry.expert}."), ()))
-    return names

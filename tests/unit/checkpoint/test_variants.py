@@ -225,6 +225,27 @@ def test_distributed_checkpoint_with_layers_and_experts_of_their_own(
     assert_same(source, tmp_path / "back")
 
 
+def test_distributed_checkpoint_with_layers_of_their_own_and_experts_stacked(
+    make_model: Callable[..., Path], assert_same: Callable[[Path, Path], None], tmp_path: Path
+) -> None:
+    """As megatron-core keeps models whose layers are not all alike (moe_layer_freq)."""
+    source = make_model("mixtral")
+    convert(source, tmp_path / "m", Options(to=Kind.TORCH))
+    model = torch.load(tmp_path / "m/release/mp_rank_00/model_optim_rng.pt", weights_only=False)["model"]
+    tensors: dict[str, Any] = {}
+    experts: dict[str, dict[int, Any]] = {}
+    for key, tensor in without_extra_states(model).items():
+        if match := re.match(r"(.*experts\.)(linear_fc[12]\.weight)(\d+)$", key):
+            experts.setdefault(f"{match[1]}experts.{match[2]}", {})[int(match[3])] = tensor
+        else:
+            tensors[key] = tensor
+    for key, parts in experts.items():
+        tensors[key] = torch.stack([parts[i] for i in range(8)])
+    save_distributed(tensors, tmp_path / "td")
+    convert(tmp_path / "td", tmp_path / "back", Options(hf_folder=source))
+    assert_same(source, tmp_path / "back")
+
+
 def test_megatron_core_reads_what_is_written(make_model: Callable[..., Path], tmp_path: Path) -> None:
     """torch.distributed.checkpoint loads ours: names, shapes, padded rows, values."""
     from safetensors.torch import load_file
