@@ -40,9 +40,7 @@ def _spelling(option: str) -> str:
     return option.replace("_", "-")
 
 
-def run_command(
-    command: Callable[[argparse.Namespace], int], parser: Parser, argv: Sequence[str] | None
-) -> int:
+def run_command(command: Callable[[argparse.Namespace], int], parser: Parser, argv: Sequence[str] | None) -> int:
     """Parse, configure logging, run `command` and return its exit code; our own errors become a message."""
     arguments = parser.parse_args(argv)
     logs.configure(verbose=getattr(arguments, "verbose", False), quiet=getattr(arguments, "quiet", False))
