@@ -38,9 +38,13 @@ def check_sliding_window(config: Mapping[str, Any]) -> None:
         )
 
 
-def check_required(config: Mapping[str, Any]) -> None:
+def check_required(family: str, config: Mapping[str, Any]) -> None:
     """Raise RequestError when a field that shapes the model is absent."""
     missing = [name for name in REQUIRED_FIELDS if config.get(name) is None]
+    if family != "llama":  # Llama's first configs lacked these; the defaults of other families differ from Llama's
+        rope = config.get("rope_parameters") or {}
+        missing += ["num_key_value_heads"] if config.get("num_key_value_heads") is None else []
+        missing += ["rope_theta"] if config.get("rope_theta") is None and "rope_theta" not in rope else []
     if missing:
         raise RequestError(
             f"config.json lacks {', '.join(missing)}",
@@ -50,7 +54,7 @@ def check_required(config: Mapping[str, Any]) -> None:
 
 def read_decoder(family: str, config: Mapping[str, Any], **extra: Any) -> ModelShape:
     """A ModelShape from the fields that all decoder families share; `extra` adds or replaces fields."""
-    check_required(config)
+    check_required(family, config)
     heads = config["num_attention_heads"]
     theta, scaling = read_rope(config)
     fields: dict[str, Any] = {

@@ -88,6 +88,7 @@ def test_llama3_rope_is_read_in_every_spelling(folder: Callable[..., Path], rope
         ({"residual_multiplier": 0.22}, ["residual_multiplier", "--ignore-config-fields"]),
         ({"num_hidden_layers": "absent"}, ["num_hidden_layers"]),
         ({"num_key_value_heads": 3}, ["8", "3"]),
+        ({"architectures": ["MistralForCausalLM"], "num_key_value_heads": "absent"}, ["num_key_value_heads", "theta"]),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 128}, ["sliding_window", "128"]),
         ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}, ["use_sliding_window"]),
         ({"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "moe_intermediate_size": 32,
@@ -108,7 +109,8 @@ def test_unknown_fields_can_be_declared_harmless(folder: Callable[..., Path]) ->
 
 
 def test_sliding_window_that_covers_the_context_is_no_window(folder: Callable[..., Path]) -> None:
-    assert read_shape(folder(architectures=["MistralForCausalLM"], sliding_window=512)).family == "mistral"
+    config = {"architectures": ["MistralForCausalLM"], "sliding_window": 512, "rope_theta": 10000.0}
+    assert read_shape(folder(**config)).family == "mistral"
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{"], ids=["empty", "list", "torn"])
