@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import tempfile
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -119,6 +120,17 @@ def _load_early(json_path: str, special_tokens: bool) -> FastEncoder | None:
         return FastEncoder(json_path, special_tokens=special_tokens)
     except Exception:
         return None
+
+
+def prove_engine(setup: Setup, units: list[Unit]) -> Difference | None:
+    """What `fastokens` does differently from `tokenizers` on hard strings and a sample of these units, if anything."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="pretrainkit-proof-") as folder:
+            return _Worker(replace(setup, folder=Path(folder))).prove(units)
+    except (DataError, OSError):
+        raise
+    except Exception as error:  # whatever a Rust library thinks of a tokenizer
+        return Difference(f"it does not load this tokenizer: {error}")
 
 
 class _Worker:

@@ -1,0 +1,140 @@
+"""Samples as members of a tar file, byte for byte as WebDataset's TarWriter writes them with `mtime=0`.
+
+A member is a USTAR header of 512 bytes and its content, filled up with zeros to a multiple of 512:
+
+    offset  bytes  field
+    0       100    name: `<key>.<extension>`
+    124     12     size, octal
+    148     8      checksum: sum of the header's bytes with this field as spaces, octal
+
+The other fields are the same for all members (mode 0444, user and group `bigdata`), so headers are made for
+many samples at once. Members of a sample are in the order of their extensions, as the writer sorts them.
+"""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from collections.abc import Callable
+from functools import lru_cache
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+BLOCK = tarfile.BLOCKSIZE
+TEXT_EXTENSION = "text.txt"
+IDS_EXTENSIONS = {"json": "token_ids.json", "npy": "token_ids.npy", "msgpack": "token_ids.msgpack"}
+_PADDING = [bytes(count) for count in range(BLOCK)]
+_NAME, _SIZE, _CHECKSUM = 0, 124, 148
+
+
+def end_of_archive(num_bytes: int) -> bytes:
+    """What ends a tar whose members have `num_bytes`: two empty blocks, filled up to a whole record."""
+    total = num_bytes + 2 * BLOCK
+    return bytes(2 * BLOCK + -total % tarfile.RECORDSIZE)
+
+
+def _json(ids: NDArray[np.int32]) -> bytes:
+    return orjson.dumps(ids, option=orjson.OPT_SERIALIZE_NUMPY).replace(b",", b", ")  # as the json package has it
+
+
+@lru_cache(maxsize=1 << 14)
+def _npy_header(num_tokens: int) -> bytes:
+    stream = io.BytesIO()
+    np.lib.format.write_array(stream, np.zeros(num_tokens, np.int32))
+    return stream.getvalue()[: -4 * num_tokens or None]
+
+
+def _npy(ids: NDArray[np.int32]) -> bytes:
+    return _npy_header(len(ids)) + ids.tobytes()
+
+
+def _msgpack(ids: NDArray[np.int32]) -> bytes:
+    import msgpack
+
+    return msgpack.packb(ids.tolist())
+
+
+_ENCODE: dict[str, Callable[[NDArray[np.int32]], bytes]] = {"json": _json, "npy": _npy, "msgpack": _msgpack}
+
+
+def decode_ids(content: bytes | memoryview, kind: str) -> NDArray[np.int32]:
+    """The ids of a `token_ids` member; `kind` is `json`, `npy` or `msgpack`. ValueError if it is none."""
+    if kind == "json":
+        return np.array(orjson.loads(content), dtype=np.int32)
+    if kind == "npy":
+        return np.load(io.BytesIO(content), allow_pickle=False)
+    import msgpack
+
+    return np.array(msgpack.unpackb(content), dtype=np.int32)
+
+
+def pack_samples(
+    prefix: str, lines: NDArray[np.int64], ids: list[NDArray[np.int32]], texts: list[bytes] | None, kind: str
+) -> tuple[bytes, NDArray[np.int64], NDArray[np.int64]]:
+    """Samples `<prefix><line:08d>` as tar members.
+
+    Args:
+        prefix: first part of every key.
+        lines: [N], ascending.
+        ids: token ids of each sample.
+        texts: UTF-8 text of each sample; None leaves `text.txt` out.
+        kind: form of the ids: `json`, `npy` or `msgpack`.
+
+    Returns:
+        The members, and for each sample the offset in them and the number of bytes of its ids.
+    """
+    encode = _ENCODE[kind]
+    contents = [encode(some) for some in ids]
+    sizes = np.fromiter(map(len, contents), np.int64, len(contents))
+    id_headers = _headers(prefix, lines, IDS_EXTENSIONS[kind], sizes)
+    parts: list[bytes] = []
+    if texts is None:
+        text_sizes = np.zeros(0, np.int64)
+        for header, content in zip(id_headers, contents, strict=True):
+            parts += (header, content, _PADDING[-len(content) % BLOCK])
+        text_span: NDArray[np.int64] = np.zeros(len(lines), np.int64)
+    else:
+        text_sizes = np.fromiter(map(len, texts), np.int64, len(texts))
+        text_headers = _headers(prefix, lines, TEXT_EXTENSION, text_sizes)
+        for text_header, text, header, content in zip(text_headers, texts, id_headers, contents, strict=True):
+            parts += (text_header, text, _PADDING[-len(text) % BLOCK])
+            parts += (header, content, _PADDING[-len(content) % BLOCK])
+        text_span = BLOCK + _padded(text_sizes)
+    spans = text_span + BLOCK + _padded(sizes)
+    offsets = np.cumsum(spans) - spans + text_span + BLOCK
+    return b"".join(parts), offsets, sizes
+
+
+def _padded(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    return -(-sizes // BLOCK) * BLOCK
+
+
+def _headers(prefix: str, lines: NDArray[np.int64], extension: str, sizes: NDArray[np.int64]) -> list[bytes]:
+    """USTAR headers of members `<prefix><line:08d>.<extension>`."""
+    width = max(8, len(str(int(lines[-1])))) if len(lines) else 8
+    if len(lines) and max(8, len(str(int(lines[0])))) != width:
+        split = int(np.searchsorted(lines, 10 ** (width - 1)))
+        return _headers(prefix, lines[:split], extension, sizes[:split]) + _headers(
+            prefix, lines[split:], extension, sizes[split:]
+        )
+    info = tarfile.TarInfo(f"{prefix}{'0' * width}.{extension}")
+    info.mode, info.uname, info.gname = 0o444, "bigdata", "bigdata"
+    template = np.frombuffer(info.tobuf(tarfile.USTAR_FORMAT), np.uint8)
+    headers = np.tile(template, (len(lines), 1))
+    number_at = _NAME + len(prefix.encode())
+    headers[:, number_at : number_at + width] = _digits(lines, 10, width)
+    headers[:, _SIZE : _SIZE + 11] = _digits(sizes, 8, 11)
+    headers[:, _CHECKSUM : _CHECKSUM + 8] = ord(" ")
+    checksums = headers.sum(axis=1, dtype=np.int64)
+    headers[:, _CHECKSUM : _CHECKSUM + 6] = _digits(checksums, 8, 6)
+    headers[:, _CHECKSUM + 6] = 0
+    flat = headers.tobytes()
+    return [flat[begin : begin + BLOCK] for begin in range(0, len(flat), BLOCK)]
+
+
+def _digits(values: NDArray[np.int64], base: int, width: int) -> NDArray[np.uint8]:
+    """[N, width] ASCII digits, with leading zeros."""
+    powers = base ** np.arange(width - 1, -1, -1, dtype=np.int64)
+    return (values[:, None] // powers % base + ord("0")).astype(np.uint8)

@@ -1,0 +1,174 @@
+"""One block of records turned into a piece of a shard. Runs in worker processes, or in the only one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pretrainkit.data.documents import Batch, RecordRules, Reject, parse_text
+from pretrainkit.data.encoder import Encoder, FastEncoder, ReferenceEncoder, one_thread
+from pretrainkit.data.shard_tar import pack_samples
+from pretrainkit.data.sources import Source
+from pretrainkit.errors import DataError
+
+
+@dataclass(frozen=True)
+class ShardSetup:
+    """What all blocks of a shard have in common."""
+
+    json_path: str
+    engine: str
+    """`fastokens` or `tokenizers`."""
+    special_tokens_in_text: bool
+    """Whether a special token's spelling in a text is that token."""
+    first_ids: tuple[int, ...]
+    """Put before every sample."""
+    last_ids: tuple[int, ...]
+    num_ids: int
+    ids_format: str
+    has_text: bool
+    rules: RecordRules
+
+
+@dataclass(frozen=True)
+class Block:
+    """Records of one source: whole lines as bytes, or rows that are parsed already."""
+
+    source: int
+    """Position in the list of sources."""
+    key_prefix: str
+    first_line: int
+    """Number of its first line within the shard."""
+    first_line_in_source: int
+    """The same within the shard's part of its source."""
+    at_start: bool
+    format_of: Source
+    data: bytes = b""
+    batch: Batch | None = None
+    disk_bytes: int = 0
+
+
+@dataclass
+class Piece:
+    """A block's samples."""
+
+    members: bytes = b""
+    offsets: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    sizes: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    num_tokens: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    num_records: int = 0
+    num_empty: int = 0
+    num_blank: int = 0
+    num_replaced: int = 0
+    num_text_bytes: int = 0
+    rejects: list[Reject] = field(default_factory=list)
+
+
+class ShardEncoder:
+    """Holds a tokenizer and turns blocks into pieces."""
+
+    def __init__(self, setup: ShardSetup) -> None:
+        self.setup = setup
+        kind = FastEncoder if setup.engine == "fastokens" else ReferenceEncoder
+        self.encoder: Encoder = kind(setup.json_path, special_tokens=setup.special_tokens_in_text)
+
+    def piece(self, block: Block) -> Piece:
+        """Parse, encode and pack. Raises DataError for an id that the tokenizer doesn't announce."""
+        setup = self.setup
+        batch = block.batch
+        if batch is None:
+            (batch,) = parse_text(block.format_of, block.data, block.at_start, setup.rules)
+        texts = batch.texts[0]
+        # What to reject is known in the block; where it was is said with the source's own line numbers.
+        rejects = [replace(bad, line=bad.line + block.first_line_in_source) for bad in batch.rejects]
+        piece = Piece(
+            num_records=len(texts) + len(rejects),
+            num_blank=batch.num_blank,
+            num_replaced=batch.num_replaced,
+            rejects=rejects,
+        )
+        if not texts:
+            return piece
+        ids, offsets = self.encoder.encode(texts)
+        if ids.size and int(ids.max()) >= setup.num_ids:
+            raise DataError(f"token id {int(ids.max())}, but the tokenizer has ids up to {setup.num_ids - 1}")
+        lengths = np.diff(offsets)
+        kept = np.flatnonzero(lengths)
+        piece.num_empty = len(texts) - len(kept)
+        samples = self._samples(ids, offsets, kept)
+        lines = np.array(batch.lines, np.int64)[kept] + block.first_line
+        encoded = [texts[number].encode() for number in kept]
+        piece.num_text_bytes = sum(map(len, encoded))
+        piece.members, piece.offsets, piece.sizes = pack_samples(
+            block.key_prefix, lines, samples, encoded if setup.has_text else None, setup.ids_format
+        )
+        piece.num_tokens = lengths[kept] + len(setup.first_ids) + len(setup.last_ids)
+        return piece
+
+    def _samples(
+        self, ids: NDArray[np.uint32], offsets: NDArray[np.int64], kept: NDArray[np.int64]
+    ) -> list[NDArray[np.int32]]:
+        first, last = self.setup.first_ids, self.setup.last_ids
+        lengths = np.diff(offsets)[kept]
+        whole = np.empty(len(ids) + (len(first) + len(last)) * len(kept), np.int32)
+        is_text = np.ones(len(whole), bool)
+        ends = np.cumsum(lengths + len(first) + len(last))
+        begins = ends - lengths - len(first) - len(last)
+        for places, values in ((begins, first), (ends - len(last), last)):
+            for position, value in enumerate(values):
+                whole[places + position] = value
+                is_text[places + position] = False
+        whole[is_text] = ids.view(np.int32)
+        return [whole[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
+
+
+_worker: ShardEncoder | None = None
+
+
+def start_worker(setup: ShardSetup) -> None:
+    """Prepare a worker process."""
+    global _worker
+    import signal
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    one_thread()
+    _worker = ShardEncoder(setup)
+
+
+def work(block: Block) -> Piece:
+    """A block's piece, in a worker process."""
+    assert _worker is not None
+    return _worker.piece(block)
+
+
+def template_ids(post_processor: dict | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The ids that a tokenizer.json's `post_processor` puts before and after a single text.
+
+    Raises ValueError for a kind that can't be told from the file.
+    """
+    if post_processor is None or post_processor["type"] == "ByteLevel":
+        return (), ()
+    kind = post_processor["type"]
+    if kind == "Sequence":
+        first: tuple[int, ...] = ()
+        last: tuple[int, ...] = ()
+        for part in post_processor["processors"]:
+            before, after = template_ids(part)
+            first, last = (*before, *first), (*last, *after)
+        return first, last
+    if kind in ("BertProcessing", "RobertaProcessing"):
+        return (int(post_processor["cls"][1]),), (int(post_processor["sep"][1]),)
+    if kind != "TemplateProcessing":
+        raise ValueError(kind)
+    known = post_processor["special_tokens"]
+    found: Sequence[list[int]] = ([], [])
+    after_text = False
+    for piece in post_processor["single"]:
+        if "Sequence" in piece:
+            after_text = True
+        else:
+            found[after_text].extend(known[piece["SpecialToken"]["id"]]["ids"])
+    return tuple(found[0]), tuple(found[1])

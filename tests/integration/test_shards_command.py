@@ -1,0 +1,154 @@
+"""make_shards.py as people run it, read by plain webdataset."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import webdataset
+from transformers import AutoTokenizer
+
+pytestmark = pytest.mark.integration
+REPOSITORY = Path(__file__).parents[2]
+NO_ARRAY = dict.fromkeys(("SLURM_ARRAY_TASK_ID", "PBS_ARRAY_INDEX", "PBS_ARRAYID", "SGE_TASK_ID"), "")
+
+
+def make_shards(*words: object, code: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        [sys.executable, "tools/make_shards.py", *map(str, words)],
+        cwd=REPOSITORY,
+        env={**os.environ, **NO_ARRAY, **environment},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == code, done.stderr
+    return done
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    urls = [str(path) for path in sorted(folder.glob("*.tar"))]
+    return list(webdataset.WebDataset(urls, shardshuffle=False, empty_check=False).decode())
+
+
+@pytest.fixture
+def texts(tmp_path: Path, jsonl_file: Path) -> Path:
+    """Three text files, one of them empty; blank lines, Korean, a dot at a line's start."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    lines = [line for record in jsonl_file.read_text().splitlines() for line in json.loads(record)["text"].split("\n")]
+    (folder / "a.txt").write_text("\n".join([*lines[:300], "", ".안녕하세요 세계", "  "]), encoding="utf-8")
+    (folder / "b.txt").write_text("")
+    (folder / "c.txt.gz").write_bytes(gzip.compress("\n".join(lines[300:500]).encode()))
+    return folder
+
+
+def test_shards_are_what_the_loop_over_lines_would_make(texts: Path, tmp_path: Path, tokenizer_folder: Path) -> None:
+    out = tmp_path / "out"
+    for task in range(3):
+        make_shards(
+            "--input_dir", texts, "--output_dir", out, "--model_id", tokenizer_folder, SLURM_ARRAY_TASK_ID=str(task)
+        )
+    assert sorted(path.name for path in out.iterdir() if path.suffix == ".json") == [
+        f"shard-0000{number}.json" for number in range(3)
+    ]
+    assert not (out / "shard-00001.tar").exists(), "an empty file has a record and no tar"
+    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
+    wanted = []
+    for shard, name in ((0, "a.txt"), (2, "c.txt.gz")):
+        data = (texts / name).read_bytes()
+        content = (gzip.decompress(data) if name.endswith("gz") else data).decode()
+        for number, line in enumerate(content.split("\n")):
+            if line.strip():
+                wanted.append((f"sample_{shard}_{number:08d}", tokenizer(line)["input_ids"], line))
+    found = [(sample["__key__"], sample["token_ids.json"], sample["text.txt"]) for sample in read(out)]
+    assert found == wanted
+    record = json.loads((out / "shard-00000.json").read_text())
+    assert record["num_records"] == record["num_samples"] + record["num_empty"] + record["num_rejected"]
+    assert record["num_tokens"] == sum(len(ids) for key, ids, _ in wanted if key.startswith("sample_0_"))
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.iterdir())
+        if path.suffix != ".json"
+    }
+
+
+def test_workers_and_compression_leave_the_bytes_as_they_are(
+    texts: Path, tmp_path: Path, tokenizer_folder: Path, jsonl_file: Path
+) -> None:
+    common = ["--model_id", tokenizer_folder, "--all", "--append_eod", "--ids_format", "npy", "--num_shards", 2]
+    make_shards("--input_dir", jsonl_file, "--output_dir", tmp_path / "one", "--workers", 1, *common)
+    packed = tmp_path / "reference.jsonl.gz"
+    packed.write_bytes(gzip.compress(jsonl_file.read_bytes()))
+    make_shards("--input_dir", jsonl_file, "--output_dir", tmp_path / "two", "--workers", 2, *common)
+    assert digests(tmp_path / "one") == digests(tmp_path / "two")
+    make_shards("--input_dir", packed, "--output_dir", tmp_path / "gz", "--workers", 1, *common)
+    streams = [[sample["token_ids.npy"].tolist() for sample in read(tmp_path / name)] for name in ("one", "gz")]
+    assert streams[0] == streams[1]
+    assert len(streams[0]) == 40
+    assert all(ids[-1] == 1 and ids.count(1) == 1 for ids in streams[0])
+
+
+def test_a_rerun_makes_what_is_missing_and_nothing_else(texts: Path, tmp_path: Path, tokenizer_folder: Path) -> None:
+    out = tmp_path / "out"
+    common = ["--input_dir", texts, "--output_dir", out, "--model_id", tokenizer_folder]
+    make_shards(*common, "--shard_id", 0)
+    status = make_shards(*common, "--status", code=1)
+    assert "missing: 1-2" in status.stdout
+    before = (out / "shard-00000.tar").stat()
+    make_shards(*common, "--all")
+    after = (out / "shard-00000.tar").stat()
+    assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
+    assert "3 of 3" in make_shards(*common, "--status").stdout
+    refused = make_shards(*common, "--shard_id", 0, "--no-text", code=2)
+    assert "has_text" in refused.stderr
+    (texts / "d.txt").write_text("one more\n")
+    refused = make_shards(*common, "--shard_id", 3, code=2)
+    assert "num_shards" in refused.stderr
+    (texts / "d.txt").unlink()
+    (texts / "a.txt").write_text("changed\n")
+    assert "has changed" in make_shards(*common, "--shard_id", 0, code=2).stderr
+    make_shards(*common, "--shard_id", 0, "--overwrite")
+    assert read(out)[0]["text.txt"] == "changed"
+
+
+def test_a_bad_record_stops_or_is_set_aside(tmp_path: Path, tokenizer_folder: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"text": "good"}\n\n{"txt": "bad"}\n{"text": ""}\n{"text": "more"}\n')
+    common = ["--input_dir", source, "--model_id", tokenizer_folder, "--shard_id", 0, "--output_dir"]
+    stopped = make_shards(*common, tmp_path / "out", code=1)
+    assert "in.jsonl:3" in stopped.stderr and "'text'" in stopped.stderr
+    assert list((tmp_path / "out").iterdir()) == []
+    done = make_shards(*common, tmp_path / "out", "--on_error", "skip")
+    assert "4 records in = 2 samples + 1 empty + 1 rejected" in done.stdout
+    assert [sample["__key__"] for sample in read(tmp_path / "out")] == ["sample_0_00000000", "sample_0_00000004"]
+    assert json.loads((tmp_path / "out" / "shard-00000.rejects.jsonl").read_text())["line"] == 3
+
+
+def test_a_killed_task_leaves_no_shard_and_the_next_one_completes_it(tmp_path: Path, tokenizer_folder: Path) -> None:
+    source = tmp_path / "in.txt"
+    source.write_text("".join(f"line {number} of a text that takes some time\n" for number in range(150_000)))
+    common = ["--input_dir", source, "--model_id", tokenizer_folder, "--shard_id", 0, "--verify_tokens", "off"]
+    make_shards(*common, "--output_dir", tmp_path / "whole", "--workers", 1)
+    out = tmp_path / "out"
+    words = [sys.executable, "tools/make_shards.py", *map(str, common), "--output_dir", str(out), "--workers", "1"]
+    for kill_at in (0.3, 0.6, 0.9, 1.2):
+        process = subprocess.Popen(words, cwd=REPOSITORY, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        time.sleep(kill_at)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        if (out / "shard-00000.json").exists():
+            assert digests(out).items() >= digests(tmp_path / "whole").items()
+    make_shards(*common, "--output_dir", out, "--workers", 1)
+    assert digests(out) == digests(tmp_path / "whole"), "the shard is whole, and no temporary file is left"
