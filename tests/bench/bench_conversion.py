@@ -57,6 +57,18 @@ import sys
 from pathlib import Path
 from pretrainkit.training import cpu
 cpu.bridge()
+# What NeMo's connectors need on a machine without CUDA and Transformer Engine.
+from megatron.core.transformer.transformer_config import TransformerConfig
+prepare = TransformerConfig.__post_init__
+def without_fused_rope(self):
+    self.apply_rope_fusion = False
+    prepare(self)
+TransformerConfig.__post_init__ = without_fused_rope
+import nemo.lightning.io.pl
+nemo.lightning.io.pl._fix_tensors_device = lambda state: state
+import nemo.collections.llm.gpt.model.base as base
+from pretrainkit.training.layer_spec import torch_layer_spec
+base.local_layer_spec = torch_layer_spec
 from nemo.collections import llm
 what, source, target = sys.argv[1:]
 if what == "import":

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from pretrainkit.checkpoint.parallel import Parallelism
 from pretrainkit.checkpoint.rows import Rows
 from pretrainkit.checkpoint.targets import Source, Target, TargetPlan, open_source
 from pretrainkit.config.schema import ModelShape
-from pretrainkit.errors import RequestError
+from pretrainkit.errors import CheckpointError, RequestError
 from pretrainkit.files import atomic_folder, leftovers, write_json
 from pretrainkit.logs import get_logger
 from pretrainkit.models.registry import read_shape
@@ -124,7 +125,7 @@ def convert(source: str | Path, target: str | Path, options: Options | None = No
     if left := leftovers(target):
         logger.warning("left by conversions that were killed, to be removed: %s", ", ".join(map(str, left)))
     logger.info("converting %s (%s) to %s (%s)", source, found.kind, target, kind)
-    with atomic_folder(target, replace=options.overwrite) as folder:
+    with _explained(target), atomic_folder(target, replace=options.overwrite) as folder:
         writer = plan.open(folder)
         _copy(reader, writer, plan)
         writer.finish()
@@ -213,6 +214,19 @@ def _check_space(target: Path, num_bytes: int) -> None:
         raise RequestError(
             f"{format_bytes(free)} free on the disk", where=str(target), needed=format_bytes(num_bytes + SPARE_BYTES)
         )
+
+
+@contextmanager
+def _explained(target: Path) -> Iterator[None]:
+    """Turn what the operating system says into an error of ours."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{error.strerror or error}",
+            where=str(error.filename or target),
+            action="nothing was left behind; try again",
+        ) from error
 
 
 def _target_dtype(entry: Entry, dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:

@@ -7,6 +7,7 @@ slice at a time. That is what makes conversion as fast as copying, in memory tha
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -75,9 +76,8 @@ class Rows:
         """Write the elements, row-major, at an offset of an open file."""
         for block in self.blocks:
             size = torch.Size(block.shape).numel() * self.dtype.itemsize
-            if isinstance(block, StoredTensor) and block.is_contiguous and block.dtype == self.dtype:
-                _copy_range(block, descriptor, offset, size)
-            else:
+            is_unchanged = isinstance(block, StoredTensor) and block.is_contiguous and block.dtype == self.dtype
+            if not (is_unchanged and _copy_range(block, descriptor, offset, size)):
                 _write_slices(_tensor(block), self.dtype, descriptor, offset)
             offset += size
 
@@ -93,18 +93,28 @@ def _block_rows(block: Block, first: int, count: int) -> Block:
     return replace(block, offset=block.offset + skipped, shape=(count, *block.shape[1:]))
 
 
-def _copy_range(block: StoredTensor, descriptor: int, offset: int, size: int) -> None:
+_NO_SENDFILE = (errno.EINVAL, errno.ENOSYS, errno.ENOTSOCK, errno.EOPNOTSUPP)
+"""What file systems and kernels answer that can't send from file to file."""
+
+
+def _copy_range(block: StoredTensor, descriptor: int, offset: int, size: int) -> bool:
+    """Copy a block's bytes in the kernel; False where that isn't possible between these files."""
     os.lseek(descriptor, offset, os.SEEK_SET)
     source = os.open(block.path, os.O_RDONLY)
+    done = 0
     try:
-        done = 0
         while done < size:
             sent = os.sendfile(descriptor, source, block.offset + done, size - done)
             if sent == 0:
-                raise OSError(f"{block.path} ends within a tensor")
+                raise OSError(errno.EIO, "ends within a tensor", str(block.path))
             done += sent
+    except OSError as error:
+        if done or error.errno not in _NO_SENDFILE:
+            raise
+        return False
     finally:
         os.close(source)
+    return True
 
 
 def _write_slices(tensor: Tensor, dtype: torch.dtype, descriptor: int, offset: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from pretrainkit.checkpoint.archive_frame import frame
+from pretrainkit.checkpoint.archive_writer import frame, save_archive
 from pretrainkit.checkpoint.mapping import Entry, balance
 from pretrainkit.checkpoint.rows import Rows, pwrite_all, tensors
 from pretrainkit.checkpoint.torch_dist import COMMON_NAME, CONFIG_NAME, FORMAT, METADATA_NAME
@@ -115,7 +115,7 @@ class TorchDistTarget:
             stored[index] = _StorageInfo(chunk.file, chunk.begin, chunk.num_bytes)
         with (self.folder / METADATA_NAME).open("wb") as file:
             pickle.dump(dcp.Metadata(described, storage_data=stored), file)
-        torch.save(dict(self._common), self.folder / COMMON_NAME)
+        save_archive(dict(self._common), self.folder / COMMON_NAME)
         write_json(self.folder / CONFIG_NAME, FORMAT)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from pretrainkit.checkpoint.archive import StoredTensor, read_archive
+from pretrainkit.checkpoint.archive_writer import save_archive
 from pretrainkit.checkpoint.mapping import Entry, balance
 from pretrainkit.checkpoint.parallel import Parallelism
 from pretrainkit.checkpoint.rows import Rows
@@ -113,7 +114,7 @@ class TorchTarget:
         path = self._path(rank)
         path.parent.mkdir(parents=True)
         with torch.serialization.skip_data(materialize_fake_tensors=True):
-            torch.save({**common, "model": model}, path)
+            save_archive({**common, "model": model}, path)
         return {name: tensor for name, tensor in read_archive(path)["model"].items() if tensor is not None}
 
     def write_part(self, part: int, values: Iterable[tuple[Entry, Sequence[Rows]]]) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pretrainkit.checkpoint.archive import Inert, StoredTensor, read_archive
-from pretrainkit.checkpoint.archive_frame import frame
+from pretrainkit.checkpoint.archive_writer import frame
 from pretrainkit.checkpoint.rows import SLICE_BYTES, Rows
 from pretrainkit.errors import CheckpointError
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -236,6 +239,35 @@ def test_full_disk_is_refused_at_the_start(
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 99, 1))
     assert "free" in refused(make_model("llama"), tmp_path / "out")
+
+
+@pytest.mark.parametrize("kind", Kind, ids=str)
+def test_write_that_fails_leaves_nothing(make_model: Callable[..., Path], tmp_path: Path, kind: Kind) -> None:
+    """Files may not grow beyond 100 kB here: what a full disk or quota does in the middle of the work."""
+    source = make_model("llama")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"File too large|writing failed"):
+            convert(source, tmp_path / "out", Options(to=kind, workers=2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(tmp_path.iterdir())
+
+
+def test_files_that_the_kernel_cannot_copy_are_copied_here(
+    make_model: Callable[..., Path],
+    assert_same: Callable[[Path, Path], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(os, "sendfile", refuse)
+    convert(make_model("llama"), tmp_path / "nemo")
+    convert(tmp_path / "nemo", tmp_path / "back")
+    assert_same(make_model("llama"), tmp_path / "back")
 
 
 @pytest.mark.parametrize("kind", list(Kind)[1:], ids=str)

@@ -1,11 +1,27 @@
-"""What `torch.save` writes around the bytes of one tensor, so that the bytes can be put there by other means."""
+"""Writing files of `torch.save`: with an error that explains itself, and around bytes that come by other means."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
+from typing import Any
 
 import torch
+
+from pretrainkit.errors import CheckpointError
+
+
+def save_archive(value: Any, path: Path) -> None:
+    """`torch.save`, with an error that says what it may be about: torch only tells of an unexpected position."""
+    try:
+        torch.save(value, path)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"writing failed ({str(error).splitlines()[0]})",
+            where=str(path),
+            action="look at the free space and the quota of the disk",
+        ) from error
 
 
 @dataclass(frozen=True)
