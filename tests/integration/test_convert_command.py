@@ -1,0 +1,44 @@
+"""convert_checkpoint.py as a user types it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.integration
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "ignore", "tools/convert_checkpoint.py", *map(str, arguments)]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+
+
+def test_there_and_back(
+    make_model: Callable[..., Path], assert_same: Callable[[Path, Path], None], tmp_path: Path
+) -> None:
+    source = make_model("mixtral")
+    there = run(
+        *(source, tmp_path / "torch", "--target_format", "torch", "--json"),
+        *("--target-tensor-parallel-size", 2, "--target_pipeline_parallel_size", 3, "--target-expert-parallel-size=4"),
+        *("--target-first-stage-layers", 1, "--target-last-stage-layers", 1, "--make-vocab-size-divisible-by", 64),
+    )
+    assert there.returncode == 0, there.stderr
+    report = json.loads(there.stdout)
+    assert report["shape"]["num_experts"] == 8 and "121 padding rows" in report["notes"][0]
+    back = run(tmp_path / "torch", tmp_path / "back", "--max-shard-size", "300KB", "--quiet")
+    assert back.returncode == 0 and "mixtral" in back.stdout and not back.stderr
+    assert_same(source, tmp_path / "back")
+
+
+def test_wrong_request_is_told_without_a_traceback(make_model: Callable[..., Path], tmp_path: Path) -> None:
+    done = run(make_model("llama"), tmp_path / "out", "--target-format", "torch", "--target-pipeline-parallel-size", 3)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr and "--target-first-stage-layers" in done.stderr
+    assert not done.stdout and not list(tmp_path.iterdir())
