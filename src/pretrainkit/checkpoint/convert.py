@@ -22,6 +22,7 @@ import torch
 
 from pretrainkit.checkpoint.detect import HF_SOURCE, Found, Kind, detect
 from pretrainkit.checkpoint.mapping import Entry, expand
+from pretrainkit.checkpoint.megatron_args import flags_to_add
 from pretrainkit.checkpoint.parallel import Parallelism
 from pretrainkit.checkpoint.rows import Rows
 from pretrainkit.checkpoint.targets import Source, Target, TargetPlan, open_source
@@ -139,7 +140,7 @@ def convert(source: str | Path, target: str | Path, options: Options | None = No
             num_bytes=plan.num_bytes,
             dtypes=_count_dtypes(plan.dtypes),
             elapsed_s=round(time.monotonic() - started, 3),
-            notes=[*_cast_notes(reader, plan.dtypes), *reader.notes(), *_padding_notes(plan)],
+            notes=[*_cast_notes(reader, plan.dtypes), *reader.notes(), *_padding_notes(plan), *_megatron_notes(plan)],
         )
         if kind is not Kind.HF:
             # Names only: a checkpoint may be given away, and paths tell about the machine.
@@ -254,6 +255,12 @@ def _padding_notes(plan: TargetPlan) -> Sequence[str]:
         return []
     rule = f"{plan.shape.vocab_size} rounded up to a multiple of {plan.divisor} x TP {plan.parallelism.tensor}"
     return [f"{rows} padding rows (zeros) added to the vocabulary: {rule}"]
+
+
+def _megatron_notes(plan: TargetPlan) -> Sequence[str]:
+    if plan.kind not in (Kind.TORCH, Kind.TORCH_DIST):
+        return []
+    return [f"Megatron-LM needs, beside --use-checkpoint-args: {flags_to_add(plan.shape)}"]
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -44,7 +44,7 @@ def megatron_args(
         "seq_length": shape.max_position_embeddings,
         "max_position_embeddings": shape.max_position_embeddings,
         "position_embedding_type": "rope",
-        "add_position_embedding": False,
+        "add_position_embedding": True,  # Megatron-LM's default, compared with the run's; rope adds none all the same
         "use_rotary_position_embeddings": True,
         "rotary_base": int(shape.rope_theta) if shape.rope_theta.is_integer() else shape.rope_theta,
         "rotary_percent": 1.0,
@@ -117,6 +117,18 @@ def _experts(shape: ModelShape) -> dict[str, Any]:
         "moe_layer_freq": 1,
         "moe_shared_expert_intermediate_size": shape.shared_expert_ffn_hidden_size or None,
     }
+
+
+def flags_to_add(shape: ModelShape) -> str:
+    """What a run must be given beside --use-checkpoint-args, since Megatron-LM doesn't take it from a checkpoint."""
+    flags = [f"--norm-epsilon {shape.rms_norm_eps:g}"]
+    if shape.qk_norm:
+        flags.append("--qk-layernorm")
+    if shape.rope_scaling:
+        flags.append(f"--use-rope-scaling --rope-scaling-factor {shape.rope_scaling.factor:g}")
+    if shape.num_experts and shape.shared_expert_ffn_hidden_size:
+        flags.append("--moe-shared-expert-gate")
+    return " ".join(flags)
 
 
 CHECKED = (

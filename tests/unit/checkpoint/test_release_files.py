@@ -96,6 +96,14 @@ def test_transformers_loads_a_release_with_every_weight(source: Path, tmp_path: 
     assert not any(info.values())
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3", "llama3-rope"])
+def test_flags_that_megatron_lm_needs_are_told(make_model: Callable[..., Path], tmp_path: Path, name: str) -> None:
+    notes = " ".join(convert(make_model(name), tmp_path / "m", Options(to=Kind.TORCH_DIST)).notes)
+    assert "--norm-epsilon 1e-06" in notes
+    assert ("--qk-layernorm" in notes) == (name == "qwen3")
+    assert ("--use-rope-scaling --rope-scaling-factor 32" in notes) == (name == "llama3-rope")
+
+
 @pytest.mark.parametrize("iteration", [None, 0, 1200])
 @pytest.mark.parametrize("kind", [Kind.TORCH, Kind.TORCH_DIST], ids=str)
 def test_tracker_names_what_was_written(source: Path, tmp_path: Path, kind: Kind, iteration: int | None) -> None:
