@@ -16,7 +16,7 @@ from pretrainkit.checkpoint.mapping import Entry
 from pretrainkit.checkpoint.megatron_args import megatron_args
 from pretrainkit.checkpoint.parallel import Parallelism
 from pretrainkit.checkpoint.rows import Rows
-from pretrainkit.checkpoint.torch_dist import TorchDistSource
+from pretrainkit.checkpoint.torch_dist_source import TorchDistSource
 from pretrainkit.checkpoint.torch_dist_writer import TorchDistTarget
 from pretrainkit.checkpoint.torch_legacy import CHECKPOINT_VERSION, TorchSource
 from pretrainkit.checkpoint.torch_legacy_writer import TorchTarget

@@ -1,0 +1,135 @@
+"""Megatron-core's distributed checkpoints (see `torch_dist` for the format) as a source of Hugging Face tensors.
+
+Checkpoints that keep layers (`decoder.layers.0.`), experts (`experts.0.`) or gate and up (`weight_w`, `weight_v`)
+under names of their own, as newer versions of megatron-core write them, are read too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from pretrainkit.checkpoint.archive import read_archive
+from pretrainkit.checkpoint.mapping import Entry
+from pretrainkit.checkpoint.megatron_args import check_args
+from pretrainkit.checkpoint.rows import Rows
+from pretrainkit.checkpoint.torch_dist import COMMON_NAME, OLDER, GlobalTensor, read_metadata, read_rows
+from pretrainkit.checkpoint.transforms import split_qkv
+from pretrainkit.config.schema import ModelShape
+from pretrainkit.errors import CheckpointError
+from pretrainkit.models.family import Layout
+
+_WRAPPERS = re.compile(r"^((module|model)\.)+")
+_NOT_WEIGHTS = re.compile(r"^((chained_\d+\.)?optimizer\.|rng_state|rerun_state_machine_state|opt_param_scheduler)")
+
+
+class TorchDistSource:
+    """The weights of a distributed checkpoint, as Hugging Face tensors. Optimizer states are not touched."""
+
+    kind = "torch_dist"
+
+    def __init__(self, folder: Path, entries: Sequence[Entry], shape: ModelShape) -> None:
+        self.folder, self.shape = folder, shape
+        self.left_out: list[str] = []
+        self.padding_rows = 0
+        self._tensors: dict[str, GlobalTensor] = {}
+        _check_common(folder, shape)
+        for name, tensor in read_metadata(folder).items():
+            bare = _WRAPPERS.sub("", name)
+            if _NOT_WEIGHTS.match(bare):
+                self.left_out.append(name)
+            elif not bare.endswith("_extra_state"):
+                self._tensors[bare] = tensor
+        self._parts = {entry: self._find(entry) for entry in entries}
+        used = {tensor.name for parts in self._parts.values() for tensor, _ in parts}
+        unknown = sorted(tensor.name for tensor in self._tensors.values() if tensor.name not in used)
+        if unknown:
+            raise CheckpointError(
+                f"{len(unknown)} tensors that the architecture doesn't have: {', '.join(unknown[:8])}",
+                where=str(folder),
+                needed=f"a {shape.family} checkpoint of the shape that config.json describes",
+            )
+
+    def _find(self, entry: Entry) -> list[tuple[GlobalTensor, tuple[int, ...]]]:
+        """The global tensors that hold an entry, each with the leading indices (layer, expert) to take."""
+        for name, leading, counts in self._stored_names(entry):
+            names = [name + "_w", name + "_v"] if entry.layout is Layout.GATED and name not in self._tensors else [name]
+            if not all(part in self._tensors for part in names):
+                continue
+            found = [self._tensors[part] for part in names]
+            self._check_shape(entry, found, counts)
+            return [(tensor, leading) for tensor in found]
+        raise CheckpointError(
+            f"tensor {entry.weight.megatron.replace('{layer}.', '')} is missing"
+            + (f" (layer {entry.layer})" if entry.layer is not None else ""),
+            where=str(self.folder),
+            needed=f"all tensors of a {self.shape.family} model with {self.shape.num_layers} layers",
+        )
+
+    def _stored_names(self, entry: Entry) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+        """The names an entry may have, each with the leading indices to take and the leading sizes to expect."""
+        template = entry.weight.megatron
+        layer, layers = _index(entry.layer, self.shape.num_layers)
+        expert, experts = _index(entry.expert, self.shape.num_experts)
+        single = template.format(layer=entry.layer)
+        names = [(template.replace("{layer}.", ""), layer + expert, layers + experts), (single, expert, experts)]
+        if expert:
+            names.append((single.replace(".experts.experts.", f".experts.experts.{entry.expert}."), (), ()))
+        return names
+
+    def _check_shape(self, entry: Entry, tensors: Sequence[GlobalTensor], counts: tuple[int, ...]) -> None:
+        wanted = [*counts, *entry.megatron_shape]
+        if len(tensors) > 1:
+            wanted[len(counts)] //= len(tensors)
+        for tensor in tensors:
+            found = list(tensor.shape)
+            if entry.layout is Layout.VOCABULARY and found[0] > wanted[0]:
+                self.padding_rows = max(self.padding_rows, found[0] - wanted[0])
+                found[0] = wanted[0]
+            if found != wanted:
+                raise CheckpointError(
+                    f"{tensor.name} has shape {list(tensor.shape)}",
+                    where=str(self.folder),
+                    needed=f"{wanted}, which follows from config.json",
+                )
+
+    def dtype(self, entry: Entry) -> torch.dtype:
+        return self._parts[entry][0][0].dtype
+
+    def read(self, entry: Entry) -> list[Rows]:
+        """The Hugging Face tensors of an entry."""
+        parts = self._parts[entry]
+        rows = [shape[0] for shape in entry.shapes]
+        if entry.layout is Layout.QKV:
+            merged = read_rows(*parts[0], 0, sum(rows)).tensor()
+            return [Rows.of(part) for part in split_qkv(merged, self.shape.num_query_groups, rows)]
+        if entry.layout is Layout.GATED and len(parts) == 1:
+            return [read_rows(*parts[0], 0, rows[0]), read_rows(*parts[0], rows[0], rows[1])]
+        return [read_rows(tensor, leading, 0, count) for (tensor, leading), count in zip(parts, rows, strict=True)]
+
+    def notes(self) -> list[str]:
+        """What was left out, for the report."""
+        notes = []
+        if self.left_out:
+            notes.append(f"{len(self.left_out)} optimizer and training states left out")
+        if self.padding_rows:
+            notes.append(f"{self.padding_rows} padding rows of the vocabulary taken away")
+        return notes
+
+
+def _index(index: int | None, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return ((), ()) if index is None else ((index,), (count,))
+
+
+def _check_common(folder: Path, shape: ModelShape) -> None:
+    """Compare Megatron-LM's arguments, where the checkpoint has them, with the shape."""
+    path = folder / COMMON_NAME
+    if not path.is_file():
+        raise CheckpointError(f"incomplete checkpoint: no {COMMON_NAME}", where=str(folder), action=OLDER)
+    common = read_archive(path)
+    if isinstance(common, dict) and isinstance(common.get("args"), argparse.Namespace):
+        check_args(common["args"], shape, str(folder))
