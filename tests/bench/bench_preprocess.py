@@ -108,11 +108,12 @@ def ours(
     return measure(what, name, source, cores, command, folder / "ours")
 
 
-def theirs(folder: Path, tokenizer: Path, name: str, source: Path, cores: int) -> Measurement:
+def theirs(folder: Path, tokenizer: Path, name: str, source: Path, cores: int, direct: bool = False) -> Measurement:
     """Megatron's way."""
     script = Path(__file__).with_name("megatron_way.py")
-    command = [sys.executable, script, source, folder / "theirs", tokenizer, cores]
-    return measure("Megatron's way", name, source, cores, command, folder / "theirs")
+    command: list[object] = [sys.executable, script, source, folder / "theirs", tokenizer, cores]
+    command += ["direct"] * direct
+    return measure("Megatron's way" + ", ids directly" * direct, name, source, cores, command, folder / "theirs")
 
 
 def verify_seconds(folder: Path) -> float:
@@ -147,7 +148,7 @@ def main() -> int:
             for number in range(arguments.rounds):
                 found.append(ours(folder, tokenizer, name, small, cores))
                 if number < slow_rounds and not arguments.safety:
-                    found.append(theirs(folder, tokenizer, name, small, cores))
+                    found += [theirs(folder, tokenizer, name, small, cores, direct) for direct in (False, True)]
                 if arguments.quick:
                     continue
                 found.append(ours(folder, tokenizer, name, large, cores))
