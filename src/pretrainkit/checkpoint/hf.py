@@ -173,8 +173,16 @@ def _shards(entries: Sequence[Entry], dtypes: Mapping[Entry, torch.dtype], max_s
 
 
 def is_weight_file(path: Path) -> bool:
-    """Whether a file of a model folder holds weights, in whatever format."""
-    return path.is_file() and path.name.endswith(_WEIGHT_SUFFIXES) and not path.name.startswith("tokenizer")
+    """Whether a file of a model folder holds weights, in whatever format.
+
+    `tokenizer.model` is one where transformers made the folder from a GGUF file: it saves the whole GGUF as that.
+    """
+    if not path.is_file():
+        return False
+    if path.name == "tokenizer.model":
+        with path.open("rb") as file:
+            return file.read(4) == b"GGUF"
+    return path.name.endswith(_WEIGHT_SUFFIXES) and not path.name.startswith("tokenizer")
 
 
 def side_files(folder: Path) -> list[Path]:
