@@ -48,6 +48,12 @@ class ScaledDotProductAttention(MegatronModule):
         self.cp_group = groups.cp
         self.softmax_scale = softmax_scale
 
+    def get_extra_state(self) -> None:
+        """Nothing; but Transformer Engine's attention has this entry, and won't load a checkpoint without it."""
+
+    def set_extra_state(self, state: Any) -> None:
+        """Nothing to restore: Transformer Engine keeps FP8 scales here."""
+
     def forward(
         self,
         query: Tensor,  # [s, b, h, d]

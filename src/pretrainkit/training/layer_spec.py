@@ -35,6 +35,12 @@ class RMSNorm(torch.nn.Module):
         self.eps = eps
         self.weight = _norm_weight(config, hidden_size)
 
+    def get_extra_state(self) -> None:
+        """Nothing; but Transformer Engine's norm has this entry, and won't load a checkpoint without it."""
+
+    def set_extra_state(self, state: Any) -> None:
+        """Nothing to restore."""
+
     def forward(self, hidden: Tensor) -> Tensor:
         return F.rms_norm(hidden, hidden.shape[-1:], self.weight, self.eps)
 
