@@ -1,0 +1,247 @@
+"""Prepares a packed set: documents are encoded by the data engine, then cut, put together and written as Arrow."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from dataclasses import asdict
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from pretrainkit import files
+from pretrainkit.data.byte_progress import ByteProgress
+from pretrainkit.data.indexed import IndexedDataset
+from pretrainkit.data.manifest import Manifest, read_manifest
+from pretrainkit.data.pack_request import HUB, PackPlan
+from pretrainkit.data.packed import MARK, PackedFile, PackedManifest, manifest_to_json
+from pretrainkit.data.packing import Packing, pack
+from pretrainkit.data.preparer import prepare_once
+from pretrainkit.data.preprocess import preprocess
+from pretrainkit.data.request import Request
+from pretrainkit.errors import DataError, RequestError
+from pretrainkit.logs import get_logger
+from pretrainkit.units import format_duration
+
+LOGGER = get_logger(__name__)
+FILE_BYTES = 512 << 20
+"""Ids in an Arrow file, at most."""
+
+
+def pack_dataset(plan: PackPlan, *, timeout_s: float = 24 * 3600.0) -> tuple[PackedManifest, bool]:
+    """Make sure that the set is there; its manifest, and whether this process prepared it.
+
+    May be called by all processes of a distributed run at once (see `pretrainkit.data.preparer`). Raises
+    DataError when an input is bad, Stopped (exit code 85) on SIGTERM; the next call continues what is unfinished.
+    """
+    prepared = prepare_once(
+        plan.request.output_dir, lambda: plan.finished() is not None, lambda: _prepare(plan), timeout_s=timeout_s
+    )
+    manifest = plan.finished()
+    assert manifest is not None
+    return manifest, prepared
+
+
+def _prepare(plan: PackPlan) -> None:
+    began = time.monotonic()
+    final = plan.request.output_dir
+    for old in [*files.leftovers(final), *final.parent.glob(f"{final.name}.staging-*")]:
+        if old != plan.staging:
+            shutil.rmtree(old, ignore_errors=True)
+    plan.staging.mkdir(parents=True, exist_ok=True)
+    LOGGER.info("%s", plan.machine.told)
+    prefix, documents = _encode(plan)
+    pair = IndexedDataset(prefix)
+    packing = pack(pair.sequence_lengths, plan.request.sequence_length, plan.request.packing)
+    if not packing.num_sequences:
+        raise DataError(
+            f"{documents.num_tokens} tokens are less than a sequence",
+            where=str(final),
+            needed=f"at least {plan.request.sequence_length} tokens",
+            action="give a smaller --sequence_length, or more input",
+        )
+    try:
+        with files.atomic_folder(final, replace=final.exists()) as folder:
+            written = _write_files(plan, packing, pair.tokens, folder)
+            _write_hugging_face_records(plan, folder, [entry.name for entry in written])
+            manifest = _manifest(plan, packing, documents, written, time.monotonic() - began)
+            rejects = plan.staging / "documents.rejects.jsonl"
+            if rejects.is_file():
+                shutil.copyfile(rejects, folder / "rejects.jsonl")
+            files.write_json(folder / MARK, manifest_to_json(manifest))
+    except OSError as error:
+        raise DataError(
+            error.strerror or str(error),
+            where=str(error.filename or final),
+            action=f"mend it and run the same command again: encoded documents are kept in {plan.staging}",
+        ) from error
+    shutil.rmtree(plan.staging, ignore_errors=True)
+    LOGGER.info(
+        "%s: %d records in = %d documents + %d empty + %d rejected; %d sequences of %d, %d tokens, %d padding, %d"
+        " dropped at the end, %s",
+        final,
+        documents.num_records,
+        documents.num_documents,
+        documents.num_empty,
+        documents.num_rejected,
+        packing.num_sequences,
+        packing.sequence_length,
+        packing.num_tokens,
+        packing.num_padding,
+        packing.num_dropped,
+        format_duration(time.monotonic() - began),
+    )
+
+
+def _encode(plan: PackPlan) -> tuple[Path, Manifest]:
+    """The documents as a .bin/.idx pair in the staging folder, made now or by an earlier preparer."""
+    request = plan.request
+    prefix = plan.staging / f"documents_{request.text_column}_document"
+    done = read_manifest(prefix)
+    if done is not None:
+        LOGGER.info("documents are encoded already")
+        return prefix, done
+    (manifest,) = preprocess(
+        Request(
+            inputs=_local_inputs(plan),
+            output_prefix=str(plan.staging / "documents"),
+            tokenizer_model=request.tokenizer_model,
+            json_keys=(request.text_column,),
+            append_eod=request.append_eod,
+            add_bos=request.add_bos,
+            eod_token=request.eod_token,
+            special_tokens_in_text=request.special_tokens_in_text,
+            workers=plan.machine.num_proc,
+            on_error=request.on_error,
+            max_document_bytes=request.max_document_bytes,
+            text_documents=request.text_documents,
+            verify_tokens=request.verify_tokens,
+            engine=request.engine,
+            overwrite=True,  # files without a manifest are of a preparer that died while it committed them
+        )
+    )
+    return prefix, manifest
+
+
+def _local_inputs(plan: PackPlan) -> tuple[str, ...]:
+    request = plan.request
+    if not request.inputs[0].startswith(HUB):
+        return request.inputs
+    import datasets
+
+    name = request.inputs[0].removeprefix(HUB)
+    try:
+        loaded = datasets.load_dataset(name, split=request.hub_split, revision=request.hub_revision)
+    except Exception as error:  # of whatever kind the hub's client gives
+        raise RequestError(
+            f"can't be loaded from the hub: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
+            where=request.inputs[0],
+            action="check its name and the network, or save it to disk elsewhere and name that folder",
+        ) from error
+    return tuple(entry["filename"] for entry in loaded.cache_files)
+
+
+def _write_files(plan: PackPlan, packing: Packing, tokens: NDArray[Any], folder: Path) -> list[PackedFile]:
+    import pyarrow as pa
+
+    batch, rows = plan.machine.batch_size, plan.machine.writer_batch_size
+    per_file = max(1, FILE_BYTES // (4 * packing.sequence_length))
+    num_files = -(-packing.num_sequences // per_file)
+    ids_type = pa.list_(pa.int32())
+    schema = pa.schema([("input_ids", ids_type), ("document_lengths", ids_type)])
+    progress = ByteProgress(packing.num_sequences, "pack", unit="sequences")
+    written = []
+    for number in range(num_files):
+        path = folder / f"data-{number:05d}-of-{num_files:05d}.arrow"
+        begin, end = number * per_file, min((number + 1) * per_file, packing.num_sequences)
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
+            for first in range(begin, end, batch):
+                last = min(first + batch, end)
+                ids = _sequences(packing, tokens, first, last, plan.tokenizer.eod_id or 0)
+                for row in range(first, last, rows):
+                    count = min(rows, last - row)
+                    writer.write_batch(_record_batch(pa, schema, packing, ids[row - first : row - first + count], row))
+                progress.add(last - first)
+        written.append(PackedFile(path.name, path.stat().st_size, _hash(path), end - begin))
+    progress.close()
+    return written
+
+
+def _sequences(packing: Packing, tokens: NDArray[Any], first: int, last: int, padding_id: int) -> NDArray[np.int32]:
+    """[last - first, sequence_length] ids, padded."""
+    length = packing.sequence_length
+    begin, end = packing.first_piece[first], packing.first_piece[last]
+    begins, lengths = packing.begins[begin:end], packing.lengths[begin:end]
+    if packing.num_padding == 0 and np.array_equal(begins[:-1] + lengths[:-1], begins[1:]):
+        start = int(begins[0])
+        return tokens[start : start + (last - first) * length].astype(np.int32).reshape(-1, length)
+    out = np.full((last - first, length), padding_id, np.int32)
+    counts = np.diff(packing.first_piece[first : last + 1])
+    rows = np.repeat(np.arange(last - first), counts).tolist()
+    before = np.cumsum(lengths) - lengths
+    columns = (before - np.repeat(before[np.cumsum(counts) - counts], counts)).tolist()
+    for row, column, start, size in zip(rows, columns, begins.tolist(), lengths.tolist(), strict=True):
+        out[row, column : column + size] = tokens[start : start + size]
+    return out
+
+
+def _record_batch(pa: Any, schema: Any, packing: Packing, ids: NDArray[np.int32], first: int) -> Any:
+    count, length = ids.shape
+    pieces = packing.first_piece[first : first + count + 1]
+    columns = [
+        pa.ListArray.from_arrays(np.arange(0, (count + 1) * length, length, dtype=np.int32), pa.array(ids.reshape(-1))),
+        pa.ListArray.from_arrays(
+            (pieces - pieces[0]).astype(np.int32), pa.array(packing.lengths[pieces[0] : pieces[-1]])
+        ),
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def _hash(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _write_hugging_face_records(plan: PackPlan, folder: Path, names: list[str]) -> None:
+    """What `datasets.load_from_disk` looks for; the columns' types it takes from the Arrow files."""
+    files.write_json(folder / "dataset_info.json", {"description": "Made by pretrainkit.", "citation": ""})
+    state: dict[str, Any] = {
+        "_data_files": [{"filename": name} for name in names],
+        "_fingerprint": plan.fingerprint[:16],
+        "_format_columns": None,
+        "_format_kwargs": {},
+        "_format_type": None,
+        "_output_all_columns": False,
+        "_split": "train",
+    }
+    files.write_json(folder / "state.json", state)
+
+
+def _manifest(
+    plan: PackPlan, packing: Packing, documents: Manifest, written: list[PackedFile], elapsed_s: float
+) -> PackedManifest:
+    return PackedManifest(
+        fingerprint=plan.fingerprint,
+        settings=plan.settings,
+        sequence_length=packing.sequence_length,
+        packing=plan.request.packing,
+        num_sequences=packing.num_sequences,
+        num_tokens=packing.num_tokens,
+        num_padding=packing.num_padding,
+        num_dropped=packing.num_dropped,
+        padding_id=plan.tokenizer.eod_id or 0,
+        documents=asdict(documents),
+        tokenizer=documents.tokenizer,
+        files=tuple(written),
+        elapsed_s=round(elapsed_s, 3),
+        finished_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        pretrainkit_version=version("pretrainkit"),
+    )

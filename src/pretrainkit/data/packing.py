@@ -1,0 +1,112 @@
+"""Documents cut and put together into sequences of one length. Pure: works on lengths, gives places.
+
+`concat` writes all documents one after the other and cuts every `sequence_length` tokens. `bestfit` cuts only
+documents that are longer than a sequence, and puts the pieces, longest first, each where the least room is left
+that holds it (best-fit packing, Ding et al. 2024, https://arxiv.org/abs/2404.10830): documents stay whole, and a
+sequence may end in padding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+SHUFFLE_SEED = 0
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Which piece of the stream of all documents lies where. Pieces are in the order of the sequences."""
+
+    begins: NDArray[np.int64]
+    """[P] token of the stream that each piece begins with."""
+    lengths: NDArray[np.int32]
+    """[P]"""
+    first_piece: NDArray[np.int64]
+    """[N + 1] pieces of sequence i are first_piece[i] to first_piece[i + 1]."""
+    sequence_length: int
+    num_dropped: int
+    """Tokens at the end that make no whole sequence."""
+
+    @property
+    def num_sequences(self) -> int:
+        """N."""
+        return len(self.first_piece) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Of documents, without padding."""
+        return int(self.lengths.sum(dtype=np.int64))
+
+    @property
+    def num_padding(self) -> int:
+        """Places that hold no token."""
+        return self.num_sequences * self.sequence_length - self.num_tokens
+
+
+def pack(lengths: NDArray[np.int32], sequence_length: int, method: str) -> Packing:
+    """Pack documents of these lengths by `concat` or `bestfit`."""
+    return (concat if method == "concat" else bestfit)(lengths, sequence_length)
+
+
+def concat(lengths: NDArray[np.int32], sequence_length: int) -> Packing:
+    """Concatenate and cut; the tokens after the last whole sequence are dropped."""
+    ends = np.cumsum(lengths, dtype=np.int64)
+    total = int(ends[-1]) if len(ends) else 0
+    num_sequences = total // sequence_length
+    kept = num_sequences * sequence_length
+    cuts = np.arange(0, kept + 1, sequence_length, dtype=np.int64)
+    bounds = np.union1d(ends[ends < kept], cuts)
+    return Packing(
+        begins=bounds[:-1],
+        lengths=np.diff(bounds).astype(np.int32),
+        first_piece=np.searchsorted(bounds, cuts),
+        sequence_length=sequence_length,
+        num_dropped=total - kept,
+    )
+
+
+def bestfit(lengths: NDArray[np.int32], sequence_length: int) -> Packing:
+    """Keep documents whole where they fit; sequences are then shuffled, so that full ones don't come first."""
+    lengths = lengths[lengths > 0].astype(np.int64)
+    doc_begins = np.cumsum(lengths) - lengths
+    num_pieces = -(-lengths // sequence_length)
+    of_document = np.repeat(np.arange(len(lengths)), num_pieces)
+    within = np.arange(len(of_document)) - np.repeat(np.cumsum(num_pieces) - num_pieces, num_pieces)
+    begins = doc_begins[of_document] + within * sequence_length
+    sizes = np.minimum(sequence_length, lengths[of_document] - within * sequence_length)
+    by_size = np.argsort(-sizes, kind="stable")
+    sequences = _fit(sizes[by_size], sequence_length)
+    num_sequences = int(sequences.max()) + 1 if len(sequences) else 0
+    places = np.random.Generator(np.random.PCG64(SHUFFLE_SEED)).permutation(num_sequences)
+    sequences = places[sequences] if num_sequences else sequences
+    order = np.argsort(sequences, kind="stable")
+    chosen = by_size[order]
+    first_piece = np.searchsorted(sequences[order], np.arange(num_sequences + 1))
+    return Packing(begins[chosen], sizes[chosen].astype(np.int32), first_piece, sequence_length, num_dropped=0)
+
+
+def _fit(sizes: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
+    """The sequence that each piece goes to; `sizes` descend."""
+    found = np.empty(len(sizes), np.int64)
+    rooms: list[list[int]] = [[] for _ in range(capacity + 1)]
+    has_room = 0  # bit r: some sequence has r places left
+    num_sequences = 0
+    for place, size in enumerate(sizes.tolist()):
+        fitting = has_room >> size
+        if fitting:
+            room = size + (fitting & -fitting).bit_length() - 1
+            sequence = rooms[room].pop()
+            if not rooms[room]:
+                has_room &= ~(1 << room)
+        else:
+            room, sequence = capacity, num_sequences
+            num_sequences += 1
+        found[place] = sequence
+        left = room - size
+        if left:
+            rooms[left].append(sequence)
+            has_room |= 1 << left
+    return found
