@@ -41,6 +41,13 @@ class HfSource:
         extra_head = "lm_head.weight" if tied else None
         check_names(entries, (name for name in self.tensors if name != extra_head), str(folder))
         for entry in entries:
+            dtypes = {self.tensors[name].dtype for name in entry.hf}
+            if len(dtypes) > 1:
+                raise RequestError(
+                    f"{entry} have different dtypes: {', '.join(sorted(map(str, dtypes)))}",
+                    where=str(folder),
+                    needed="one dtype, since Megatron keeps them in one tensor",
+                )
             for name, shape in zip(entry.hf, entry.shapes, strict=True):
                 if self.tensors[name].shape != shape:
                     raise RequestError(

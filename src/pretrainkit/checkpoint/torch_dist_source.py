@@ -86,6 +86,8 @@ class TorchDistSource:
         if len(tensors) > 1:
             wanted[len(counts)] //= len(tensors)
         for tensor in tensors:
+            if tensor.dtype != tensors[0].dtype:
+                raise CheckpointError(f"{tensor.name} and {tensors[0].name} differ in dtype", where=str(self.folder))
             found = list(tensor.shape)
             if entry.layout is Layout.VOCABULARY and found[0] > wanted[0]:
                 self.padding_rows = max(self.padding_rows, found[0] - wanted[0])

@@ -162,6 +162,10 @@ class TorchSource:
         elif entry.layout is not Layout.REPLICATED:
             wanted[0] //= size
         for place in places.values():
+            if place.tensor.dtype != places[0].tensor.dtype:
+                raise CheckpointError(
+                    f"{_describe(_key(entry))} has different dtypes on different ranks", where=str(self.folder)
+                )
             found = list(place.read().shape)
             if entry.layout is Layout.VOCABULARY:
                 padding = found[0] * size - entry.megatron_shape[0]

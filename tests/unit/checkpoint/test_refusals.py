@@ -82,14 +82,20 @@ def misshapen_tensor(tensors: dict[str, Any]) -> None:
     tensors["model.layers.2.mlp.up_proj.weight"] = tensors["model.layers.2.mlp.up_proj.weight"][:-1].contiguous()
 
 
+def mixed_dtypes(tensors: dict[str, Any]) -> None:
+    name = "model.layers.1.self_attn.k_proj.weight"
+    tensors[name] = tensors[name].bfloat16()
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
+        (mixed_dtypes, ["model.layers.1.self_attn.k_proj.weight", "torch.bfloat16", "torch.float32"]),
         (extra_tensor, ["not known", "model.layers.0.self_attn.g_proj.weight"]),
         (missing_tensor, ["missing", "model.layers.2.mlp.up_proj.weight"]),
         (misshapen_tensor, ["[127, 64]", "[128, 64]", "model.layers.2.mlp.up_proj.weight"]),
     ],
-    ids=["extra", "missing", "misshapen"],
+    ids=["mixed", "extra", "missing", "misshapen"],
 )
 def test_tensors_that_do_not_fit(
     make_model: Callable[..., Path], tmp_path: Path, change: Callable[[dict[str, Any]], None], words: list[str]

@@ -152,6 +152,12 @@ def another_output_layer(model: dict[str, Any]) -> dict[str, Any]:
     return model
 
 
+def another_dtype_on_one_rank(model: dict[str, Any]) -> dict[str, Any]:
+    """Changes the rank that holds the padding rows at the end, which are zeros."""
+    name = "embedding.word_embeddings.weight"
+    return model if model[name][-1].any() else {**model, name: model[name].double()}
+
+
 def one_tensor_too_many(model: dict[str, Any]) -> dict[str, Any]:
     return {**model, "decoder.layers.0.self_attention.gate.weight": torch.ones(3)}
 
@@ -164,6 +170,7 @@ def one_tensor_too_few(model: dict[str, Any]) -> dict[str, Any]:
     ("change", "cut", "words"),
     [
         (another_norm_on_one_rank, Parallelism(2), ["final_layernorm", "ranks"]),
+        (another_dtype_on_one_rank, Parallelism(2), ["word_embeddings", "dtypes"]),
         (another_output_layer, Parallelism(1, 2), ["output layer", "tied"]),
         (one_tensor_too_many, Parallelism(), ["self_attention.gate.weight"]),
         (one_tensor_too_few, Parallelism(), ["layers.0.mlp.linear_fc2.weight", "missing"]),
