@@ -26,7 +26,9 @@ class FusedAdamW(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         **_: Any,
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        # Transformer Engine's FusedAdam reads this from the groups of a checkpoint that it continues.
+        super().__init__(params, defaults | {"bias_correction": True})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:

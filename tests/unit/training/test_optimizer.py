@@ -53,6 +53,7 @@ def test_state_has_the_layout_that_megatron_reshards() -> None:
     train(optimizer, params, range(3))
     assert all(set(optimizer.state[param]) == {"exp_avg", "exp_avg_sq"} for param in params)
     assert [group["step"] for group in optimizer.param_groups] == [3, 3]
+    assert all(group["bias_correction"] for group in optimizer.param_groups)
 
 
 def test_parameters_without_gradient_stay() -> None:
