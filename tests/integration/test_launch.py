@@ -157,7 +157,8 @@ def test_the_exit_code_of_the_ranks_is_passed_on(
     assert attempt.wait() == exit_code == attempt.outcome["exit_code"]
     assert reason in attempt.outcome["reason"]
     assert attempt.processes() == []
-    assert """rank 0 of 2 ['a b', '$HOME $$ "c']""" in (attempt.log_dir / "rank_0.out").read_text()
+    if mode == "end":  # a rank that fails at once may end the other before it has said a word
+        assert """rank 0 of 2 ['a b', '$HOME $$ "c']""" in (attempt.log_dir / "rank_0.out").read_text()
     if mode == "fail":
         assert "the reason of rank 1" in (attempt.log_dir / "node.log").read_text()
 
