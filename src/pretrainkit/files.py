@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,8 +31,8 @@ def fsync_path(path: Path) -> None:
 
 
 def temporary_name(final: Path) -> Path:
-    """The temporary name beside `final` that this process uses."""
-    return final.with_name(f"{final.name}{TEMPORARY_MARK}{os.getpid()}")
+    """The temporary name beside `final` that this process, on this host of a shared disk, uses."""
+    return final.with_name(f"{final.name}{TEMPORARY_MARK}{socket.gethostname()}-{os.getpid()}")
 
 
 def commit(temporary: Path, final: Path) -> None:
@@ -78,9 +79,29 @@ def atomic_folder(final: Path, *, replace: bool = False) -> Iterator[Path]:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def leftovers(final: Path) -> list[Path]:
-    """Temporary files and folders that killed processes left beside `final`."""
-    return sorted(final.parent.glob(f"{glob.escape(final.name)}{TEMPORARY_MARK}*"))
+def remove_leftovers(final: Path) -> list[Path]:
+    """Remove what killed processes of this host left beside `final`; gives what others left or still write."""
+    rest = []
+    for path in sorted(final.parent.glob(f"{glob.escape(final.name)}{TEMPORARY_MARK}*")):
+        owner = path.name.rpartition(TEMPORARY_MARK)[2].removesuffix("-old")
+        host, _, process = owner.rpartition("-")
+        if host != socket.gethostname() or not process.isdecimal() or _is_alive(int(process)):
+            rest.append(path)
+        elif path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+    return rest
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # somebody else's
+    return True
 
 
 def write_text(path: Path, text: str) -> None:

@@ -88,3 +88,19 @@ def test_sha256_of_any_size(tmp_path: Path, size: int) -> None:
     content = os.urandom(size)
     (tmp_path / "x").write_bytes(content)
     assert files.sha256_file(tmp_path / "x") == hashlib.sha256(content).hexdigest()
+
+
+def test_only_leftovers_of_dead_processes_of_this_host_are_removed(tmp_path: Path) -> None:
+    final = tmp_path / "model"
+    done = subprocess.Popen(["true"])
+    done.wait()
+    mine = files.temporary_name(final)
+    dead = mine.with_name(mine.name.replace(str(os.getpid()), str(done.pid)))
+    old = dead.with_name(f"{dead.name}-old")
+    elsewhere = final.with_name(f"{final.name}{files.TEMPORARY_MARK}otherhost-{done.pid}")
+    for folder in (mine, dead, old, elsewhere):
+        folder.mkdir()
+        (folder / "part").write_text("x")
+    (tmp_path / "model2.tmp-x-1").write_text("another name")
+    assert files.remove_leftovers(final) == sorted([mine, elsewhere])
+    assert {path.name for path in tmp_path.iterdir()} == {mine.name, elsewhere.name, "model2.tmp-x-1"}

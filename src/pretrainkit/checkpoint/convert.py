@@ -28,7 +28,7 @@ from pretrainkit.checkpoint.rows import Rows
 from pretrainkit.checkpoint.targets import Source, Target, TargetPlan, open_source
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import CheckpointError, RequestError
-from pretrainkit.files import atomic_folder, leftovers, write_json
+from pretrainkit.files import atomic_folder, remove_leftovers, write_json
 from pretrainkit.logs import get_logger
 from pretrainkit.models.registry import read_shape
 from pretrainkit.units import format_bytes, format_duration
@@ -123,8 +123,8 @@ def convert(source: str | Path, target: str | Path, options: Options | None = No
     )
     plan.check()
     _check_space(target, plan.num_bytes)
-    if left := leftovers(target):
-        logger.warning("left by conversions that were killed, to be removed: %s", ", ".join(map(str, left)))
+    if left := remove_leftovers(target):
+        logger.warning("left by other processes, to be removed unless they still run: %s", ", ".join(map(str, left)))
     logger.info("converting %s (%s) to %s (%s)", source, found.kind, target, kind)
     with _explained(target), atomic_folder(target, replace=options.overwrite) as folder:
         writer = plan.open(folder)
