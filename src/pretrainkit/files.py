@@ -79,10 +79,15 @@ def atomic_folder(final: Path, *, replace: bool = False) -> Iterator[Path]:
         shutil.rmtree(old, ignore_errors=True)
 
 
+def leftovers(final: Path) -> list[Path]:
+    """Temporary files and folders beside `final`, of killed processes or of some that still run."""
+    return sorted(final.parent.glob(f"{glob.escape(final.name)}{TEMPORARY_MARK}*"))
+
+
 def remove_leftovers(final: Path) -> list[Path]:
     """Remove what killed processes of this host left beside `final`; gives what others left or still write."""
     rest = []
-    for path in sorted(final.parent.glob(f"{glob.escape(final.name)}{TEMPORARY_MARK}*")):
+    for path in leftovers(final):
         owner = path.name.rpartition(TEMPORARY_MARK)[2].removesuffix("-old")
         host, _, process = owner.rpartition("-")
         if host != socket.gethostname() or not process.isdecimal() or _is_alive(int(process)):
