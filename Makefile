@@ -11,7 +11,7 @@ $(READY): pyproject.toml constraints.txt scripts/setup.sh
 	scripts/setup.sh $(VENV)
 
 demo: $(READY)
-	scripts/demo.sh
+	scripts/demo/run.sh
 
 test: $(READY)
 	python -m pytest
