@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from pretrainkit.cli import Parser, run_command
 from pretrainkit.config.flags import add_run_flags, given_flags
+from pretrainkit.config.schema import RunConfig
+from pretrainkit.errors import EXIT_DONE
 from pretrainkit.launch.secrets import hide_token_from_process_list
 
 TRAIN_SCRIPT = Path(__file__).resolve().with_name("train.py")
@@ -31,11 +34,31 @@ def command(arguments: argparse.Namespace) -> int:
     """Start the run that the arguments ask for."""
     from pretrainkit.config.load import load_config
     from pretrainkit.launch.start import dry_run, start
+    from pretrainkit.training.start_plan import check_start
 
     config = load_config(arguments.config_files, given_flags(arguments), arguments.assignments)
+    if arguments.plan:
+        return show_plan(config, as_json=arguments.json)
     if arguments.dry_run:
-        return dry_run(config, train_script=TRAIN_SCRIPT)
-    return start(config, train_script=TRAIN_SCRIPT, command_line=sys.argv)
+        return dry_run(config, train_script=TRAIN_SCRIPT, check=check_start)
+    return start(config, train_script=TRAIN_SCRIPT, command_line=sys.argv, check=check_start)
+
+
+def show_plan(config: RunConfig, *, as_json: bool) -> int:
+    """Print what a start would do. Its exit code is 0 only when a start would go on to train."""
+    from pretrainkit.launch.experiment import changes_since_last_start
+    from pretrainkit.launch.start import resolve_request
+    from pretrainkit.training.start_plan import check_start, plan_start
+
+    run = resolve_request(config)
+    changes, plan = changes_since_last_start(run), plan_start(run)
+    if as_json:
+        print(json.dumps({**plan.to_json(), "changes": changes}, indent=2))
+    else:
+        print(plan.describe())
+        print("\n".join(f"changed    {name}: {old} -> {new}" for name, (old, new) in changes.items()) or "changed    -")
+    check_start(run)
+    return EXIT_DONE
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -19,7 +19,7 @@ from pretrainkit import logs
 from pretrainkit.cli import Parser, run_command
 from pretrainkit.config.run_file import read_run
 from pretrainkit.errors import EXIT_DONE, EXIT_STOPPED_AFTER_SAVING, RequestError
-from pretrainkit.training import resume
+from pretrainkit.training import start_plan
 
 log = logs.get_logger("train")
 
@@ -47,10 +47,13 @@ def command(arguments: argparse.Namespace) -> int:
             action="start it with pretrain.py, or with as many ranks as run.json says",
             where=str(arguments.run),
         )
-    start = resume.newest_complete(Path(run.experiment_dir) / "checkpoints")
-    if start and start.step >= run.max_steps:
-        log.info("nothing to do: %d of %d steps are done", start.step, run.max_steps)
+    rank, local_world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    plan = start_plan.plan_start(run)
+    if plan.is_done:
+        log.info("nothing to do: %d of %d steps are done", plan.step, run.max_steps)
         return EXIT_DONE
+    if rank == 0:
+        start_plan.prepare(run, plan)
     if run.accelerator == "cpu":
         with logs.quiet_imports():
             from pretrainkit.training import cpu
@@ -59,9 +62,7 @@ def command(arguments: argparse.Namespace) -> int:
     with logs.quiet_imports():
         from pretrainkit.training import nemo
     logs.quiet_upstream()
-
-    rank, local_world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    done = nemo.train(run, start, rank=rank, local_world_size=local_world_size)
+    done = nemo.train(run, plan, rank=rank, local_world_size=local_world_size)
     return EXIT_DONE if done else EXIT_STOPPED_AFTER_SAVING
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import ranks
 
-from pretrainkit.config.run_file import write_run
+from pretrainkit.config.run_file import read_run, write_run
 from pretrainkit.config.schema import (
     DataConfig,
     DatasetFacts,
@@ -20,8 +20,10 @@ from pretrainkit.config.schema import (
     ParallelConfig,
     ResolvedRun,
     RunConfig,
+    TrackingConfig,
     TrainingConfig,
 )
+from pretrainkit.data.epoch import count_epoch
 from pretrainkit.models.registry import read_shape
 from pretrainkit.training.records import read_metrics
 
@@ -39,10 +41,10 @@ def dataset_prefix(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: P
 
 
 @pytest.fixture
-def train_tiny(tmp_path: Path, dataset_prefix: Path) -> Callable[..., list[dict[str, Any]]]:
-    """Train a tiny model and get its metrics records; keyword arguments change the run."""
+def write_tiny_run(tmp_path: Path, dataset_prefix: Path) -> Callable[..., Path]:
+    """Write the run.json of a tiny model; keyword arguments change the run."""
 
-    def train(
+    def write(
         hf_folder: Path,
         experiment: str,
         *,
@@ -53,29 +55,32 @@ def train_tiny(tmp_path: Path, dataset_prefix: Path) -> Callable[..., list[dict[
         sequence_parallel: bool = False,
         max_steps: int = 4,
         initial_checkpoint: Path | None = None,
+        dataset: Path = dataset_prefix,
+        wandb_project: str | None = None,
         **training: Any,
-    ) -> list[dict[str, Any]]:
+    ) -> Path:
         world_size = tensor * pipeline * context * data_parallel
         settings = {"global_batch_size": 4, "save_interval": 4, "val_interval": 0, "precision": "fp32"} | training
         config = RunConfig(
             experiment=experiment,
             experiments_dir=str(tmp_path),
             hf_model_id=str(hf_folder),
-            data=DataConfig(dataset_path=str(dataset_prefix), sequence_length=128, split="8,1,1", num_workers=0),
+            data=DataConfig(dataset_path=str(dataset), sequence_length=128, split="8,1,1", num_workers=0),
             parallel=ParallelConfig(tensor, pipeline, context, sequence_parallel),
             optimizer=OptimizerConfig(lr=1e-3, lr_warmup_steps=2),
             training=TrainingConfig(max_steps=max_steps, **settings),
+            tracking=TrackingConfig(wandb_project),
             launch=LaunchConfig(num_gpus=world_size, accelerator="cpu"),
         )
         run = ResolvedRun(
             config=config,
             model=read_shape(hf_folder),
-            dataset=DatasetFacts((str(dataset_prefix),), (), 0, 0, None, "0" * 64),
+            dataset=DatasetFacts((str(dataset),), (), 0, 0, None, "0" * 64),
             experiment_dir=str(tmp_path / experiment),
             hf_folder=str(hf_folder),
             initial_checkpoint=str(initial_checkpoint) if initial_checkpoint else None,
             accelerator="cpu",
-            precision="fp32",
+            precision=settings["precision"],
             world_size=world_size,
             data_parallel_size=data_parallel,
             sequence_parallel=sequence_parallel,
@@ -83,12 +88,25 @@ def train_tiny(tmp_path: Path, dataset_prefix: Path) -> Callable[..., list[dict[
             lr_warmup_steps=2,
             lr_decay_steps=20,
             min_lr=1e-4,
+            samples_per_epoch=count_epoch([dataset], "8,1,1", 128, 1)[0].num_samples,
             padded_vocab_size=384,
         )
         run_file = tmp_path / experiment / "run.json"
         run_file.parent.mkdir(parents=True, exist_ok=True)
         write_run(run_file, run)
+        return run_file
+
+    return write
+
+
+@pytest.fixture
+def train_tiny(write_tiny_run: Callable[..., Path]) -> Callable[..., list[dict[str, Any]]]:
+    """Train a tiny model and get its metrics records; arguments as those of `write_tiny_run`."""
+
+    def train(*arguments: Any, **settings: Any) -> list[dict[str, Any]]:
+        run_file = write_tiny_run(*arguments, **settings)
+        world_size = read_run(run_file).world_size
         ranks.run_ranks(ranks.train_rank, world_size, run_file.parent, run_file=run_file)
-        return read_metrics(tmp_path / experiment / "metrics.jsonl")
+        return read_metrics(run_file.parent / "metrics.jsonl")
 
     return train

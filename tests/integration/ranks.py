@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import resource
 import socket
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from pretrainkit.errors import EXIT_STOPPED_AFTER_SAVING
 
 RANK_TIMEOUT_S = 240
 
@@ -17,20 +21,8 @@ def run_ranks(target: Callable[..., None], world_size: int, folder: Path, **argu
 
     Output goes to `folder`; raises with the end of it when a rank fails or hangs.
     """
-    # The fork server looks for modules to preload on PYTHONPATH alone.
-    os.environ["PYTHONPATH"] = str(Path(__file__).parent)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["ranks_preload"])
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     outputs = [folder / f"rank{rank}.log" for rank in range(world_size)]
-    ranks = [
-        context.Process(target=_rank, args=(target, rank, world_size, port, output, arguments))
-        for rank, output in enumerate(outputs)
-    ]
-    for process in ranks:
-        process.start()
+    ranks = start_ranks(target, world_size, outputs, **arguments)
     for process in ranks:
         process.join(RANK_TIMEOUT_S)
     failed = [rank for rank, process in enumerate(ranks) if process.exitcode != 0]
@@ -40,6 +32,24 @@ def run_ranks(target: Callable[..., None], world_size: int, folder: Path, **argu
     if failed:
         tails = "\n".join(f"--- rank {rank}\n{outputs[rank].read_text()[-3000:]}" for rank in failed)
         raise AssertionError(f"ranks {failed} of {world_size} failed or hung\n{tails}")
+
+
+def start_ranks(target: Callable[..., None], world_size: int, outputs: list[Path], **arguments: Any) -> list[Any]:
+    """Start ranks as `run_ranks` does, and get their processes at once."""
+    # The fork server looks for modules to preload on PYTHONPATH alone.
+    os.environ["PYTHONPATH"] = str(Path(__file__).parent)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["ranks_preload"])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ranks = [
+        context.Process(target=_rank, args=(target, rank, world_size, port, output, arguments))
+        for rank, output in enumerate(outputs)
+    ]
+    for process in ranks:
+        process.start()
+    return ranks
 
 
 def _rank(target: Any, rank: int, world_size: int, port: int, output: Path, arguments: dict[str, Any]) -> None:
@@ -54,6 +64,7 @@ def _rank(target: Any, rank: int, world_size: int, port: int, output: Path, argu
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": "test",
+        "WANDB_MODE": "offline",
     }
     import torch
 
@@ -67,13 +78,27 @@ def _rank(target: Any, rank: int, world_size: int, port: int, output: Path, argu
 
 
 def train_rank(rank: int, world_size: int, *, run_file: Path) -> None:
-    """What train.py does for one rank."""
+    """What train.py does for one rank; stopping early is a failure."""
+    assert _train(rank, world_size, run_file)
+
+
+def train_until_stopped(rank: int, world_size: int, *, run_file: Path, largest_file: int | None = None) -> None:
+    """The same with train.py's exit code; files can't grow beyond `largest_file` bytes, as on a full disk."""
+    if largest_file:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
+    if not _train(rank, world_size, run_file):
+        sys.exit(EXIT_STOPPED_AFTER_SAVING)
+
+
+def _train(rank: int, world_size: int, run_file: Path) -> bool:
     from pretrainkit.config.run_file import read_run
-    from pretrainkit.training import nemo, resume
+    from pretrainkit.training import nemo, start_plan
 
     run = read_run(run_file)
-    start = resume.newest_complete(Path(run.experiment_dir) / "checkpoints")
-    nemo.train(run, start, rank=rank, local_world_size=world_size)
+    plan = start_plan.plan_start(run)
+    if rank == 0:
+        start_plan.prepare(run, plan)
+    return nemo.train(run, plan, rank=rank, local_world_size=world_size)
 
 
 def logits_rank(rank: int, world_size: int, *, hf_folder: Path, checkpoint: Path, tokens_file: Path) -> None:

@@ -71,9 +71,28 @@ def test_a_run_starts_and_continues_and_nothing_shows_the_token(words: list[str]
     assert not any(TOKEN in line for line in [output, *seen])
     assert len(list((experiments / ".converted").glob("*/weights"))) == 1
 
+    planned = subprocess.run(
+        [sys.executable, str(PRETRAIN), *words, "--max_steps", "4", "--plan", "--json"], capture_output=True, text=True
+    )
+    assert planned.returncode == 0, planned.stderr
+    plan = json.loads(planned.stdout)
+    assert plan.pop("changes") == {
+        "config.training.max_steps": [2, 4],
+        "max_steps": [2, 4],
+        "lr_decay_steps": [2, 4],
+    }
+    assert (plan["mode"], plan["step"], plan["consumed_samples"], plan["optimizer_state"]) == (
+        *("continue", 2, 8),
+        "restored",
+    )
     exit_code, output, _ = pretrain([*words, "--max_steps", "4"], tmp_path)
     assert exit_code == 0, output
     assert "starting at step 2 of 4" in output and "converting" not in output
+    records = [json.loads(line) for line in (experiment / "metrics.jsonl").read_text().splitlines()]
+    begin = max(number for number, record in enumerate(records) if record.get("event") == "start")
+    assert {name: records[begin][name] for name in plan} == plan
+    first = next(record for record in records[begin:] if "learning_rate" in record and "loss" in record)
+    assert (first["step"], first["learning_rate"]) == (plan["step"] + 1, plan["learning_rate"])
     assert steps_of(experiment) == [1, 2, 3, 4]
     assert [path.name for path in sorted((experiment / "logs").glob("attempt_*"))] == ["attempt_1", "attempt_2"]
     assert not (tmp_path / ".nemo_run").exists(), "nothing of ours belongs in the user's home"

@@ -44,3 +44,23 @@ def test_optimizer_state_moves_to_another_layout(
         assert resumed[step] == pytest.approx(expected, abs=1e-6)
         # Splitting weights or layers over ranks changes no order of additions in the forward pass.
         assert "tensor" not in layout or resumed[step][0] == expected[0]
+
+
+def test_a_changed_batch_goes_on_from_the_same_sample(tiny: Path, train_tiny: Callable[..., Any]) -> None:
+    train_tiny(tiny, "changed", max_steps=2, save_interval=2)
+    train_tiny(tiny, "changed", max_steps=4, save_interval=2, global_batch_size=8, allow_batch_change=True)
+    records = train_tiny(tiny, "changed", max_steps=6, save_interval=2, global_batch_size=8, data_parallel=2)
+    starts = [record for record in records if record.get("event") == "start"]
+    assert [(start["step"], start["consumed_samples"]) for start in starts] == [(0, 0), (2, 8), (4, 24)]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_reset_moments_leave_weights_and_data_as_they_were(
+    tiny: Path, train_tiny: Callable[..., Any], precision: str
+) -> None:
+    unbroken = by_step(train_tiny(tiny, "unbroken", max_steps=8, precision=precision))
+    train_tiny(tiny, "reset", max_steps=4, precision=precision)
+    reset = by_step(train_tiny(tiny, "reset", max_steps=8, precision=precision, reset_optimizer=True))
+    assert reset[5] == pytest.approx(unbroken[5], rel=1e-6)  # the first loss, norm and rate know nothing of moments
+    assert reset[6][0] != unbroken[6][0]
+    assert reset[8][0] == pytest.approx(unbroken[8][0], rel=0.05)

@@ -18,6 +18,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "launch.executor": ("local", "slurm", "pbs", "sge"),
     "launch.accelerator": ("auto", "cpu", "gpu"),
     "training.precision": ("auto", "bf16", "fp32"),
+    "training.on_bad_loss": ("stop", "skip"),
     "optimizer.lr_schedule": ("cosine", "linear", "constant"),
 }
 """Fields that take one of a few words."""
@@ -46,6 +47,7 @@ _RANGES: dict[str, str] = {
     "training.val_steps": _POSITIVE,
     "training.log_interval": _POSITIVE,
     "training.seed": _NOT_NEGATIVE,
+    "training.restart_limit": _NOT_NEGATIVE,
     "optimizer.lr": _POSITIVE,
     "optimizer.min_lr": _NOT_NEGATIVE,
     "optimizer.lr_warmup_steps": _NOT_NEGATIVE,
@@ -109,6 +111,9 @@ def _ranges(config: RunConfig) -> Iterator[RequestError]:
         if value_of(config, dotted) >= 1:
             yield RequestError(f"{value_of(config, dotted)}", needed="below 1", where=dotted)
     yield from _durations(config)
+    spike = config.training.max_loss_spike
+    if spike is not None and not spike > 1:
+        yield RequestError(f"{spike}", needed="above 1, a multiple of the mean loss", where="--max_loss_spike")
     if config.training.seed > MAX_SEED:
         yield RequestError(f"{config.training.seed}", needed=f"at most {MAX_SEED}", where="--seed")
 

@@ -60,6 +60,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("--sequence_length", "data.sequence_length", "tokens per sample"),
         Flag("--split", "data.split", "shares of training, validation and test, by documents"),
         Flag("--num_workers", "data.num_workers", "data loading processes per rank"),
+        Flag("--allow_data_change", "data.allow_data_change", "continue with other data or another blend"),
     ),
     "batch and parallelism": (
         Flag(
@@ -100,6 +101,15 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("--time_limit", "training.time_limit", "[D-]HH:MM:SS; save and end before it", default_word="none"),
         Flag("--time_margin", "training.time_margin", "how long before --time_limit to begin to end"),
         Flag("--seed", "training.seed", "seed of weights, data order and dropout"),
+        Flag("--allow_batch_change", "training.allow_batch_change", "continue with another --global_batch_size"),
+        Flag("--reset_optimizer", "training.reset_optimizer", "continue without the optimizer's moments, once"),
+        Flag("--on_bad_loss", "training.on_bad_loss", "stop or skip: steps with a NaN, infinite or spiking loss"),
+        Flag("--max_loss_spike", "training.max_loss_spike", "bound, times the mean of 32 steps", default_word="none"),
+        Flag("--restart_limit", "training.restart_limit", "restarts in a row without a new step; 0: no limit"),
+    ),
+    "records": (
+        Flag("--wandb_project", "tracking.wandb_project", "log to this W&B project too", default_word="none"),
+        Flag("--mlflow", "tracking.mlflow", "log to MLflow too"),
     ),
     "optimizer": (
         Flag("--lr", "optimizer.lr", "highest learning rate"),
@@ -136,6 +146,11 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
             field = FIELDS[flag.field]
             default = flag.default_word or field.default
             names = (flag.short, flag.name) if flag.short else (flag.name,)
+            if field.type is bool:
+                group.add_argument(
+                    *names, dest=flag.field, action="store_true", default=argparse.SUPPRESS, help=flag.help
+                )
+                continue
             group.add_argument(
                 *names,
                 dest=flag.field,
@@ -145,7 +160,7 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
                 help=f"{flag.help} ({'required' if flag.required else f'default: {default}'})",
             )
     # Defaults that would only be noise in the help text.
-    parser.set_defaults(config_files=[], assignments=[], dry_run=False, hf_token=None)
+    parser.set_defaults(config_files=[], assignments=[], dry_run=False, plan=False, json=False, hf_token=None)
     request = parser.add_argument_group("how it is asked for")
     request.add_argument(
         "--config",
@@ -170,6 +185,13 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
         default=argparse.SUPPRESS,
         help="check everything, write run.json, print the resolved run and the command, start nothing",
     )
+    request.add_argument(
+        "--plan",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="print what a start would load, where it would go on, and what changed; start nothing",
+    )
+    request.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print the --plan as JSON")
     request.add_argument(
         "--hf_token",
         metavar="TOKEN",

@@ -131,6 +131,7 @@ def resolve(config: RunConfig, facts: RunFacts) -> ResolvedRun:
         lr_warmup_steps=lr_warmup_steps(config, steps),
         lr_decay_steps=lr_decay_steps(config, steps),
         min_lr=optimizer.lr / 10 if optimizer.min_lr is None else optimizer.min_lr,
+        samples_per_epoch=samples_per_epoch(config, facts.split_tokens),
         padded_vocab_size=padded_vocab_size(facts.model.vocab_size, config.parallel.tensor_model_parallel_size),
     )
 

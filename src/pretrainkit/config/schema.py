@@ -71,6 +71,8 @@ class DataConfig:
     """Shares of training, validation and test, by documents; any positive scale."""
     num_workers: int = 2
     """DataLoader worker processes per rank."""
+    allow_data_change: bool = False
+    """Let a run that has checkpoints go on with other data or another blend, from the same number of samples."""
 
 
 @dataclass(frozen=True)
@@ -134,9 +136,30 @@ class TrainingConfig:
     """Batches per evaluation."""
     log_interval: int = 1
     """Steps between records."""
+    allow_batch_change: bool = False
+    """Let a run that has checkpoints go on with another global_batch_size; steps and samples count on."""
+    reset_optimizer: bool = False
+    """Continue with weights, step and data position, but without the optimizer's moments; done once."""
+    on_bad_loss: str = "stop"
+    """stop or skip: what to do in a step whose loss or gradient is NaN or infinite, or whose loss is a spike; a
+    skipped step updates nothing."""
+    max_loss_spike: float | None = None
+    """Largest loss of a step, as a multiple of the mean of the last 32 steps; unset: no bound."""
+    restart_limit: int = 3
+    """Restarts in a row without a new step, after which a start is refused; 0: no limit."""
     precision: str = "auto"
     """bf16 (weights and gradients in bf16 with fp32 masters) or fp32; auto: bf16 on GPU, fp32 on CPU."""
     seed: int = 1234
+
+
+@dataclass(frozen=True)
+class TrackingConfig:
+    """Where a run's records go besides metrics.jsonl and TensorBoard."""
+
+    wandb_project: str | None = None
+    """Weights & Biases project; unset: none. WANDB_MODE=offline keeps it on disk."""
+    mlflow: bool = False
+    """Log to MLflow, at MLFLOW_TRACKING_URI or in the experiment's folder."""
 
 
 @dataclass(frozen=True)
@@ -173,6 +196,7 @@ class RunConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
 
 
@@ -216,5 +240,7 @@ class ResolvedRun:
     lr_warmup_steps: int
     lr_decay_steps: int
     min_lr: float
+    samples_per_epoch: int
+    """Training samples in one pass over the dataset."""
     padded_vocab_size: int
     """Rows of the embedding in Megatron, a multiple of 128 and of TP."""

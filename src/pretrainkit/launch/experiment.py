@@ -32,6 +32,8 @@ IDENTITY = (
     "dataset.data_hash",
 )
 """Fields of run.json that say which run this is: weights, data, and the order in which it is read."""
+DATA = ("dataset.weights", "dataset.data_hash")
+"""Those of them that --allow_data_change lets change."""
 _NOT_COMPARED = ("config.experiments_dir", "experiment_dir", "format_version", "initial_checkpoint", "dataset.prefixes")
 """Fields that name places: a moved experiment, model or dataset is the same one."""
 
@@ -71,19 +73,29 @@ def write_run_file(run: ResolvedRun) -> Path:
     Raises RequestError that names every changed field with both values.
     """
     path = Path(run.experiment_dir) / RUN_FILE
-    if has_checkpoints(path.parent):
-        if not path.exists():
-            raise RequestError(
-                "checkpoints, but no run.json that says what they are of",
-                action="restore run.json, or take another --experiment",
-                where=str(path.parent),
-            )
-        changed = changes(to_json(read_run(path)), to_json(run))
-        _refuse_other_identity(path, changed)
-        for name, (old, new) in changed.items():
-            log.info("changed since the last start: %s: %s -> %s", name, old, new)
+    for name, (old, new) in changes_since_last_start(run).items():
+        log.info("changed since the last start: %s: %s -> %s", name, old, new)
     write_run(path, run)
     return path
+
+
+def changes_since_last_start(run: ResolvedRun) -> dict[str, tuple[Any, Any]]:
+    """Fields of run.json that a start would change: dotted name -> (old, new); empty before the first checkpoint.
+
+    Raises RequestError as `write_run_file` does.
+    """
+    path = Path(run.experiment_dir) / RUN_FILE
+    if not has_checkpoints(path.parent):
+        return {}
+    if not path.exists():
+        raise RequestError(
+            "checkpoints, but no run.json that says what they are of",
+            action="restore run.json, or take another --experiment",
+            where=str(path.parent),
+        )
+    changed = changes(to_json(read_run(path)), to_json(run))
+    _refuse_other_identity(path, changed, allowed=DATA if run.config.data.allow_data_change else ())
+    return changed
 
 
 def has_checkpoints(experiment_dir: Path) -> bool:
@@ -92,14 +104,15 @@ def has_checkpoints(experiment_dir: Path) -> bool:
     return folder.is_dir() and any(folder.iterdir())
 
 
-def _refuse_other_identity(path: Path, changed: dict[str, tuple[Any, Any]]) -> None:
-    identity = {name: values for name, values in changed.items() if is_identity(name)}
+def _refuse_other_identity(path: Path, changed: dict[str, tuple[Any, Any]], *, allowed: tuple[str, ...]) -> None:
+    identity = {name: values for name, values in changed.items() if is_identity(name) and name not in allowed}
     if identity:
         listed = "; ".join(f"{name} was {old}, now {new}" for name, (old, new) in identity.items())
         raise RequestError(
             f"this experiment has checkpoints of another run: {listed}",
             needed="the same model, data, sequence length, split and seed, to continue",
-            action="take them back, or take another --experiment (and --nemo_model to start from trained weights)",
+            action="take them back, or take another --experiment (and --nemo_model to start from trained weights)"
+            + ("; --allow_data_change goes on with the new data" if identity.keys() <= set(DATA) else ""),
             where=str(path.parent),
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pretrainkit import files
@@ -40,13 +40,23 @@ def resolve_request(config: RunConfig) -> ResolvedRun:
     return run
 
 
-def start(config: RunConfig, *, train_script: Path, command_line: Sequence[str]) -> int:
-    """Start the run that is asked for, or continue it, and wait for its end; the exit code is that of its ranks."""
+def start(
+    config: RunConfig,
+    *,
+    train_script: Path,
+    command_line: Sequence[str],
+    check: Callable[[ResolvedRun], object],
+) -> int:
+    """Start the run that is asked for, or continue it, and wait for its end; the exit code is that of its ranks.
+
+    `check` looks at the run and its checkpoints before anything is written, and raises what its ranks would raise.
+    """
     run = resolve_request(config)
     experiment_dir = Path(run.experiment_dir)
     with locked(experiment_dir, LAUNCHER_LOCK):
         with locked(experiment_dir, RANKS_LOCK):
             pass  # a launcher that was killed may have left ranks that still save
+        check(run)
         _provide_weights(run)
         run_file = write_run_file(run)
         number, log_dir = new_attempt(experiment_dir)
@@ -59,11 +69,12 @@ def start(config: RunConfig, *, train_script: Path, command_line: Sequence[str])
         return _follow(plan)
 
 
-def dry_run(config: RunConfig, *, train_script: Path) -> int:
+def dry_run(config: RunConfig, *, train_script: Path, check: Callable[[ResolvedRun], object]) -> int:
     """Do all of a start but the conversion and the start: write run.json, print the run and the command."""
     run = resolve_request(config)
     experiment_dir = Path(run.experiment_dir)
     with locked(experiment_dir, LAUNCHER_LOCK):
+        check(run)
         run_file = write_run_file(run)
     plan = _plan(run, run_file, experiment_dir / "logs" / "attempt_N", train_script)
     print(summarize(run))

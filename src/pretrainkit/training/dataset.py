@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
+from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split
 from torch import Tensor
+
+from pretrainkit.data.token_documents import PackedDocuments, ShardDocuments, is_token_folder, open_token_folder
+
+Documents: TypeAlias = IndexedDataset | ShardDocuments | PackedDocuments
 
 NO_PADDING = -1
 """An id that no token has."""
@@ -41,6 +46,13 @@ class EpochDataset(GPTDataset):
         self._length = self._samples_per_epoch if num_samples is None else num_samples
         self._permuted_epoch, self._permutation = 0, np.arange(0)
 
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> Documents:
+        """The documents at a path: a .bin/.idx pair, token shards or a packed set."""
+        if is_token_folder(dataset_path):
+            return open_token_folder(dataset_path)
+        return GPTDataset.build_low_level_dataset(dataset_path, config)
+
     def __len__(self) -> int:
         return self._length
 
@@ -57,7 +69,18 @@ class EpochDataset(GPTDataset):
             self._permuted_epoch = epoch
         return int(self._permutation[position])
 
-    def sample_documents(self, index: int) -> Any:
-        """The ids of the documents that sample `index` is made of."""
+    def sample_documents(self, index: int) -> list[int]:
+        """The numbers, in the .bin, of the documents that sample `index` is made of."""
         _, documents = self._query_document_sample_shuffle_indices(self._within_first_epoch(index))
-        return documents
+        return [int(document) for document in documents]
+
+
+def documents_of_samples(dataset: EpochDataset | BlendedDataset, samples: range) -> dict[str, list[int]]:
+    """Per .bin/.idx prefix, the numbers of the documents that some samples of a run are made of."""
+    documents: dict[str, set[int]] = {}
+    for sample in samples:
+        part, index = dataset, sample
+        if isinstance(dataset, BlendedDataset):
+            part, index = dataset.datasets[dataset.dataset_index[sample]], int(dataset.dataset_sample_index[sample])
+        documents.setdefault(str(part.dataset_path), set()).update(part.sample_documents(index))
+    return {prefix: sorted(numbers) for prefix, numbers in documents.items()}

@@ -27,22 +27,24 @@ from nemo.utils import logging as nemo_logging
 
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.logs import get_logger
-from pretrainkit.training import optimizer, resume
+from pretrainkit.training import optimizer, restarts
 from pretrainkit.training.dataset import EpochDataset
 from pretrainkit.training.layer_spec import torch_layer_spec
 from pretrainkit.training.model_config import transformer_config_fields
-from pretrainkit.training.nemo_callbacks import Checkpoints, LearningRate, Recording, StopEarly
+from pretrainkit.training.nemo_callbacks import AsPlanned, Checkpoints, LearningRate, LossGuard, Recording, StopEarly
 from pretrainkit.training.records import RunRecorder
 from pretrainkit.training.schedule import schedule_of
+from pretrainkit.training.start_plan import CONTINUE, WEIGHTS, StartPlan
 from pretrainkit.training.throughput import peak_flops, training_flops_per_token
+from pretrainkit.training.trackers import open_trackers
 
 HAS_TRANSFORMER_ENGINE = importlib.util.find_spec("transformer_engine") is not None
 
 log = get_logger(__name__)
 
 
-def train(run: ResolvedRun, start: resume.Checkpoint | None, *, rank: int, local_world_size: int) -> bool:
-    """Train `run` on this rank, continuing from `start` or, when there is none, from its initial weights.
+def train(run: ResolvedRun, plan: StartPlan, *, rank: int, local_world_size: int) -> bool:
+    """Train `run` on this rank, beginning as `plan` says.
 
     True when its last step is done; False when a signal or the time limit stopped it earlier, after saving.
     """
@@ -57,8 +59,7 @@ def train(run: ResolvedRun, start: resume.Checkpoint | None, *, rank: int, local
 
     recorder = None
     if rank == 0:
-        resume.quarantine_incomplete(experiment / "checkpoints")
-        resume.remove_leftovers(experiment / "checkpoints")
+        furthest = max((attempt.last_step for attempt in restarts.attempts(experiment / "metrics.jsonl")), default=0)
         recorder = RunRecorder(
             experiment / "metrics.jsonl",
             tokens_per_step=run.config.training.global_batch_size * run.config.data.sequence_length,
@@ -66,31 +67,32 @@ def train(run: ResolvedRun, start: resume.Checkpoint | None, *, rank: int, local
             max_steps=run.max_steps,
             world_size=run.world_size,
             peak_flops=peak_flops(torch.cuda.get_device_name()) if run.accelerator == "gpu" else None,
+            trackers=open_trackers(run, furthest),
         )
-        first_step = start.step if start else 0
-        recorder.event("start", step=first_step, weights=_origin(run, start), world_size=run.world_size)
-        log.info("starting at step %d of %d from %s", first_step, run.max_steps, _origin(run, start))
+        recorder.event("start", **plan.to_json(), world_size=run.world_size)
+        log.info("starting at step %d of %d", plan.step, run.max_steps)
 
     model = _model(run, recorder)
-    trainer = _trainer(run, local_world_size)
-    trainer.callbacks[:0] = [Recording(run, recorder), stop]  # before the saving, to time the step alone
+    trainer = _trainer(run, plan, local_world_size)
+    # Before the saving, to time the step alone.
+    trainer.callbacks[:0] = [AsPlanned(plan), LossGuard(run, recorder), Recording(run, recorder), stop]
     pl.seed_everything(run.config.training.seed, workers=True, verbose=False)
-    llm.pretrain(
-        model=model,
-        data=_data(run, model.tokenizer),
-        trainer=trainer,
-        optim=_optimizer(run),
-        log=_logger(run, experiment, recorder),
-        resume=_resume(run, start),
-    )
+    try:
+        llm.pretrain(
+            model=model,
+            data=_data(run, model.tokenizer),
+            trainer=trainer,
+            optim=_optimizer(run),
+            log=_logger(run, experiment, recorder),
+            resume=_resume(plan),
+        )
+    finally:
+        if recorder:
+            recorder.close()
     if trainer.global_step >= run.max_steps:
         return True
     log.warning("stopped after step %d of %d, saved", trainer.global_step, run.max_steps)
     return False
-
-
-def _origin(run: ResolvedRun, start: resume.Checkpoint | None) -> str:
-    return str(start.path) if start else run.initial_checkpoint or "random weights"
 
 
 def _model(run: ResolvedRun, recorder: RunRecorder | None) -> LlamaModel:
@@ -170,7 +172,7 @@ def _data(run: ResolvedRun, tokenizer: AutoTokenizer) -> llm.PreTrainingDataModu
     return data
 
 
-def _trainer(run: ResolvedRun, local_world_size: int) -> nl.Trainer:
+def _trainer(run: ResolvedRun, plan: StartPlan, local_world_size: int) -> nl.Trainer:
     config, parallel = run.config, run.config.parallel
     gpu, bf16 = run.accelerator == "gpu", run.precision == "bf16"
     overlap = gpu and config.optimizer.distributed and run.data_parallel_size > 1
@@ -182,13 +184,14 @@ def _trainer(run: ResolvedRun, local_world_size: int) -> nl.Trainer:
         pipeline_dtype=torch.bfloat16 if bf16 else torch.float32,
         process_group_backend="nccl" if gpu else "gloo",
         ddp=DistributedDataParallelConfig(
-            check_for_nan_in_grad=True,
+            check_for_nan_in_grad=False,  # LossGuard's business
             grad_reduce_in_fp32=True,
             use_distributed_optimizer=config.optimizer.distributed,
             overlap_grad_reduce=overlap,
             overlap_param_gather=overlap,
         ),
         ckpt_async_save=False,
+        ckpt_load_optimizer=plan.optimizer_state != "reset",
         # The one format whose optimizer state moves to another TP, PP or DP.
         ckpt_optim_fully_reshardable=True,
         replace_progress_bar=False,
@@ -250,10 +253,10 @@ def _logger(run: ResolvedRun, experiment: Path, recorder: RunRecorder | None) ->
     )
 
 
-def _resume(run: ResolvedRun, start: resume.Checkpoint | None) -> nl.AutoResume:
-    if start:
-        return nl.AutoResume(resume_from_path=str(start.path))
-    if run.initial_checkpoint:
-        weights = nl.RestoreConfig(path=run.initial_checkpoint, load_model_state=True, load_optim_state=False)
+def _resume(plan: StartPlan) -> nl.AutoResume:
+    if plan.mode == CONTINUE:
+        return nl.AutoResume(resume_from_path=plan.checkpoint)
+    if plan.mode == WEIGHTS:
+        weights = nl.RestoreConfig(path=plan.checkpoint, load_model_state=True, load_optim_state=False)
         return nl.AutoResume(restore_config=weights)
     return nl.AutoResume()

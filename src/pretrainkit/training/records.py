@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from pretrainkit.logs import get_logger
+from pretrainkit.training.trackers import Tracker, numbers_of
 from pretrainkit.units import format_count, format_duration
 
 log = get_logger(__name__)
@@ -29,12 +32,14 @@ class RunRecorder:
         max_steps: int,
         world_size: int,
         peak_flops: float | None = None,
+        trackers: Sequence[Tracker] = (),
     ) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         _cut_torn_line(path)
         self._file = path.open("a", encoding="utf-8")
         self._tokens_per_step, self._max_steps, self._world_size = tokens_per_step, max_steps, world_size
         self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
+        self._trackers = trackers
         self._data_wait_s = 0.0
         self._last_time_s = time.monotonic()
         self._last_step: int | None = None
@@ -95,6 +100,35 @@ class RunRecorder:
         self._write(step=step, val_loss=loss)
         log.info(f"step {step}/{self._max_steps}  held-out loss {loss:.4f}")
 
+    def bad_loss(
+        self,
+        step: int,
+        *,
+        problem: str,
+        loss: float,
+        grad_norm: float,
+        samples: range,
+        documents: dict[str, list[int]],
+        skipped: bool,
+    ) -> None:
+        """Record a step that updated nothing, with the samples and documents of its batch."""
+        shown = "; ".join(f"{prefix}: {', '.join(map(str, ids[:20]))}" for prefix, ids in documents.items())
+        log.warning(
+            f"step {step}: {problem}; {'skipped' if skipped else 'stopping'}. "
+            f"Samples {samples.start} to {samples.stop - 1}, documents of {shown}"
+        )
+        self.event(
+            "bad_loss",
+            step=step,
+            problem=problem,
+            batch_loss=loss,
+            grad_norm=grad_norm,
+            first_sample=samples.start,
+            last_sample=samples.stop - 1,
+            documents=documents,
+            skipped=skipped,
+        )
+
     def event(self, kind: str, **details: Any) -> None:
         """Record something that happened, such as the start of an attempt or a checkpoint."""
         self._write(event=kind, time=time.strftime("%Y-%m-%dT%H:%M:%S%z"), **details)
@@ -104,8 +138,22 @@ class RunRecorder:
         self._last_time_s = time.monotonic()
 
     def _write(self, **record: Any) -> None:
-        self._file.write(json.dumps(record) + "\n")
+        # JSON has no NaN.
+        finite = {name: None if _is_not_finite(value) else value for name, value in record.items()}
+        self._file.write(json.dumps(finite) + "\n")
         self._file.flush()
+        if "event" not in record:
+            for tracker in self._trackers:
+                tracker.log(record["step"], numbers_of(record))
+
+    def close(self) -> None:
+        """Let the trackers send what is left."""
+        for tracker in self._trackers:
+            tracker.finish()
+
+
+def _is_not_finite(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)
 
 
 def _cut_torn_line(path: Path) -> None:

@@ -15,6 +15,8 @@ from pretrainkit import files
 from pretrainkit.errors import CheckpointError
 from pretrainkit.logs import get_logger
 
+CHECKPOINTS = "checkpoints"
+"""Folder of an experiment's checkpoints."""
 COMMIT_MARK = "complete.json"
 INCOMPLETE_SUFFIX = ".incomplete"
 EXPIRED_SUFFIX = ".expired"
@@ -34,6 +36,10 @@ class Checkpoint:
     """Optimizer steps done."""
     consumed_samples: int
     """Training samples used so far; the next step reads on from there."""
+    global_batch_size: int | None = None
+    """Of the attempt that saved it; None where its mark doesn't tell."""
+    optimizer_was_reset: bool = False
+    """Whether that attempt was asked to drop the optimizer's moments, and has done so."""
 
 
 def checkpoint_name(step: int) -> str:
@@ -41,7 +47,14 @@ def checkpoint_name(step: int) -> str:
     return f"{_PREFIX}{step:08d}"
 
 
-def commit(folder: Path, *, step: int, consumed_samples: int) -> None:
+def commit(
+    folder: Path,
+    *,
+    step: int,
+    consumed_samples: int,
+    global_batch_size: int | None = None,
+    optimizer_was_reset: bool = False,
+) -> None:
     """Declare a fully written checkpoint complete. One process does this, after all have written."""
     written = _files(folder)
     sizes = {str(path.relative_to(folder)): path.stat().st_size for path in written}
@@ -49,7 +62,13 @@ def commit(folder: Path, *, step: int, consumed_samples: int) -> None:
         files.fsync_path(path)
     files.write_json(
         folder / COMMIT_MARK,
-        {"step": step, "consumed_samples": consumed_samples, "file_sizes": dict(sorted(sizes.items()))},
+        {
+            "step": step,
+            "consumed_samples": consumed_samples,
+            "global_batch_size": global_batch_size,
+            "optimizer_was_reset": optimizer_was_reset,
+            "file_sizes": dict(sorted(sizes.items())),
+        },
     )
 
 
@@ -58,18 +77,30 @@ def read(folder: Path) -> Checkpoint:
     mark = folder / COMMIT_MARK
     try:
         content = files.read_json(mark)
-        step, consumed_samples, sizes = content["step"], content["consumed_samples"], content["file_sizes"]
+        checkpoint = Checkpoint(
+            folder,
+            content["step"],
+            content["consumed_samples"],
+            content.get("global_batch_size"),
+            content.get("optimizer_was_reset", False),
+        )
+        sizes = content["file_sizes"].items()
     except FileNotFoundError:
         raise CheckpointError("not finished: it has no commit mark", where=str(mark)) from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"unreadable commit mark ({error!r})", where=str(mark)) from None
-    for name, size in sizes.items():
+    for name, size in sizes:
         path = folder / name
         found = path.stat().st_size if path.is_file() else None
         if found != size:
             has = "is missing" if found is None else f"has {found} bytes"
             raise CheckpointError(f"{name} {has}", needed=f"{size} bytes, as written", where=str(folder))
-    return Checkpoint(folder, step, consumed_samples)
+    return checkpoint
+
+
+def has_optimizer_state(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint holds the optimizer's moments: the names of its tensors stand in its index."""
+    return b"optimizer.state." in (checkpoint.path / "weights" / ".metadata").read_bytes()
 
 
 def newest_complete(checkpoints: Path) -> Checkpoint | None:
@@ -115,6 +146,17 @@ def quarantine_incomplete(checkpoints: Path) -> list[Path]:
     return moved
 
 
+def all_complete(checkpoints: Path) -> list[Checkpoint]:
+    """Every complete checkpoint, oldest first; others are passed over: quarantine is a start's business."""
+    complete = []
+    for folder in sorted(_folders(checkpoints)):
+        try:
+            complete.append(read(folder))
+        except CheckpointError:
+            continue
+    return complete
+
+
 def expired(checkpoints: Path, *, keep_last: int | None, keep_every: int | None) -> list[Checkpoint]:
     """The complete checkpoints that a run need not keep, oldest first.
 
@@ -123,13 +165,7 @@ def expired(checkpoints: Path, *, keep_last: int | None, keep_every: int | None)
     """
     if keep_last is None:
         return []
-    complete = []
-    for folder in sorted(_folders(checkpoints)):
-        try:
-            complete.append(read(folder))
-        except CheckpointError:
-            continue  # neither counted as kept nor removed: quarantine is a start's business
-    old = complete[: -max(keep_last, MIN_KEPT)]
+    old = all_complete(checkpoints)[: -max(keep_last, MIN_KEPT)]
     return [checkpoint for checkpoint in old if not keep_every or checkpoint.step % keep_every]
 
 

@@ -63,8 +63,9 @@ SPELLINGS = [
 
 @pytest.mark.parametrize(("spelling", "field"), SPELLINGS, ids=[spelling for spelling, _ in SPELLINGS])
 def test_every_flag_sets_its_field_in_every_spelling(spelling: str, field: str) -> None:
-    value = {int: 7, float: 0.5, str: "word"}[FIELDS[field].type]
-    assert value_of(parse(spelling, str(value)), field) == value
+    value = {int: 7, float: 0.5, str: "word", bool: True}[FIELDS[field].type]
+    words = [spelling] if value is True else [spelling, str(value)]
+    assert value_of(parse(*words), field) == value
 
 
 def test_without_flags_all_defaults_are_the_schemas() -> None:

@@ -32,6 +32,7 @@ def plan(accelerator: str, ranks: int, num_cpus: int) -> LaunchPlan:
         lr_warmup_steps=0,
         lr_decay_steps=1,
         min_lr=0.0,
+        samples_per_epoch=1,
         padded_vocab_size=384,
     )
     folder = Path(run.experiment_dir)

@@ -11,7 +11,7 @@ from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, get_bin_path, get_idx_path
 from megatron.core.datasets.utils import Split
 
-from pretrainkit.training.dataset import EpochDataset
+from pretrainkit.training.dataset import EpochDataset, documents_of_samples
 
 EOD = 2
 SEQUENCE_LENGTH = 16
@@ -85,3 +85,15 @@ def test_ends_of_documents_are_learnt_where_padding_is_eod(prefix: str, tmp_path
     assert sum(int((sample["labels"] == EOD).sum()) for sample in samples) > 30
     assert all(bool(sample["loss_mask"].all()) for sample in samples)
     assert all(0 not in sample["tokens"] for sample in samples)
+
+
+def test_a_sample_knows_its_documents(prefix: str, tmp_path: Path) -> None:
+    data = dataset(prefix, tmp_path, None)
+    documents = documents_of_samples(data, range(len(data)))[prefix]
+    assert len(documents) > 35 and set(documents) <= set(range(40))  # an epoch leaves out its incomplete last sample
+    stored = IndexedDataset(prefix)
+    for sample in range(len(data)):
+        documents = data.sample_documents(sample)
+        text = np.concatenate([stored[document] for document in documents]).tolist()
+        tokens = data[sample]["tokens"].tolist()
+        assert any(text[begin : begin + len(tokens)] == tokens for begin in range(len(text)))

@@ -1,0 +1,80 @@
+"""Restarts that lead nowhere: a run that fails again and again at the same step stops for a person to look."""
+
+from __future__ import annotations
+
+import json
+import mmap
+from dataclasses import dataclass
+from pathlib import Path
+
+from pretrainkit.config.schema import ResolvedRun
+from pretrainkit.errors import PretrainkitError
+
+_START = b'{"event": "start"'
+"""How the line of a start begins in metrics.jsonl (`pretrainkit.training.records`)."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of a run, as its records tell."""
+
+    start_step: int
+    """Steps done before it."""
+    last_step: int
+    """The last step it recorded; start_step when it made none."""
+
+
+def attempts(metrics: Path) -> list[Attempt]:
+    """Every attempt in a metrics.jsonl. Only the lines around the starts are parsed: a long file takes no time."""
+    if not metrics.exists() or not metrics.stat().st_size:
+        return []
+    with metrics.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        starts = []
+        position = 0 if content[: len(_START)] == _START else content.find(b"\n" + _START) + 1
+        while content[position : position + len(_START)] == _START:
+            starts.append(position)
+            found = content.find(b"\n" + _START, position)
+            if found < 0:
+                break
+            position = found + 1
+        ends = [*starts[1:], len(content)]
+        return [_attempt(content, begin, end) for begin, end in zip(starts, ends, strict=True)]
+
+
+def _attempt(content: mmap.mmap, begin: int, end: int) -> Attempt:
+    first_line_end = content.find(b"\n", begin, end)
+    start_step = json.loads(content[begin:first_line_end])["step"]
+    position = end
+    while (line_begin := content.rfind(b"\n", begin, position - 1) + 1) > begin:
+        if content[line_begin : line_begin + 8] == b'{"step":':
+            try:
+                return Attempt(start_step, json.loads(content[line_begin:position])["step"])
+            except ValueError:
+                pass  # torn by a kill
+        position = line_begin
+    return Attempt(start_step, start_step)
+
+
+def idle_restarts(metrics: Path) -> int:
+    """Restarts in a row, up to now, that reached no step which an earlier attempt had not reached."""
+    furthest, idle = -1, 0
+    for attempt in attempts(metrics):
+        idle = idle + 1 if attempt.last_step <= furthest else 0
+        furthest = max(furthest, attempt.last_step)
+    return idle
+
+
+def refuse_endless_restarts(run: ResolvedRun, last_good: str | None) -> None:
+    """Raise PretrainkitError, which names the last good checkpoint, when `restart_limit` restarts brought no step."""
+    experiment, limit = Path(run.experiment_dir), run.config.training.restart_limit
+    idle = idle_restarts(experiment / "metrics.jsonl")
+    if not limit or idle < limit:
+        return
+    furthest = max(attempt.last_step for attempt in attempts(experiment / "metrics.jsonl"))
+    raise PretrainkitError(
+        f"{idle} restarts in a row ended without a new step; the furthest was step {furthest}. "
+        f"Last good checkpoint: {last_good or 'none'}",
+        needed=f"less than {limit} such restarts (--restart_limit)",
+        action=f"read the newest logs in {experiment / 'logs'}, mend the cause, and start once with --restart_limit 0",
+        where=str(experiment),
+    )

@@ -1,0 +1,75 @@
+"""A run that fails again and again at the same step stops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pretrainkit.config.schema import ResolvedRun
+from pretrainkit.errors import EXIT_FAILED, PretrainkitError
+from pretrainkit.training.records import RunRecorder
+from pretrainkit.training.restarts import Attempt, attempts, idle_restarts, refuse_endless_restarts
+
+
+def record(path: Path, *runs: tuple[int, int]) -> None:
+    """Append attempts that start at a step and record their steps up to another."""
+    for start, last in runs:
+        recorder = RunRecorder(path, tokens_per_step=8, flops_per_token=1.0, max_steps=99, world_size=1)
+        recorder.event("start", step=start)
+        for step in range(start + 1, last + 1):
+            recorder.train_step(step, loss=1.0, learning_rate=0.1, grad_norm=None)
+            recorder.event("checkpoint", step=step, path="step")
+
+
+@pytest.fixture
+def metrics(tmp_path: Path) -> Path:
+    return tmp_path / "metrics.jsonl"
+
+
+def test_a_new_run_has_no_attempts(metrics: Path) -> None:
+    assert attempts(metrics) == [] and idle_restarts(metrics) == 0
+    metrics.touch()
+    assert attempts(metrics) == []
+
+
+def test_attempts_are_read_back(metrics: Path) -> None:
+    record(metrics, (0, 5), (4, 4), (4, 7))
+    assert attempts(metrics) == [Attempt(0, 5), Attempt(4, 4), Attempt(4, 7)]
+
+
+def test_a_torn_last_line_does_not_count(metrics: Path) -> None:
+    record(metrics, (0, 5))
+    with metrics.open("a") as file:
+        file.write('{"step": 6, "lo')
+    assert attempts(metrics) == [Attempt(0, 5)]
+
+
+@pytest.mark.parametrize(
+    ("runs", "idle"),
+    [
+        ([(0, 0)], 0),
+        ([(0, 0), (0, 0)], 1),
+        ([(0, 10), (0, 10), (0, 10), (0, 10)], 3),
+        ([(0, 10), (0, 3), (0, 9)], 2),
+        ([(0, 10), (0, 10), (0, 11)], 0),
+        ([(0, 10), (0, 10), (0, 11), (10, 11)], 1),
+        ([(0, 3), (2, 5), (4, 8)], 0),
+    ],
+    ids=str,
+)
+def test_restarts_without_a_new_step_are_counted(metrics: Path, runs: list[tuple[int, int]], idle: int) -> None:
+    record(metrics, *runs)
+    assert idle_restarts(metrics) == idle
+
+
+def test_the_fourth_restart_in_vain_is_refused(make_run: Callable[..., ResolvedRun], metrics: Path) -> None:
+    record(metrics, (8, 10), (8, 10), (8, 9))
+    refuse_endless_restarts(make_run(), "checkpoints/step_00000008")
+    record(metrics, (8, 10))
+    with pytest.raises(PretrainkitError, match=r"3 restarts.*step 10.*step_00000008(.|\n)*--restart_limit 0") as caught:
+        refuse_endless_restarts(make_run(), "checkpoints/step_00000008")
+    assert caught.value.exit_code == EXIT_FAILED
+    refuse_endless_restarts(make_run(restart_limit=0), None)
+    refuse_endless_restarts(make_run(restart_limit=4), None)

@@ -1,0 +1,93 @@
+"""What a start does is known before it starts, from the files alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pretrainkit.config.schema import ResolvedRun
+from pretrainkit.errors import CheckpointError, RequestError
+from pretrainkit.training.schedule import schedule_of
+from pretrainkit.training.start_plan import CONTINUE, RANDOM, WEIGHTS, plan_start
+
+MakeRun = Callable[..., ResolvedRun]
+Save = Callable[..., Any]
+
+
+def test_a_new_run_starts_from_random_or_given_weights(make_run: MakeRun) -> None:
+    plan = plan_start(make_run())
+    assert (plan.mode, plan.checkpoint, plan.step, plan.optimizer_state) == (RANDOM, None, 0, "zero")
+    plan = plan_start(make_run(initial_checkpoint="/weights"))
+    assert (plan.mode, plan.checkpoint, plan.step, plan.optimizer_state) == (WEIGHTS, "/weights", 0, "zero")
+    assert plan.learning_rate == pytest.approx(1e-3 / 3)  # the first of two steps of warm-up
+
+
+def test_a_run_with_checkpoints_continues(make_run: MakeRun, save: Save) -> None:
+    run, checkpoint = make_run(initial_checkpoint="/weights"), save(6)
+    plan = plan_start(run)
+    assert (plan.mode, plan.checkpoint, plan.step) == (CONTINUE, str(checkpoint.path), 6)
+    assert (plan.consumed_samples, plan.epoch, plan.sample) == (24, 2, 4)
+    assert plan.learning_rate == schedule_of(run).learning_rate(6)
+    assert plan.optimizer_state == "restored" and not plan.is_done
+    assert "sample 4 of epoch 3" in plan.describe() and "continuing" in plan.describe()
+
+
+def test_a_finished_run_has_no_next_step(make_run: MakeRun, save: Save) -> None:
+    save(20)
+    plan = plan_start(make_run())
+    assert plan.is_done and plan.learning_rate is None and "none left" in plan.describe()
+
+
+def test_a_blend_has_no_epochs(make_run: MakeRun, save: Save) -> None:
+    save(6)
+    plan = plan_start(make_run(blend=True))
+    assert (plan.epoch, plan.sample) == (None, 24)
+
+
+def test_another_batch_size_needs_a_flag(make_run: MakeRun, save: Save) -> None:
+    save(6)
+    with pytest.raises(RequestError, match=r"trained with 4 samples a step, now 2(.|\n)*--allow_batch_change"):
+        plan_start(make_run(global_batch_size=2))
+    plan = plan_start(make_run(global_batch_size=2, allow_batch_change=True))
+    assert (plan.step, plan.consumed_samples) == (6, 24)
+
+
+def test_a_checkpoint_that_does_not_tell_its_batch_size_is_continued(make_run: MakeRun, save: Save) -> None:
+    save(6, global_batch_size=None)
+    assert plan_start(make_run(global_batch_size=2)).step == 6
+
+
+def test_an_epoch_after_a_changed_batch_size_needs_its_steps_named(make_run: MakeRun, save: Save) -> None:
+    save(1)
+    flags = {"global_batch_size": 2, "allow_batch_change": True}
+    with pytest.raises(RequestError, match=r"--max_steps(.|\n)*3 steps more, up to step 4"):
+        plan_start(make_run(**flags, max_steps=None))
+    save(3, consumed_samples=8, global_batch_size=2)  # and so for all later starts
+    with pytest.raises(RequestError, match=r"1 steps more, up to step 4"):
+        plan_start(make_run(**flags, max_steps=None))
+
+
+def test_lost_moments_stop_the_run_unless_it_is_asked_for(make_run: MakeRun, save: Save) -> None:
+    save(6, optimizer=False)
+    with pytest.raises(CheckpointError, match=r"no optimizer state(.|\n)*--reset_optimizer"):
+        plan_start(make_run())
+    assert plan_start(make_run(reset_optimizer=True)).optimizer_state == "reset"
+
+
+def test_the_same_command_resets_the_optimizer_once(make_run: MakeRun, save: Save) -> None:
+    save(6)
+    run = make_run(reset_optimizer=True)
+    assert plan_start(run).optimizer_state == "reset"
+    save(8, optimizer_was_reset=True)
+    assert plan_start(run).optimizer_state == "restored"
+
+
+def test_planning_changes_nothing(make_run: MakeRun, save: Save, tmp_path: Path) -> None:
+    save(6)
+    (tmp_path / "checkpoints" / "step_00000009").mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    assert plan_start(make_run()).step == 6
+    assert sorted(tmp_path.rglob("*")) == before
