@@ -1,0 +1,220 @@
+"""What became of an experiment, over all its attempts, read from its folder."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pretrainkit import files
+from pretrainkit.errors import CheckpointError, RequestError
+from pretrainkit.training import restarts, resume
+from pretrainkit.units import format_count
+
+RATE_STEPS = 100
+"""The speed that is shown is the median of so many last records."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of the run, and how far it came."""
+
+    time: str
+    mode: str | None
+    """As `pretrainkit.training.start_plan` names it; None in records that don't tell."""
+    first_step: int
+    """Steps done before it."""
+    last_step: int
+    world_size: int | None
+
+
+@dataclass(frozen=True)
+class AttemptLogs:
+    """An attempt's log folder and its end; no exit code: it runs, or what started it died."""
+
+    folder: str
+    exit_code: int | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Point:
+    """An optimizer step; one that was done again after a restart counts as it was done last."""
+
+    step: int
+    loss: float | None
+    learning_rate: float
+    tokens_per_second: float
+
+
+@dataclass(frozen=True)
+class History:
+    """All that is known of an experiment's course."""
+
+    experiment: str
+    max_steps: int | None
+    steps: tuple[Point, ...]
+    """By step, each once."""
+    num_replayed_steps: int
+    """Records of steps that a later attempt did again."""
+    validation: tuple[tuple[int, float | None], ...]
+    """(step, held-out loss), each step once."""
+    starts: tuple[Start, ...]
+    idle_restarts: int
+    """Restarts in a row, up to now, without a new step."""
+    bad_steps: tuple[int, ...]
+    """Steps with a bad loss (event bad_loss)."""
+    newest_checkpoint: str | None
+    num_checkpoints: int
+    checkpoint_problem: str
+    """Why there is none to continue from, where there should be."""
+    logs: tuple[AttemptLogs, ...]
+    last_record: dict[str, Any]
+    """The newest training record in full."""
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Median of the newest records."""
+        rates = [point.tokens_per_second for point in self.steps[-RATE_STEPS:]]
+        return statistics.median(rates) if rates else None
+
+    def summary(self) -> dict[str, Any]:
+        """The history without its curves, as a JSON object."""
+        last = self.steps[-1] if self.steps else None
+        return {
+            "experiment": self.experiment,
+            "steps_done": last.step if last else 0,
+            "max_steps": self.max_steps,
+            "tokens": self.last_record.get("tokens"),
+            "loss": last.loss if last else None,
+            "val_loss": self.validation[-1][1] if self.validation else None,
+            "val_loss_step": self.validation[-1][0] if self.validation else None,
+            "learning_rate": last.learning_rate if last else None,
+            "tokens_per_second": self.tokens_per_second,
+            "tflops_per_rank": self.last_record.get("tflops_per_rank"),
+            "mfu": self.last_record.get("mfu"),
+            "starts": [asdict(start) for start in self.starts],
+            "restarts": max(0, len(self.starts) - 1),
+            "idle_restarts": self.idle_restarts,
+            "replayed_steps": self.num_replayed_steps,
+            "bad_steps": list(self.bad_steps),
+            "newest_checkpoint": self.newest_checkpoint,
+            "complete_checkpoints": self.num_checkpoints,
+            "checkpoint_problem": self.checkpoint_problem,
+            "logs": [asdict(log) for log in self.logs],
+        }
+
+    def describe(self) -> str:
+        """The summary for people: aligned lines, without a newline at the end."""
+        summary = self.summary()
+        loss, held_out, rate = summary["loss"], summary["val_loss"], summary["tokens_per_second"]
+        mfu = summary["mfu"]
+        lines = [
+            ("experiment", self.experiment),
+            ("steps", f"{summary['steps_done']} of {self.max_steps or 'unknown'}, {_count(summary['tokens'])} tokens"),
+            ("loss", "none" if loss is None else f"{loss:.4f}"),
+            ("held-out", "none" if held_out is None else f"{held_out:.4f} at step {summary['val_loss_step']}"),
+            ("lr", "none" if summary["learning_rate"] is None else f"{summary['learning_rate']:.4g}"),
+            ("speed", f"{_count(rate)} tokens/s" + ("" if mfu is None else f", MFU {mfu:.1%}")),
+            (
+                "restarts",
+                f"{summary['restarts']}, {self.idle_restarts} of the last in a row without a new step; "
+                f"{self.num_replayed_steps} steps done again",
+            ),
+            *(
+                (
+                    "start",
+                    f"{start.time}  {start.mode or ''}  steps {start.first_step} -> {start.last_step}  "
+                    f"{start.world_size or '?'} ranks",
+                )
+                for start in self.starts
+            ),
+            ("bad steps", ", ".join(map(str, self.bad_steps)) or "none"),
+            ("checkpoint", self.newest_checkpoint or self.checkpoint_problem or "none"),
+            ("", f"{self.num_checkpoints} complete"),
+            *(
+                (
+                    "logs",
+                    f"{log.folder}  {'no outcome' if log.exit_code is None else f'exit code {log.exit_code}'}"
+                    f"{f', {log.reason}' if log.reason else ''}",
+                )
+                for log in self.logs
+            ),
+        ]
+        return "\n".join(f"{name:<10} {value}" for name, value in lines)
+
+
+def read_history(experiment: Path) -> History:
+    """Read an experiment's folder. Raises RequestError when it holds no records."""
+    metrics = experiment / "metrics.jsonl"
+    if not metrics.is_file():
+        raise RequestError(
+            "no metrics.jsonl here", needed="the folder of an experiment that has started", where=str(experiment)
+        )
+    records = _records(metrics)
+    trained = [record for record in records if "learning_rate" in record and "event" not in record]
+    by_step = {record["step"]: record for record in trained}
+    validation = {record["step"]: record["val_loss"] for record in records if "val_loss" in record}
+    checkpoints = experiment / resume.CHECKPOINTS
+    newest, problem = None, ""
+    try:
+        newest = resume.newest_complete(checkpoints)
+    except CheckpointError as error:
+        problem = str(error)
+    starts = [record for record in records if record.get("event") == "start"]
+    return History(
+        experiment=str(experiment),
+        max_steps=_max_steps(experiment),
+        steps=tuple(
+            Point(step, record["loss"], record["learning_rate"], record["tokens_per_second"])
+            for step, record in sorted(by_step.items())
+        ),
+        num_replayed_steps=len(trained) - len(by_step),
+        validation=tuple(sorted(validation.items())),
+        starts=tuple(
+            Start(start["time"], start.get("mode"), attempt.start_step, attempt.last_step, start.get("world_size"))
+            for start, attempt in zip(starts, restarts.attempts(metrics), strict=True)
+        ),
+        idle_restarts=restarts.idle_restarts(metrics),
+        bad_steps=tuple(sorted({record["step"] for record in records if record.get("event") == "bad_loss"})),
+        newest_checkpoint=str(newest.path) if newest else None,
+        num_checkpoints=len(resume.all_complete(checkpoints)),
+        checkpoint_problem=problem,
+        logs=tuple(_logs(experiment)),
+        last_record=trained[-1] if trained else {},
+    )
+
+
+def _records(metrics: Path) -> list[dict[str, Any]]:
+    """All whole records; the last line may be torn, or just being written."""
+    records = []
+    with metrics.open(encoding="utf-8") as file:
+        for line in file:
+            if line.endswith("\n"):
+                records.append(json.loads(line))
+    return records
+
+
+def _max_steps(experiment: Path) -> int | None:
+    try:
+        return int(files.read_json(experiment / "run.json")["max_steps"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _logs(experiment: Path) -> list[AttemptLogs]:
+    folders = [path for path in (experiment / "logs").glob("attempt_*") if path.name[8:].isdigit()]
+    logs = []
+    for folder in sorted(folders, key=lambda path: int(path.name[8:])):
+        try:
+            outcome = files.read_json(folder / "outcome.json")
+        except (OSError, ValueError):
+            outcome = {}
+        logs.append(AttemptLogs(str(folder), outcome.get("exit_code"), outcome.get("reason", "")))
+    return logs
+
+
+def _count(number: float | None) -> str:
+    return "no" if number is None else format_count(number)

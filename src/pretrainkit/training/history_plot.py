@@ -1,0 +1,66 @@
+"""A picture of an experiment: losses, learning rate and speed by step, with its restarts."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from pretrainkit import files
+from pretrainkit.training.history import History
+
+
+def plot_history(history: History, path: Path) -> None:
+    """Write a PNG of a history. Steps that were done again are drawn once, as they were done last."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(10, 8), layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    loss_axes, rate_axes, speed_axes = figure.subplots(3, 1, sharex=True, height_ratios=(3, 1, 1))
+    steps = [point.step for point in history.steps]
+    losses = [math.nan if point.loss is None else point.loss for point in history.steps]
+    # A few points are no line: marks keep them visible.
+    marker = "." if len(steps) < 50 else ""
+    loss_axes.plot(steps, losses, marker=marker, linewidth=1, label="training loss")
+    if history.validation:
+        held_out_steps, held_out = zip(*history.validation, strict=True)
+        values = [math.nan if value is None else value for value in held_out]
+        loss_axes.plot(held_out_steps, values, "o-", color="tab:red", markersize=4, label="held-out loss")
+    rate_axes.plot(steps, [point.learning_rate for point in history.steps], marker=marker, color="tab:green")
+    speed_axes.plot(steps, [point.tokens_per_second for point in history.steps], marker=marker, color="tab:purple")
+    for axes, name in ((loss_axes, "loss"), (rate_axes, "learning rate"), (speed_axes, "tokens/s")):
+        axes.set_ylabel(name)
+        axes.grid(alpha=0.3)
+        for start in history.starts[1:]:
+            axes.axvline(start.first_step, color="gray", linestyle="--", linewidth=0.8)
+    rate_axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+    speed_axes.set_ylim(bottom=0)
+    _mark_restarts(loss_axes, history)
+    for number, step in enumerate(history.bad_steps):
+        label = "" if number else "bad loss, not learnt"
+        loss_axes.axvline(step, color="tab:orange", linestyle=":", linewidth=1.5, label=label)
+    speed_axes.set_xlabel("step")
+    speed_axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    loss_axes.set_title(Path(history.experiment).name)
+    loss_axes.legend()
+    with files.atomic_file(path) as temporary:
+        canvas.print_png(str(temporary))
+
+
+def _mark_restarts(axes: object, history: History) -> None:
+    """Number the attempts at the steps they began; several at one step share a label."""
+    by_step: dict[int, list[int]] = {}
+    for number, start in enumerate(history.starts, 1):
+        by_step.setdefault(start.first_step, []).append(number)
+    for step, numbers in by_step.items():
+        shown = f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
+        axes.annotate(  # type: ignore[attr-defined]
+            f"start {shown}",
+            (step, 1),
+            xycoords=("data", "axes fraction"),
+            xytext=(3, -10),
+            textcoords="offset points",
+            fontsize=8,
+            color="gray",
+        )

@@ -1,0 +1,91 @@
+"""An experiment's records become one course, however often it was started."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pretrainkit.errors import RequestError
+from pretrainkit.training.history import read_history
+from pretrainkit.training.history_plot import plot_history
+from pretrainkit.training.records import RunRecorder
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+def train(experiment: Path, begin: int, end: int, loss: float) -> None:
+    recorder = RunRecorder(
+        experiment / "metrics.jsonl", tokens_per_step=8, flops_per_token=1.0, max_steps=20, world_size=2
+    )
+    recorder.event("start", step=begin, mode="continue" if begin else "random", world_size=2)
+    for step in range(begin + 1, end + 1):
+        recorder.train_step(step, loss=math.nan if step == 9 else loss, learning_rate=step / 100, grad_norm=None)
+        if step % 4 == 0:
+            recorder.validation(step, loss=loss + 1)
+
+
+@pytest.fixture
+def experiment(tmp_path: Path) -> Path:
+    train(tmp_path, 0, 6, 5.0)
+    train(tmp_path, 4, 5, 4.0)
+    train(tmp_path, 4, 10, 3.0)
+    (tmp_path / "run.json").write_text('{"max_steps": 20}')
+    for number, outcome in ((1, '{"exit_code": 1, "reason": "rank 1 failed"}'), (2, None), (10, '{"exit_code": 85}')):
+        folder = tmp_path / "logs" / f"attempt_{number}"
+        folder.mkdir(parents=True)
+        if outcome:
+            (folder / "outcome.json").write_text(outcome)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 11, "lo')
+    return tmp_path
+
+
+def test_replayed_steps_count_once_as_they_were_done_last(experiment: Path) -> None:
+    history = read_history(experiment)
+    assert [point.step for point in history.steps] == list(range(1, 11))
+    assert [point.loss for point in history.steps] == [5.0] * 4 + [3.0] * 4 + [None, 3.0]
+    assert history.num_replayed_steps == 3
+    assert history.validation == ((4, 6.0), (8, 4.0))
+
+
+def test_starts_logs_and_the_end_are_told(experiment: Path) -> None:
+    summary = read_history(experiment).summary()
+    assert [(start["first_step"], start["last_step"]) for start in summary["starts"]] == [(0, 6), (4, 5), (4, 10)]
+    assert (summary["steps_done"], summary["max_steps"], summary["restarts"], summary["idle_restarts"]) == (
+        10,
+        20,
+        2,
+        0,
+    )
+    assert [(log["exit_code"], log["reason"]) for log in summary["logs"]] == [
+        (1, "rank 1 failed"),
+        (None, ""),
+        (85, ""),
+    ]
+    assert [Path(log["folder"]).name for log in summary["logs"]] == ["attempt_1", "attempt_2", "attempt_10"]
+
+
+def test_the_command_prints_and_draws(experiment: Path) -> None:
+    command = [sys.executable, str(REPOSITORY / "tools" / "inspect_run.py"), str(experiment)]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "10 of 20" in text and "rank 1 failed" in text
+    assert (experiment / "run.png").read_bytes().startswith(b"\x89PNG")
+    shown = subprocess.run([*command, "--json", "--no-plot"], capture_output=True, text=True, check=True).stdout
+    assert json.loads(shown)["plot"] is None and json.loads(shown)["loss"] == 3.0
+
+
+def test_an_experiment_without_steps_is_drawn_too(tmp_path: Path) -> None:
+    train(tmp_path, 0, 0, 1.0)
+    history = read_history(tmp_path)
+    assert history.summary()["loss"] is None and "no tokens" in history.describe()
+    plot_history(history, tmp_path / "run.png")
+
+
+def test_a_folder_without_records_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"metrics\.jsonl"):
+        read_history(tmp_path)

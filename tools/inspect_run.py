@@ -1,0 +1,49 @@
+#!/usr/bin/env python
+"""Show how an experiment went, over all its attempts: steps, losses, speed, restarts, checkpoints, logs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pretrainkit.cli import Parser, run_command
+from pretrainkit.errors import EXIT_DONE
+
+
+def build_parser() -> Parser:
+    """The command's flags."""
+    parser = Parser(prog="inspect_run.py", description=__doc__)
+    parser.add_argument("experiment", type=Path, help="folder of the experiment")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="where to draw it (default: EXPERIMENT/run.png)")
+    parser.add_argument("--no-plot", action="store_true", help="draw nothing")
+    return parser
+
+
+def command(arguments: argparse.Namespace) -> int:
+    """Print the summary and draw the picture."""
+    from pretrainkit.training.history import read_history
+
+    history = read_history(arguments.experiment)
+    picture = None if arguments.no_plot else arguments.plot or arguments.experiment / "run.png"
+    if picture:
+        from pretrainkit.training.history_plot import plot_history
+
+        plot_history(history, picture)
+    if arguments.json:
+        print(json.dumps({**history.summary(), "plot": str(picture) if picture else None}, indent=2))
+    else:
+        print(history.describe() + (f"\nplot       {picture}" if picture else ""))
+    return EXIT_DONE
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command and give its exit code."""
+    return run_command(command, build_parser(), argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
