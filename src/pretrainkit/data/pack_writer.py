@@ -24,6 +24,7 @@ from pretrainkit.data.packing import Packing, pack
 from pretrainkit.data.preparer import prepare_once
 from pretrainkit.data.preprocess import preprocess
 from pretrainkit.data.request import Request
+from pretrainkit.data.token_documents import DOCUMENTS
 from pretrainkit.errors import DataError, RequestError
 from pretrainkit.logs import get_logger
 from pretrainkit.units import format_duration
@@ -68,6 +69,8 @@ def _prepare(plan: PackPlan) -> None:
     try:
         with files.atomic_folder(final, replace=final.exists()) as folder:
             written = _write_files(plan, packing, pair.tokens, folder)
+            if plan.request.packing == "concat":
+                np.save(folder / DOCUMENTS, _lengths_within(pair.sequence_lengths, packing.num_tokens))
             _write_hugging_face_records(plan, folder, [entry.name for entry in written])
             manifest = _manifest(plan, packing, documents, written, time.monotonic() - began)
             rejects = plan.staging / "documents.rejects.jsonl"
@@ -208,6 +211,13 @@ def _hash(path: Path) -> str:
         while block := file.read(1 << 22):
             digest.update(block)
     return digest.hexdigest()
+
+
+def _lengths_within(lengths: NDArray[np.int32], num_tokens: int) -> NDArray[np.int32]:
+    """Lengths of the documents in the first `num_tokens` of their stream; the last may be cut."""
+    ends = np.minimum(np.cumsum(lengths, dtype=np.int64), num_tokens)
+    kept = np.diff(ends, prepend=0).astype(np.int32)
+    return kept[kept > 0]
 
 
 def _write_hugging_face_records(plan: PackPlan, folder: Path, names: list[str]) -> None:

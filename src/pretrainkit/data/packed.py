@@ -2,7 +2,8 @@
 
 A packed set is a folder that `datasets.load_from_disk` reads, with `packed.json` beside its files. A row is a
 sequence: `input_ids` (list of int32, sequence_length long) and `document_lengths` (list of int32, the lengths of
-the pieces of documents in it, in order; what is left up to sequence_length is padding).
+the pieces of documents in it, in order; what is left up to sequence_length is padding). Sets made by `concat` also
+have `documents.npy`: the lengths (int32) of the documents of their stream, of the last one only what is in it.
 """
 
 from __future__ import annotations
@@ -146,6 +147,17 @@ class PackedDataset:
         batch, row = self._place(number)
         length = self.manifest.sequence_length
         return self._columns[batch][0][row * length : (row + 1) * length]
+
+    def tokens(self, begin: int, count: int) -> NDArray[np.int32]:
+        """`count` ids from place `begin` on of all sequences one after the other, padding included."""
+        length, parts = self.manifest.sequence_length, []
+        while count > 0:
+            batch, row = self._place(begin // length)
+            ids = self._columns[batch][0]
+            first = row * length + begin % length
+            parts.append(ids[first : first + count])
+            begin, count = begin + len(parts[-1]), count - len(parts[-1])
+        return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.zeros(0, np.int32)
 
     def document_lengths(self, number: int) -> NDArray[np.int32]:
         """The lengths of the pieces of documents in a sequence, without padding."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pretrainkit import files
 from pretrainkit.config.schema import DatasetFacts
@@ -17,6 +18,7 @@ from pretrainkit.config.split import parse_split, split_bounds
 from pretrainkit.data.indexed import IndexedDataset, bin_path, idx_path
 from pretrainkit.data.manifest import Manifest, read_manifest
 from pretrainkit.data.pairs import find_pairs
+from pretrainkit.data.token_documents import is_token_folder, open_token_folder
 from pretrainkit.errors import DataError, RequestError
 
 _EDGE_BYTES = 1 << 20
@@ -40,7 +42,8 @@ def read_dataset(dataset_path: str, split: str) -> DatasetReading:
     """Read all that is known about a dataset.
 
     Args:
-        dataset_path: a .bin/.idx prefix, a folder of them, or 'weight prefix weight prefix ...'.
+        dataset_path: a .bin/.idx prefix, a folder of them, a folder of token shards or a packed set, or
+            'weight path weight path ...' of such.
         split: shares such as '969,30,1'.
 
     Raises:
@@ -103,6 +106,8 @@ def _parse_blend(dataset_path: str) -> list[tuple[float | None, str]]:
 
 def _weighted_pairs(weight: float | None, path: str) -> list[tuple[Path, float | None]]:
     """The prefixes at a path, with their parts of the path's weight, in proportion to their tokens."""
+    if is_token_folder(path):
+        return [(Path(path).resolve(), weight)]
     prefixes = [prefix.resolve() for prefix in find_pairs(path)]
     if weight is None or len(prefixes) == 1:
         return [(prefix, weight) for prefix in prefixes]
@@ -122,6 +127,8 @@ class _PairReading:
 
 
 def _read_pair(prefix: Path, split: str) -> _PairReading:
+    if is_token_folder(prefix):
+        return _read_token_folder(prefix, split)
     try:
         dataset = IndexedDataset(prefix)
         manifest = read_manifest(prefix)
@@ -140,19 +147,30 @@ def _read_pair(prefix: Path, split: str) -> _PairReading:
     return _PairReading(
         num_tokens=dataset.num_tokens,
         num_documents=dataset.num_documents,
-        split_tokens=_split_tokens(dataset, split),
+        split_tokens=_split_tokens(dataset.sequence_lengths, split),
         largest_id=manifest.tokenizer.largest_id if manifest else None,
         tokenizer_sha256=manifest.tokenizer.sha256 if manifest else None,
         digest=_manifest_digest(manifest) if manifest else _files_digest(prefix),
     )
 
 
-def _split_tokens(dataset: IndexedDataset, split: str) -> tuple[int, int, int] | None:
+def _read_token_folder(folder: Path, split: str) -> _PairReading:
+    documents = open_token_folder(folder)
+    return _PairReading(
+        num_tokens=int(documents.sequence_lengths.sum(dtype=np.int64)),
+        num_documents=len(documents),
+        split_tokens=_split_tokens(documents.sequence_lengths, split),
+        largest_id=documents.tokenizer.largest_id,
+        tokenizer_sha256=documents.tokenizer.sha256,
+        digest=documents.data_hash,
+    )
+
+
+def _split_tokens(lengths: NDArray[np.int32], split: str) -> tuple[int, int, int] | None:
     try:
         shares = parse_split(split)
     except RequestError:  # told by the checks of the request
         return None
-    lengths = dataset.sequence_lengths
     bounds = split_bounds(shares, len(lengths))
     training, validation, test = (
         int(lengths[begin:end].sum(dtype=np.int64)) for begin, end in itertools.pairwise(bounds)

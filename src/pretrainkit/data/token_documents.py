@@ -1,0 +1,117 @@
+"""Token shards and packed sets seen as documents, with the part of Megatron's IndexedDataset that training uses.
+
+So all that follows (split, order of samples, one epoch, resume) is the same as for a .bin/.idx pair, and the same
+documents give the same training whatever form they lie in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pretrainkit.data.manifest import TokenizerRecord
+from pretrainkit.data.packed import PackedDataset, is_packed_folder
+from pretrainkit.data.shard_set import ShardReader, is_shard_folder, open_shards
+from pretrainkit.errors import RequestError
+from pretrainkit.files import sha256_file
+
+KEPT_SAMPLES = 256
+"""Decoded samples of shards that are kept: a long one is asked for several times."""
+DOCUMENTS = "documents.npy"
+"""In a packed set made by `concat`: lengths of the documents in its stream."""
+
+
+def is_token_folder(path: Path | str) -> bool:
+    """Whether a folder holds token shards or a packed set."""
+    return is_packed_folder(path) or is_shard_folder(path)
+
+
+def open_token_folder(path: Path | str) -> ShardDocuments | PackedDocuments:
+    """The documents in such a folder. Raises RequestError when it is incomplete, damaged or not for training."""
+    return PackedDocuments(Path(path)) if is_packed_folder(path) else ShardDocuments(Path(path))
+
+
+class ShardDocuments:
+    """Every sample of a whole set of shards is a document, in the order of the shards."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path_prefix = str(folder)
+        self._set = open_shards(folder)
+        if not self._set.num_samples:
+            raise RequestError("no sample in any shard", where=str(folder))
+        self._reader = ShardReader(self._set.shards)
+        tables = [shard.table["num_tokens"] for shard in self._set.shards]
+        self.sequence_lengths: NDArray[np.int32] = np.concatenate(tables).astype(np.int32)
+        self._first = np.concatenate([np.zeros(1, np.int64), np.cumsum([len(table) for table in tables])])
+        self._kept: OrderedDict[int, NDArray[np.int32]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self.sequence_lengths)
+
+    @property
+    def tokenizer(self) -> TokenizerRecord:
+        """Which tokenizer gave the ids."""
+        return self._set.records[0].tokenizer
+
+    @property
+    def data_hash(self) -> str:
+        """Changes when the content does, not its place."""
+        return self._set.data_hash
+
+    def get(self, idx: int, offset: int = 0, length: int | None = None) -> NDArray[np.int32]:
+        """Ids of a document from `offset` on, `length` of them or all that follow."""
+        number = int(idx)
+        ids = self._kept.get(number)
+        if ids is None:
+            shard = int(np.searchsorted(self._first, number, side="right")) - 1
+            ids = self._kept[number] = self._reader.read(shard, number - int(self._first[shard]))
+            if len(self._kept) > KEPT_SAMPLES:
+                self._kept.popitem(last=False)
+        return ids[offset : None if length is None else offset + length]
+
+
+class PackedDocuments:
+    """The documents of the stream that a `concat` set was cut from."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path_prefix = str(folder)
+        self._set = PackedDataset(folder)
+        if self._set.manifest.packing != "concat":
+            raise RequestError(
+                f"a set packed by {self._set.manifest.packing}",
+                where=str(folder),
+                needed="--packing concat: training draws samples out of one stream of documents",
+                action="pack again with --packing concat; PackedDataset reads this one for other training",
+            )
+        try:
+            self.sequence_lengths: NDArray[np.int32] = np.load(folder / DOCUMENTS, mmap_mode="r")
+        except (OSError, ValueError) as error:
+            raise RequestError(f"not readable: {error}", where=str(folder / DOCUMENTS)) from error
+        self._begins = np.cumsum(self.sequence_lengths, dtype=np.int64) - self.sequence_lengths
+        if int(self.sequence_lengths.sum(dtype=np.int64)) != self._set.manifest.num_tokens:
+            raise RequestError("its documents are not those of the sequences", where=str(folder / DOCUMENTS))
+
+    def __len__(self) -> int:
+        return len(self.sequence_lengths)
+
+    @property
+    def tokenizer(self) -> TokenizerRecord:
+        """Which tokenizer gave the ids."""
+        return self._set.manifest.tokenizer
+
+    @property
+    def data_hash(self) -> str:
+        """Changes when the content does, not its place."""
+        content = [entry.xxh3_128 for entry in self._set.manifest.files] + [sha256_file(self._set.folder / DOCUMENTS)]
+        return hashlib.sha256(" ".join(content).encode()).hexdigest()
+
+    def get(self, idx: int, offset: int = 0, length: int | None = None) -> NDArray[np.int32]:
+        """Ids of a document from `offset` on, `length` of them or all that follow."""
+        count = int(self.sequence_lengths[idx]) - int(offset)
+        if length is not None:
+            count = min(count, int(length))
+        return self._set.tokens(int(self._begins[idx]) + int(offset), count)

@@ -1,0 +1,117 @@
+"""The same documents as a pair, as token shards and as a packed set: one stream, one training."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from pretrainkit.data.indexed import IndexedDataset
+from pretrainkit.data.token_documents import open_token_folder
+from pretrainkit.errors import RequestError
+from pretrainkit.launch.dataset import read_dataset
+
+pytestmark = pytest.mark.integration
+REPOSITORY = Path(__file__).parents[2]
+PACKED_LENGTH = 3
+
+
+@pytest.fixture(scope="module")
+def forms(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path, jsonl_file: Path) -> dict[str, Path]:
+    """A folder of shards and a packed set of the documents of the pair of `dataset_prefix`."""
+    folder = tmp_path_factory.mktemp("forms")
+    shards = ["tools/make_shards.py", "--input_dir", jsonl_file, "--output_dir", folder / "shards", "--all"]
+    shards += ["--num_shards", 1, "--model_id", tokenizer_folder, "--append_eod"]
+    # Short sequences, so that next to nothing is dropped at the end.
+    packed = ["tools/pack_dataset.py", "--input", jsonl_file, "--output_dir", folder / "packed", "--num_proc", 1]
+    packed += ["--sequence_length", PACKED_LENGTH, "--tokenizer_model", tokenizer_folder]
+    for command in (shards, packed):
+        subprocess.run([sys.executable, *map(str, command)], check=True, cwd=REPOSITORY)
+    return {"shards": folder / "shards", "packed": folder / "packed"}
+
+
+@pytest.mark.parametrize("form", ["shards", "packed"])
+def test_documents_are_those_of_the_pair(form: str, forms: dict[str, Path], dataset_prefix: Path) -> None:
+    pair, documents = IndexedDataset(dataset_prefix), open_token_folder(forms[form])
+    assert len(documents) == pair.num_documents
+    dropped = pair.num_tokens - int(documents.sequence_lengths.sum())
+    assert dropped == (pair.num_tokens % PACKED_LENGTH if form == "packed" else 0)
+    begins = np.cumsum(pair.sequence_lengths) - pair.sequence_lengths
+    for number in (0, 3, len(documents) - 1, 3):
+        begin, length = int(begins[number]), int(documents.sequence_lengths[number])
+        assert np.array_equal(documents.get(number), pair.tokens[begin : begin + length])
+        assert np.array_equal(documents.get(number, offset=2, length=5), pair.tokens[begin + 2 : begin + 7])
+
+
+@pytest.mark.parametrize("form", ["shards", "packed"])
+def test_a_run_knows_of_them_what_it_knows_of_a_pair(form: str, forms: dict[str, Path], dataset_prefix: Path) -> None:
+    of_pair, found = read_dataset(str(dataset_prefix), "8,2,0"), read_dataset(str(forms[form]), "8,2,0")
+    assert found.facts.num_documents == of_pair.facts.num_documents
+    assert found.facts.max_token_id == of_pair.facts.max_token_id
+    assert found.tokenizers == of_pair.tokenizers and not found.unknown_ids
+    assert found.split_tokens and of_pair.split_tokens
+    assert found.split_tokens[0][0] == of_pair.split_tokens[0][0]
+    assert found.facts.data_hash != of_pair.facts.data_hash
+
+
+def pretrain(home: Path, experiment: str, dataset: Path, model: Path, max_steps: int) -> list[tuple[int, float]]:
+    words = f"--hf_model_id {model} --dataset_path {dataset} --experiment {experiment} --experiments_dir {home}"
+    words += (
+        f" --accelerator cpu -G 1 -g 4 --sequence_length 128 --split 8,2,0 --val_interval 0 --max_steps {max_steps}"
+    )
+    command = [sys.executable, "pretraining/pretrain.py", *words.split()]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = (home / experiment / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    return [(record["step"], record["loss"]) for record in records if "loss" in record and "learning_rate" in record]
+
+
+def test_samples_of_a_run_are_those_of_the_pair(forms: dict[str, Path], dataset_prefix: Path, tmp_path: Path) -> None:
+    from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+    from megatron.core.datasets.utils import Split
+
+    from pretrainkit.training.dataset import EpochDataset
+
+    def samples(path: Path) -> list[list[int]]:
+        config = GPTDatasetConfig(
+            random_seed=7,
+            sequence_length=64,
+            tokenizer=SimpleNamespace(eod=1, pad=1, unique_identifiers={"name": "test"}),  # type: ignore[arg-type]
+            path_to_cache=str(tmp_path / path.name),
+            reset_position_ids=False,
+            reset_attention_mask=False,
+            eod_mask_loss=False,
+            create_attention_mask=False,
+            split="8,2,0",
+        )
+        documents = EpochDataset.build_low_level_dataset(str(path), config)
+        training = np.arange(32, dtype=np.int32)  # without the last document, which packing may cut
+        dataset = EpochDataset(documents, str(path), training, None, Split.train, config)
+        return [dataset[index]["tokens"].tolist() for index in range(len(dataset))]
+
+    wanted = samples(dataset_prefix)
+    assert len(wanted) > 100
+    for folder in forms.values():
+        assert samples(folder) == wanted
+
+
+def test_training_from_each_form_resumes_in_the_middle(forms: dict[str, Path], make_hf_llama, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    model, losses = make_hf_llama(), []
+    for form, folder in forms.items():
+        pretrain(tmp_path, form, folder, model, 2)
+        losses.append(pretrain(tmp_path, form, folder, model, 4))
+    assert [step for step, _ in losses[0]] == [1, 2, 3, 4]
+    assert losses[0] == losses[1]
+
+
+def test_an_incomplete_set_is_refused_before_the_run(forms: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "shards" / "shard-00000.tar").write_bytes(b"")
+    with pytest.raises(RequestError, match="no finished token shard"):
+        read_dataset(str(tmp_path / "shards"), "1,0,0")
