@@ -1,0 +1,53 @@
+"""Who prepares when another node's preparer is alive, silent, or gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from pretrainkit.data import preparer
+from pretrainkit.data.preparer import prepare_once
+from pretrainkit.errors import DataError
+
+
+def prepare(final: Path, **settings: float) -> bool:
+    return prepare_once(final, final.exists, final.mkdir, environment={}, **settings)
+
+
+def test_the_first_prepares_and_the_next_finds_it_ready(tmp_path: Path) -> None:
+    assert prepare(tmp_path / "set") and not prepare(tmp_path / "set")
+    assert not (tmp_path / "set.preparing").exists()
+
+
+def test_a_living_preparer_of_another_node_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparer, "SILENCE_S", 1.0)
+    heartbeat, final = tmp_path / "set.preparing", tmp_path / "set"
+    heartbeat.write_text(json.dumps({"host": "another-node", "pid": 1}))
+
+    def live() -> None:
+        for _ in range(8):
+            time.sleep(0.25)
+            os.utime(heartbeat)
+        final.mkdir()
+
+    other = threading.Thread(target=live)
+    other.start()
+    assert not prepare(final)
+    other.join()
+
+
+def test_a_silent_preparer_of_another_node_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparer, "SILENCE_S", 0.5)
+    (tmp_path / "set.preparing").write_text(json.dumps({"host": "another-node", "pid": 1}))
+    assert prepare(tmp_path / "set")
+
+
+def test_waiting_ends(tmp_path: Path) -> None:
+    (tmp_path / "set.preparing").write_text(json.dumps({"host": "another-node", "pid": 1}))
+    with pytest.raises(DataError, match="not prepared after"):
+        prepare(tmp_path / "set", timeout_s=0.3)
