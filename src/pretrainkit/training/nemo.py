@@ -204,7 +204,7 @@ def _trainer(run: ResolvedRun, plan: StartPlan, local_world_size: int) -> nl.Tra
         grad_reduce_in_fp32=True,
     )
     validates = config.training.val_interval > 0
-    return nl.Trainer(
+    trainer = nl.Trainer(
         accelerator=run.accelerator,
         devices=local_world_size,
         num_nodes=run.world_size // local_world_size,
@@ -221,6 +221,9 @@ def _trainer(run: ResolvedRun, plan: StartPlan, local_world_size: int) -> nl.Tra
         enable_model_summary=False,
         use_distributed_sampler=False,
     )
+    # Lightning ends a run on SIGTERM by SystemExit without a code, before anything is saved; StopEarly has its place.
+    trainer._signal_connector.register_signal_handlers = lambda: None
+    return trainer
 
 
 def _optimizer(run: ResolvedRun) -> nl.MegatronOptimizerModule:

@@ -1,0 +1,125 @@
+"""Whatever ends a run, it can go on: kills while saving, signals, a full disk.
+
+PRETRAINKIT_TRIALS sets how many kills and signals are tried; the suite tries few.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ranks
+
+from pretrainkit.errors import EXIT_STOPPED_AFTER_SAVING
+from pretrainkit.training import resume
+from pretrainkit.training.records import read_metrics
+from pretrainkit.training.restarts import attempts
+
+pytestmark = pytest.mark.integration
+TRIALS = int(os.environ.get("PRETRAINKIT_TRIALS", "3"))
+DEADLINE_S = 120
+
+
+@pytest.fixture(scope="module")
+def tiny(make_hf_llama: Callable[..., Path]) -> Path:
+    return make_hf_llama()
+
+
+def wait_for_step(folder: Path, attempt: int, step: int) -> None:
+    """Wait until the attempt of this number has recorded a step."""
+    end = time.monotonic() + DEADLINE_S
+    while True:
+        found = attempts(folder / "metrics.jsonl")
+        if len(found) == attempt and found[-1].last_step >= step:
+            return
+        assert time.monotonic() < end, (folder / "rank0.log").read_text()[-3000:]
+        time.sleep(0.01)
+
+
+def kill_all(process: Any) -> None:
+    """SIGKILL for a rank and the processes that write for it, as when a node dies."""
+    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    for member in family:
+        member.kill()
+    psutil.wait_procs(family[1:], timeout=10)
+    process.join()
+
+
+def test_a_checkpoint_is_always_there_whenever_a_run_is_killed(
+    tiny: Path, tmp_path: Path, write_tiny_run: Callable[..., Path]
+) -> None:
+    run_file = write_tiny_run(tiny, "killed", max_steps=10**6, save_interval=1, keep_last=2, restart_limit=0)
+    checkpoints, log = run_file.parent / "checkpoints", run_file.parent / "rank0.log"
+    chance = random.Random(5)
+    newest, cut_short = 0, 0
+    for attempt in range(1, TRIALS + 1):
+        (process,) = ranks.start_ranks(ranks.train_until_stopped, 1, [log], run_file=run_file)
+        wait_for_step(run_file.parent, attempt, newest + 1)
+        began = time.monotonic()
+        wait_for_step(run_file.parent, attempt, newest + 2)
+        # Nearly all of the time goes into saving: each of these moments is in the midst of one, or next to it.
+        until = time.monotonic() + chance.uniform(0, 2) * (time.monotonic() - began)
+        while time.monotonic() < until:
+            assert resume.newest_complete(checkpoints)
+            time.sleep(0.05)
+        assert process.is_alive(), log.read_text()[-3000:]
+        kill_all(process)
+        found = resume.newest_complete(checkpoints)
+        assert found and found.step > newest
+        newest = found.step
+        cut_short += any(not (folder / resume.COMMIT_MARK).exists() for folder in checkpoints.glob("step_????????"))
+    print(f"{TRIALS} kills, {cut_short} in the midst of a save, {newest} steps")
+    # The last one loads, as those before did: each attempt went on from there.
+    final = write_tiny_run(tiny, "killed", max_steps=newest + 1, save_interval=1, restart_limit=0)
+    ranks.run_ranks(ranks.train_rank, 1, run_file.parent, run_file=final)
+    assert attempts(run_file.parent / "metrics.jsonl")[-1].start_step == newest
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
+def test_a_signal_saves_within_a_step(
+    tiny: Path, tmp_path: Path, write_tiny_run: Callable[..., Path], number: int
+) -> None:
+    run_file = write_tiny_run(tiny, "stopped", max_steps=10**6, save_interval=10**6)
+    checkpoints, log = run_file.parent / "checkpoints", run_file.parent / "rank0.log"
+    metrics, chance, saved = run_file.parent / "metrics.jsonl", random.Random(number), 0
+    for attempt in range(1, (TRIALS if number == signal.SIGTERM else 1) + 1):
+        (process,) = ranks.start_ranks(ranks.train_until_stopped, 1, [log], run_file=run_file)
+        wait_for_step(run_file.parent, attempt, saved + chance.randint(1, 6))
+        time.sleep(chance.uniform(0, 0.05))
+        before = attempts(metrics)[-1].last_step
+        os.kill(process.pid, number)
+        process.join(DEADLINE_S)
+        assert process.exitcode == EXIT_STOPPED_AFTER_SAVING, log.read_text()[-3000:]
+        newest = resume.newest_complete(checkpoints)
+        assert newest and newest.step == attempts(metrics)[-1].last_step
+        assert newest.step <= before + 2  # the step that was running, and one that ended while we looked
+        saved = newest.step
+    started = [attempt.start_step for attempt in attempts(metrics)]
+    assert started == sorted(set(started))
+
+
+def test_a_full_disk_ends_the_run_and_leaves_the_last_good_checkpoint(
+    tiny: Path, tmp_path: Path, write_tiny_run: Callable[..., Path]
+) -> None:
+    run_file = write_tiny_run(tiny, "full", max_steps=2, save_interval=2)
+    ranks.run_ranks(ranks.train_rank, 1, run_file.parent, run_file=run_file)
+    write_tiny_run(tiny, "full", max_steps=6, save_interval=2)
+    log = run_file.parent / "rank0.log"
+    (process,) = ranks.start_ranks(ranks.train_until_stopped, 1, [log], run_file=run_file, largest_file=100_000)
+    process.join(DEADLINE_S)
+    assert process.exitcode == 1
+    assert "Error" in log.read_text()
+    newest = resume.newest_complete(run_file.parent / "checkpoints")
+    assert newest and newest.step == 2
+    records = read_metrics(run_file.parent / "metrics.jsonl")
+    assert [record["step"] for record in records if record.get("event") == "checkpoint"] == [2]
+    ranks.run_ranks(ranks.train_rank, 1, run_file.parent, run_file=run_file)  # there is room again
+    newest = resume.newest_complete(run_file.parent / "checkpoints")
+    assert newest and newest.step == 6
