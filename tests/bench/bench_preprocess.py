@@ -99,10 +99,10 @@ def _tree_bytes(root: int) -> int:
 
 
 def ours(
-    folder: Path, tokenizer: Path, name: str, source: Path, cores: int, *flags: str, what: str = "ours"
+    folder: Path, tokenizer: Path, name: str, source: Path, cores: int, what: str = "ours", script: Path = OURS
 ) -> Measurement:
     """Our command."""
-    command = [sys.executable, ROOT / "tools/preprocess_data.py", "--input", source, "--tokenizer-model", tokenizer]
+    command: list[object] = [sys.executable, script, "--input", source, "--tokenizer-model", tokenizer]
     command += ["--output-prefix", folder / "ours", "--append-eod", "--workers", cores, "--quiet"]
     command += ["--special-tokens-in-text", "encode"]  # as Megatron does
     return measure(what, name, source, cores, command, folder / "ours")
