@@ -110,13 +110,16 @@ def test_every_layout_skips_the_same_steps(
     assert good == pytest.approx([loss for loss in seen["losses"] if loss is not None], abs=1e-6)
 
 
-def test_the_run_stops_without_saving_and_names_the_documents(
+def test_the_run_stops_without_saving_and_is_not_started_for_ever(
     model: Path, start: Path, tmp_path: Path, dataset_prefix: Path, train_tiny: Callable[..., Any]
 ) -> None:
     data = poisoned(dataset_prefix, tmp_path / "bad", every=64)
-    with pytest.raises(AssertionError, match=r"step 1: the loss is nan(.|\n)*--on_bad_loss skip"):
-        train_tiny(model, "stopped", initial_checkpoint=start, dataset=data)
+    for _ in range(4):
+        with pytest.raises(AssertionError, match=r"step 1: the loss is nan(.|\n)*--on_bad_loss skip"):
+            train_tiny(model, "stopped", initial_checkpoint=start, dataset=data)
     experiment = tmp_path / "stopped"
     last = json.loads((experiment / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["event"] == "bad_loss" and last["documents"][str(data)] and not last["skipped"]
     assert not (experiment / "checkpoints").exists() or not any((experiment / "checkpoints").iterdir())
+    with pytest.raises(AssertionError, match=r"3 restarts in a row ended without a new step"):
+        train_tiny(model, "stopped", initial_checkpoint=start, dataset=data)

@@ -23,7 +23,7 @@ from pretrainkit.training.records import read_metrics
 from pretrainkit.training.restarts import attempts
 
 pytestmark = pytest.mark.integration
-TRIALS = int(os.environ.get("PRETRAINKIT_TRIALS", "3"))
+TRIALS = int(os.environ.get("PRETRAINKIT_TRIALS", "2"))
 DEADLINE_S = 120
 
 
