@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 
 import numpy as np
 import pytest
@@ -33,6 +34,14 @@ def test_a_shard_has_the_bytes_of_webdatasets_writer(kind: str, has_text: bool) 
     assert tar == wanted.getvalue()
     for some, offset, size in zip(ids, offsets, sizes, strict=True):
         assert np.array_equal(decode_ids(tar[offset : offset + size], kind), some)
+
+
+def test_ids_of_any_size_are_written_as_json_has_them() -> None:
+    for largest in (999_999, 1_000_000, 2**31 - 1):
+        ids = [np.array([0, 9, 10, 99_999, largest], np.int32), np.zeros(0, np.int32), np.array([7], np.int32)]
+        members, offsets, sizes = pack_samples("s_", np.arange(3), ids, None, "json")
+        found = [members[offset : offset + size].decode() for offset, size in zip(offsets, sizes, strict=True)]
+        assert found == [json.dumps(some.tolist()) for some in ids]
 
 
 def test_the_first_pieces_of_a_tar_can_be_joined() -> None:
