@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -115,3 +116,14 @@ def test_an_incomplete_set_is_refused_before_the_run(forms: dict[str, Path], tmp
     (tmp_path / "shards" / "shard-00000.tar").write_bytes(b"")
     with pytest.raises(RequestError, match="no finished token shard"):
         read_dataset(str(tmp_path / "shards"), "1,0,0")
+
+
+def test_pairs_beside_shards_are_refused(forms: dict[str, Path], dataset_prefix: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(forms["shards"], tmp_path / "both")
+    for suffix in (".bin", ".idx", ".manifest.json"):
+        shutil.copy(f"{dataset_prefix}{suffix}", folder / f"shard-1_text_document{suffix}")
+    with pytest.raises(RequestError, match="both"):
+        read_dataset(str(folder), "1,0,0")
+    for path in folder.glob("shard-0*"):
+        path.unlink()
+    assert read_dataset(str(folder), "1,0,0").facts.prefixes == (str(folder / "shard-1_text_document"),)

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import webdataset
 from transformers import AutoTokenizer
@@ -152,3 +153,32 @@ def test_a_killed_task_leaves_no_shard_and_the_next_one_completes_it(tmp_path: P
             assert digests(out).items() >= digests(tmp_path / "whole").items()
     make_shards(*common, "--output_dir", out, "--workers", 1)
     assert digests(out) == digests(tmp_path / "whole"), "the shard is whole, and no temporary file is left"
+
+
+def test_workers_end_with_a_killed_task(tmp_path: Path, tokenizer_folder: Path) -> None:
+    source = tmp_path / "in.txt"
+    source.write_text("".join(f"line {number} of a text that takes some time\n" for number in range(1_000_000)))
+    words = ["--input_dir", source, "--output_dir", tmp_path / "out", "--model_id", tokenizer_folder, "--shard_id", 0]
+    command = [sys.executable, "tools/make_shards.py", *map(str, words), "--workers", "2", "--verify_tokens", "off"]
+    process = subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    parent, workers = psutil.Process(process.pid), []
+    while len(workers) < 2:
+        workers = [child for child in parent.children() if "spawn_main" in " ".join(child.cmdline())]
+        time.sleep(0.02)
+    time.sleep(0.3)
+    process.kill()
+    process.wait()
+    _, alive = psutil.wait_procs(workers, timeout=30)
+    assert not alive
+
+
+def test_stripes_are_set_where_there_is_lustre(tmp_path: Path, tokenizer_folder: Path) -> None:
+    (tmp_path / "in.txt").write_text("one line\n")
+    lfs = tmp_path / "bin" / "lfs"
+    lfs.parent.mkdir()
+    lfs.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/called\n')
+    lfs.chmod(0o755)
+    words = ["--input_dir", tmp_path / "in.txt", "--output_dir", tmp_path / "out", "--model_id", tokenizer_folder]
+    make_shards(*words, "--all", "--stripe", 8, PATH=f"{lfs.parent}:{os.environ['PATH']}")
+    assert (tmp_path / "called").read_text().split() == ["setstripe", "-c", "8", str(tmp_path / "out")]
+    assert "no effect" in make_shards(*words, "--all", "--stripe", 8).stderr

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from pretrainkit.errors import DataError
 from pretrainkit.files import read_json
 
 FORMAT = "pretrainkit-shard-1"
+NAME = re.compile(r"shard-\d{5}\.(tar|json)")
 SAMPLE = np.dtype([("offset", "<i8"), ("num_bytes", "<i4"), ("num_tokens", "<i4")])
 
 
@@ -109,6 +111,8 @@ def read_records(folder: Path) -> dict[int, ShardRecord]:
     """The records of all finished shards in a folder, by shard."""
     records = {}
     for path in sorted(folder.glob("shard-*.json")):
+        if not NAME.fullmatch(path.name):
+            continue
         record = read_record(path)
         records[record.shard_id] = record
     return records

@@ -14,7 +14,15 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from pretrainkit.data.shard_index import SAMPLE, ShardRecord, read_record, read_records, record_from_json, shard_name
+from pretrainkit.data.shard_index import (
+    NAME,
+    SAMPLE,
+    ShardRecord,
+    read_record,
+    read_records,
+    record_from_json,
+    shard_name,
+)
 from pretrainkit.data.shard_tar import decode_ids
 from pretrainkit.errors import DataError, RequestError
 
@@ -64,7 +72,7 @@ class ShardSet:
 def is_shard_folder(path: Path | str) -> bool:
     """Whether a folder holds token shards, finished or not."""
     path = Path(path)
-    return path.is_dir() and any(True for pattern in ("shard-*.tar", "shard-*.json") for _ in path.glob(pattern))
+    return path.is_dir() and any(NAME.fullmatch(file.name) for file in path.glob("shard-*"))
 
 
 def open_shards(urls: str | Path | list[str]) -> ShardSet:

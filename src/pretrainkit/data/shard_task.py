@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -131,11 +136,18 @@ _worker: ShardEncoder | None = None
 def start_worker(setup: ShardSetup) -> None:
     """Prepare a worker process."""
     global _worker
-    import signal
-
+    threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     one_thread()
     _worker = ShardEncoder(setup)
+
+
+def _end_with_parent() -> None:
+    """End this worker when its parent is killed: nothing else tells it, and it would wait for work for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    multiprocessing.connection.wait([parent.sentinel])
+    os._exit(1)
 
 
 def work(block: Block) -> Piece:

@@ -107,6 +107,12 @@ def _parse_blend(dataset_path: str) -> list[tuple[float | None, str]]:
 def _weighted_pairs(weight: float | None, path: str) -> list[tuple[Path, float | None]]:
     """The prefixes at a path, with their parts of the path's weight, in proportion to their tokens."""
     if is_token_folder(path):
+        if any(Path(path).glob("*.idx")):
+            raise RequestError(
+                "both .bin/.idx pairs and token shards or a packed set are here",
+                where=str(path),
+                action="keep them in folders of their own, or name the pairs by their prefixes",
+            )
         return [(Path(path).resolve(), weight)]
     prefixes = [prefix.resolve() for prefix in find_pairs(path)]
     if weight is None or len(prefixes) == 1:
