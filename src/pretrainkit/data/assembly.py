@@ -23,7 +23,7 @@ COPY_THREADS = 4
 """In-kernel copies run at some GB/s each, a worker makes about 0.1: enough for more cores than a node has."""
 MAX_HELD = 3
 """Chunks that a worker holds in memory while their place is not known."""
-FLUSH_BYTES = 256 << 20
+FLUSH_BYTES = 64 << 20
 """Copied bytes after which the disk is made to follow, so that little is left to flush at the end."""
 
 
