@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,6 +37,8 @@ DATA = ("dataset.weights", "dataset.data_hash")
 """Those of them that --allow_data_change lets change."""
 _NOT_COMPARED = ("config.experiments_dir", "experiment_dir", "format_version", "initial_checkpoint", "dataset.prefixes")
 """Fields that name places: a moved experiment, model or dataset is the same one."""
+
+_POLL_S = 0.2
 
 log = get_logger(__name__)
 
@@ -160,3 +163,22 @@ def locked(experiment_dir: Path, name: str) -> Iterator[None]:
         lock.write(f"{os.getpid()} on {os.uname().nodename}\n")
         lock.flush()
         yield
+
+
+def wait_for_ranks(experiment_dir: Path, *, longest_s: float) -> None:
+    """Wait until no rank of the experiment runs on this machine: those of a launcher that was killed save and end.
+
+    Raises RequestError when they are still there after `longest_s`.
+    """
+    end_s, told = time.monotonic() + longest_s, False
+    while True:
+        try:
+            with locked(experiment_dir, RANKS_LOCK):
+                return
+        except RequestError:
+            if time.monotonic() > end_s:
+                raise
+        if not told:
+            log.warning("waiting for the ranks of a start that was killed: they save and end")
+            told = True
+        time.sleep(_POLL_S)

@@ -14,11 +14,11 @@ from pretrainkit.config.resolve import resolve
 from pretrainkit.config.schema import ResolvedRun, RunConfig
 from pretrainkit.errors import EXIT_DONE, EXIT_STOPPED_AFTER_SAVING, RequestError
 from pretrainkit.launch import weights
-from pretrainkit.launch.experiment import LAUNCHER_LOCK, RUN_FILE, locked, new_attempt, write_run_file
+from pretrainkit.launch.experiment import LAUNCHER_LOCK, RUN_FILE, locked, new_attempt, wait_for_ranks, write_run_file
 from pretrainkit.launch.facts import gather
 from pretrainkit.launch.follow import Follower
 from pretrainkit.launch.machine import count_cpus
-from pretrainkit.launch.node import NODE_LOG, RANKS_LOCK, rank_log_names
+from pretrainkit.launch.node import GRACE_S, NODE_LOG, rank_log_names
 from pretrainkit.launch.plan import LaunchPlan, plan_launch
 from pretrainkit.launch.secrets import masked
 from pretrainkit.launch.source import describe
@@ -54,8 +54,7 @@ def start(
     run = resolve_request(config)
     experiment_dir = Path(run.experiment_dir)
     with locked(experiment_dir, LAUNCHER_LOCK):
-        with locked(experiment_dir, RANKS_LOCK):
-            pass  # a launcher that was killed may have left ranks that still save
+        wait_for_ranks(experiment_dir, longest_s=GRACE_S)
         check(run)
         _provide_weights(run)
         run_file = write_run_file(run)

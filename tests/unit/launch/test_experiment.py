@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from pretrainkit.config.resolve import RunFacts, resolve
 from pretrainkit.config.run_file import read_run
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import RequestError
-from pretrainkit.launch.experiment import LAUNCHER_LOCK, locked, new_attempt, write_run_file
+from pretrainkit.launch.experiment import LAUNCHER_LOCK, RANKS_LOCK, locked, new_attempt, wait_for_ranks, write_run_file
 
 
 @pytest.fixture
@@ -125,14 +127,34 @@ def test_attempts_are_numbered_on(tmp_path: Path) -> None:
     assert new_attempt(tmp_path)[0] == 11
 
 
-def test_a_second_start_is_refused_while_the_first_lives(tmp_path: Path) -> None:
-    code = (
-        "import sys\nfrom pathlib import Path\nfrom pretrainkit.launch.experiment import locked\n"
-        f"with locked(Path({str(tmp_path)!r}), {LAUNCHER_LOCK!r}):\n"
-        "    print('held', flush=True)\n    sys.stdin.read()\n"
-    )
-    holder = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert holder.stdin and holder.stdout and holder.stdout.readline() == "held\n"
+@pytest.fixture
+def hold(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+    """Start a process that holds a lock of the experiment until its input ends."""
+    holders = []
+
+    def start(name: str) -> subprocess.Popen[str]:
+        code = (
+            "import sys\nfrom pathlib import Path\nfrom pretrainkit.launch.experiment import locked\n"
+            f"with locked(Path({str(tmp_path)!r}), {name!r}):\n"
+            "    print('held', flush=True)\n    sys.stdin.read()\n"
+        )
+        holder = subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        holders.append(holder)
+        assert holder.stdout and holder.stdout.readline() == "held\n"
+        return holder
+
+    yield start
+    for holder in holders:
+        holder.kill()
+        holder.communicate()
+
+
+def test_a_second_start_is_refused_while_the_first_lives(
+    tmp_path: Path, hold: Callable[[str], subprocess.Popen[str]]
+) -> None:
+    holder = hold(LAUNCHER_LOCK)
     with (
         pytest.raises(RequestError, match=f"running already \\(process {holder.pid} on"),
         locked(tmp_path, LAUNCHER_LOCK),
@@ -142,5 +164,12 @@ def test_a_second_start_is_refused_while_the_first_lives(tmp_path: Path) -> None
     holder.wait()
     with locked(tmp_path, LAUNCHER_LOCK):
         pass
-    holder.stdin.close()
-    holder.stdout.close()
+
+
+def test_a_start_waits_for_ranks_that_still_save(tmp_path: Path, hold: Callable[[str], subprocess.Popen[str]]) -> None:
+    holder = hold(RANKS_LOCK)
+    with pytest.raises(RequestError, match="running already"):
+        wait_for_ranks(tmp_path, longest_s=0.1)
+    threading.Timer(0.5, holder.kill).start()
+    wait_for_ranks(tmp_path, longest_s=60)
+    assert holder.wait() != 0
