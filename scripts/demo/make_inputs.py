@@ -52,6 +52,8 @@ def write_model(folder: Path) -> None:
     with files.atomic_folder(folder) as temporary:
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
+        # transformers copies the GGUF file there, as if it were the vocabulary.
+        (temporary / "tokenizer.model").unlink(missing_ok=True)
 
 
 def write_text(path: Path) -> None:
