@@ -51,7 +51,7 @@ def test_side_files_come_back_byte_for_byte(source: Path, tmp_path: Path, kind: 
 
 def test_config_keeps_all_but_the_dtype_and_local_paths(source: Path, tmp_path: Path) -> None:
     config = json.loads((source / "config.json").read_text())
-    config |= {"eos_token_id": 2, "pad_token_id": 2, "_name_or_path": "/home/someone/model"}
+    config |= {"eos_token_id": 2, "pad_token_id": 2, "_name_or_path": "/models/someone/model"}
     (source / "config.json").write_text(json.dumps(config))
     convert(source, tmp_path / "m")
     report = convert(tmp_path / "m", tmp_path / "back", Options(dtype=torch.bfloat16))

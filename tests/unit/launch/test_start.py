@@ -41,7 +41,7 @@ def test_dry_run_writes_the_run_and_prints_it_with_the_command(
 ) -> None:
     done = pretrain(*request_words)
     assert done.returncode == 0, done.stderr
-    text = done.stdout.replace(str(tmp_path), "/work").replace(str(hf_folder), "/models/tiny")
+    text = done.stdout.replace(str(tmp_path), "/runs").replace(str(hf_folder), "/models/tiny")
     golden("pretrain_dry_run.txt", text.replace(sys.executable, "python").replace(str(REPOSITORY), "/pretrainkit"))
     experiment = tmp_path / "experiments" / "llama31_pretraining"
     assert json.loads((experiment / "run.json").read_text())["max_steps"] == (80 * 101 - 1) // 128 // 4
