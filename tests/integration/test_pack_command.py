@@ -196,3 +196,37 @@ def test_a_set_on_two_file_systems_has_two_preparers(jsonl_file: Path, tokenizer
     ]
     told = [process.communicate(timeout=120)[0] for process in processes]
     assert sum("prepared in" in text for text in told) == 2 and sum("was ready" in text for text in told) == 2
+
+
+GROUP = """
+import sys, time, datetime
+from pathlib import Path
+import torch, torch.distributed as dist
+from pretrainkit import logs
+from pretrainkit.data import preparer
+rank, final, store = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+logs.configure()
+preparer.LINE_EVERY_S = 1.0
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2,
+                        timeout=datetime.timedelta(seconds=3))
+def prepare():
+    time.sleep(7)
+    final.mkdir()
+prepared = preparer.prepare_once(final, final.exists, prepare, environment={"RANK": str(rank)})
+total = torch.tensor(int(prepared))
+dist.all_reduce(total)
+print(int(total))
+"""
+
+
+def test_a_preparation_longer_than_the_groups_timeout_is_waited_for(tmp_path: Path) -> None:
+    words = [str(tmp_path / "set"), str(tmp_path / "store")]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", GROUP, str(rank), *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    told = [process.communicate(timeout=120) for process in processes]
+    assert [output.strip() for output, _ in told] == ["1", "1"], told
+    assert sum(errors.count("waits for") for _, errors in told) >= 3
