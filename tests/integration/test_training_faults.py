@@ -64,7 +64,7 @@ def test_a_checkpoint_is_always_there_whenever_a_run_is_killed(
         wait_for_step(run_file.parent, attempt, newest + 1)
         began = time.monotonic()
         wait_for_step(run_file.parent, attempt, newest + 2)
-        # Nearly all of the time goes into saving: each of these moments is in the midst of one, or next to it.
+        # Somewhere within the next two steps, each of which is saved.
         until = time.monotonic() + chance.uniform(0, 2) * (time.monotonic() - began)
         while time.monotonic() < until:
             assert resume.newest_complete(checkpoints)

@@ -54,10 +54,8 @@ def test_a_changed_batch_goes_on_from_the_same_sample(tiny: Path, train_tiny: Ca
     assert [(start["step"], start["consumed_samples"]) for start in starts] == [(0, 0), (2, 8), (4, 24)]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_reset_moments_leave_weights_and_data_as_they_were(
-    tiny: Path, train_tiny: Callable[..., Any], precision: str
-) -> None:
+def test_reset_moments_leave_weights_and_data_as_they_were(tiny: Path, train_tiny: Callable[..., Any]) -> None:
+    precision = "bf16"  # its fp32 copies of the weights must be made anew
     unbroken = by_step(train_tiny(tiny, "unbroken", max_steps=8, precision=precision))
     train_tiny(tiny, "reset", max_steps=4, precision=precision)
     reset = by_step(train_tiny(tiny, "reset", max_steps=8, precision=precision, reset_optimizer=True))
