@@ -37,6 +37,8 @@ def plot_history(history: History, path: Path) -> None:
     rate_axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
     speed_axes.set_ylim(bottom=0)
     _mark_restarts(loss_axes, history)
+    if history.starts:  # an attempt begins a step before its first record
+        loss_axes.set_xlim(left=min(start.first_step for start in history.starts))
     for number, step in enumerate(history.bad_steps):
         label = "" if number else "bad loss, not learnt"
         loss_axes.axvline(step, color="tab:orange", linestyle=":", linewidth=1.5, label=label)
