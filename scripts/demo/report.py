@@ -13,6 +13,7 @@ from typing import Any
 
 from pretrainkit.cli import Parser, run_command
 from pretrainkit.errors import EXIT_DONE, EXIT_FAILED
+from pretrainkit.training.records import read_metrics
 
 PROMPT = "The with statement is used to wrap the execution of a block"
 SEQUENCE_LENGTH = 128
@@ -30,8 +31,8 @@ def build_parser() -> Parser:
 
 def command(arguments: argparse.Namespace) -> int:
     before, after = (evaluate(folder, arguments.text) for folder in (arguments.before, arguments.after))
-    lines = (arguments.experiment / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    steps = {record["step"]: record for record in map(json.loads, lines) if "loss" in record}
+    records = read_metrics(arguments.experiment / "metrics.jsonl")
+    steps = {record["step"]: record for record in records if "loss" in record}
     first, last = steps[min(steps)], steps[max(steps)]
     rate = median(record["tokens_per_second"] for record in steps.values())
     rows = [

@@ -5,14 +5,16 @@ It is written last, so it is also the mark that the pair is complete. Data made 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from pretrainkit.errors import DataError
 from pretrainkit.files import read_json, write_json
 
 FORMAT = "pretrainkit-data-1"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,26 @@ def write_manifest_file(path: Path, manifest: Manifest) -> None:
     write_json(path, {"format": FORMAT, **asdict(manifest)})
 
 
+def decode_record(kind: type[T], value: dict[str, Any], form: str, parts: Mapping[str, type]) -> T:
+    """The record of a prepared dataset in a parsed file; fields that this version doesn't know are passed over.
+
+    Args:
+        kind: the record's dataclass, with a `tokenizer`.
+        value: the parsed file.
+        form: what its `format` must say.
+        parts: fields that hold a tuple of dataclasses, and which.
+
+    Raises ValueError, TypeError, KeyError or AttributeError when it isn't one.
+    """
+    if value.pop("format") != form:
+        raise ValueError(f"not of the format {form}")
+    value["tokenizer"] = TokenizerRecord(**value["tokenizer"])
+    for name, part in parts.items():
+        value[name] = tuple(part(**entry) for entry in value[name])
+    known = {entry.name for entry in fields(cast(Any, kind))}
+    return kind(**{name: entry for name, entry in value.items() if name in known})
+
+
 def read_manifest(prefix: Path | str) -> Manifest | None:
     """The record of a pair; None when there is no manifest: data made by Megatron itself.
 
@@ -117,12 +139,7 @@ def read_manifest(prefix: Path | str) -> Manifest | None:
         return None
     try:
         value = read_json(path)
-        if value.pop("format") != FORMAT:
-            raise ValueError(f"not of the format {FORMAT}")
-        value["tokenizer"] = TokenizerRecord(**value["tokenizer"])
-        value["inputs"] = tuple(InputFile(**entry) for entry in value["inputs"])
         value["notes"] = tuple(value.get("notes", ()))
-        known = {entry.name for entry in fields(Manifest)}
-        return Manifest(**{name: entry for name, entry in value.items() if name in known})
+        return decode_record(Manifest, value, FORMAT, {"inputs": InputFile})
     except (ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:
         raise DataError(f"not a readable manifest: {error}", where=str(path)) from error

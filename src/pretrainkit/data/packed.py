@@ -9,14 +9,14 @@ have `documents.npy`: the lengths (int32) of the documents of their stream, of t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pretrainkit.data.manifest import TokenizerRecord
+from pretrainkit.data.manifest import TokenizerRecord, decode_record
 from pretrainkit.errors import DataError, RequestError
 from pretrainkit.files import read_json
 
@@ -78,13 +78,7 @@ def read_packed_manifest(folder: Path) -> PackedManifest | None:
     if not path.is_file():
         return None
     try:
-        value = read_json(path)
-        if value.pop("format") != FORMAT:
-            raise ValueError(f"not of the format {FORMAT}")
-        value["tokenizer"] = TokenizerRecord(**value["tokenizer"])
-        value["files"] = tuple(PackedFile(**entry) for entry in value["files"])
-        known = {entry.name for entry in fields(PackedManifest)}
-        return PackedManifest(**{name: entry for name, entry in value.items() if name in known})
+        return decode_record(PackedManifest, read_json(path), FORMAT, {"files": PackedFile})
     except FileNotFoundError:  # replaced by a new set at this very moment
         return None
     except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -11,14 +11,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from pretrainkit.data.manifest import TokenizerRecord
+from pretrainkit.data.manifest import TokenizerRecord, decode_record
 from pretrainkit.errors import DataError
 from pretrainkit.files import read_json
 
@@ -87,13 +86,8 @@ def record_to_json(record: ShardRecord) -> dict[str, Any]:
 def record_from_json(value: Any, where: str) -> ShardRecord:
     """The record in a parsed file. Raises DataError."""
     try:
-        if value.pop("format") != FORMAT:
-            raise ValueError(f"not of the format {FORMAT}")
-        value["tokenizer"] = TokenizerRecord(**value["tokenizer"])
-        value["inputs"] = tuple(ShardInput(**entry) for entry in value["inputs"])
         value["notes"] = tuple(value["notes"])
-        known = {entry.name for entry in fields(ShardRecord)}
-        return ShardRecord(**{name: entry for name, entry in value.items() if name in known})
+        return decode_record(ShardRecord, value, FORMAT, {"inputs": ShardInput})
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise DataError(f"not a readable record of a shard: {error}", where=where) from error
 
@@ -116,8 +110,3 @@ def read_records(folder: Path) -> dict[int, ShardRecord]:
         record = read_record(path)
         records[record.shard_id] = record
     return records
-
-
-def samples_from_bytes(content: bytes) -> NDArray[Any]:
-    """The `.samples` of a shard, dtype SAMPLE."""
-    return np.frombuffer(content, SAMPLE)
