@@ -9,7 +9,7 @@ from pretrainkit.config import resolve
 from pretrainkit.config.fields import FIELDS, closest, value_of
 from pretrainkit.config.flags import FLAGS
 from pretrainkit.config.resolve import RunFacts
-from pretrainkit.config.schema import ModelShape, RunConfig
+from pretrainkit.config.schema import DatasetFacts, ModelShape, RunConfig
 from pretrainkit.config.split import SPLIT_NAMES, num_samples, parse_split
 from pretrainkit.errors import RequestError
 from pretrainkit.units import parse_duration
@@ -18,10 +18,15 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "launch.executor": ("local", "slurm", "pbs", "sge"),
     "launch.accelerator": ("auto", "cpu", "gpu"),
     "training.precision": ("auto", "bf16", "fp32"),
+    "training.layer_spec": ("auto", "te", "torch"),
     "training.on_bad_loss": ("stop", "skip"),
+    "training.async_save": ("auto", "on", "off"),
+    "training.recompute": ("auto", "none", "selective", "full"),
     "optimizer.lr_schedule": ("cosine", "linear", "constant"),
 }
 """Fields that take one of a few words."""
+FUSED_KERNELS = ("norm", "rotary", "swiglu", "cross_entropy", "weight_gradient")
+"""Parts of a layer that --fused_kernels may name."""
 EXECUTORS_THERE = ("local",)
 """Executors that this version can start runs with."""
 MAX_SEED = 2**32 - 1
@@ -43,6 +48,11 @@ _RANGES: dict[str, str] = {
     "training.save_interval": _POSITIVE,
     "training.keep_last": _POSITIVE,
     "training.keep_every": _POSITIVE,
+    "training.keep_optimizer_last": _POSITIVE,
+    "training.save_retries": _NOT_NEGATIVE,
+    "training.max_missed_saves": _NOT_NEGATIVE,
+    "training.recompute_layers": _POSITIVE,
+    "launch.gpu_memory_gib": _POSITIVE,
     "training.val_interval": _NOT_NEGATIVE,
     "training.val_steps": _POSITIVE,
     "training.log_interval": _POSITIVE,
@@ -90,6 +100,14 @@ def _choices(config: RunConfig) -> Iterator[RequestError]:
                 action=f"did you mean {suggestion}?" if suggestion else "",
                 where=flag_of(dotted),
             )
+    kernels = config.training.fused_kernels
+    for name in () if kernels in ("auto", "off") else kernels.split(","):
+        if name not in FUSED_KERNELS:
+            yield RequestError(
+                f"unknown kernel {name!r}",
+                needed=f"auto, off, or some of {', '.join(FUSED_KERNELS)} with commas between",
+                where="--fused_kernels",
+            )
     executor = config.launch.executor
     if executor in CHOICES["launch.executor"] and executor not in EXECUTORS_THERE:
         yield RequestError(
@@ -120,13 +138,13 @@ def _ranges(config: RunConfig) -> Iterator[RequestError]:
 
 def _durations(config: RunConfig) -> Iterator[RequestError]:
     seconds = {}
-    for name in ("time_limit", "time_margin"):
+    for name in ("time_limit", "time_margin", "save_timeout"):
         text = getattr(config.training, name)
         try:
             seconds[name] = parse_duration(text) if text else math.inf
         except ValueError as error:
             yield RequestError(str(error), needed="[D-]HH:MM:SS", where=f"--{name}")
-    if len(seconds) == 2 and seconds["time_margin"] >= seconds["time_limit"]:
+    if seconds.get("time_margin", 0) >= seconds.get("time_limit", math.inf):
         yield RequestError(
             f"{config.training.time_limit} leaves no time to train before its margin of {config.training.time_margin}",
             needed="more than --time_margin",
@@ -244,6 +262,13 @@ def _model(config: RunConfig, shape: ModelShape) -> Iterator[RequestError]:
             parallel.pipeline_model_parallel_size,
             flag_of("parallel.pipeline_model_parallel_size"),
         )
+    layers, training = shape.num_layers // parallel.pipeline_model_parallel_size, config.training
+    if training.recompute_layers and (training.recompute != "full" or training.recompute_layers > layers):
+        yield RequestError(
+            f"{training.recompute_layers} layers with --recompute {training.recompute}",
+            needed=f"--recompute full, and at most the {layers} layers of a pipeline stage",
+            where="--recompute_layers",
+        )
     if length > shape.max_position_embeddings:
         yield RequestError(
             f"{length} tokens, but the model was made for {shape.max_position_embeddings}",
@@ -304,8 +329,29 @@ def _data(config: RunConfig, facts: RunFacts) -> Iterator[RequestError]:
                 action="preprocess the data again with it",
                 where="--dataset_path",
             )
+    yield from _documents(config, dataset)
     if facts.split_tokens is not None:
         yield from _tokens(config, facts, facts.split_tokens)
+
+
+def _documents(config: RunConfig, dataset: DatasetFacts) -> Iterator[RequestError]:
+    length, row_length = config.data.sequence_length, dataset.row_length
+    if row_length is not None and row_length != length:
+        yield RequestError(
+            f"{length} tokens, but the dataset was packed by bestfit into rows of {row_length}",
+            needed=f"{row_length}: rows of whole documents are not cut",
+            action=f"give --sequence_length {row_length}, or pack again with --sequence_length {length}",
+            where="--sequence_length",
+        )
+    context = config.parallel.context_parallel_size
+    if context > 1 and resolve.reset_attention_mask(config, dataset):
+        why = "--reset_attention_mask" if config.data.reset_attention_mask else "a set packed by bestfit"
+        yield RequestError(
+            f"{why} with context parallel size {context}",
+            needed="1: attention within documents is not there for sequences that are spread over ranks",
+            action="use -T or -P instead" + (", or pack by concat" if dataset.row_length else ""),
+            where="--context_parallel_size",
+        )
 
 
 def _tokens(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
-from pretrainkit.config.schema import DatasetFacts, ModelShape, ResolvedRun, RunConfig
+from pretrainkit.config.schema import DatasetFacts, ModelShape, Recompute, ResolvedRun, RunConfig
 from pretrainkit.config.split import num_samples
 
 VOCABULARY_MULTIPLE = 128
@@ -28,6 +29,9 @@ class MachineFacts:
     """Cores that this process may use."""
     torch_has_cuda: bool = True
     """Whether the installed torch was built for CUDA."""
+    gpu_name: str | None = None
+    """Of the first device, as its driver names it."""
+    gpu_memory_gib: float | None = None
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,11 @@ def sequence_parallel(config: RunConfig) -> bool:
     """Whether activations are split along the sequence; with one tensor-parallel rank there is nothing to split."""
     asked = config.parallel.sequence_parallel
     return config.parallel.tensor_model_parallel_size > 1 and (asked is None or asked)
+
+
+def reset_attention_mask(config: RunConfig, dataset: DatasetFacts) -> bool:
+    """Whether attention stays within documents."""
+    return config.data.reset_attention_mask or dataset.row_length is not None
 
 
 def samples_per_epoch(config: RunConfig, split_tokens: tuple[tuple[int, int, int], ...]) -> int:
@@ -133,7 +142,31 @@ def resolve(config: RunConfig, facts: RunFacts) -> ResolvedRun:
         min_lr=optimizer.lr / 10 if optimizer.min_lr is None else optimizer.min_lr,
         samples_per_epoch=samples_per_epoch(config, facts.split_tokens),
         padded_vocab_size=padded_vocab_size(facts.model.vocab_size, config.parallel.tensor_model_parallel_size),
+        reset_attention_mask=reset_attention_mask(config, facts.dataset),
+        async_save=config.training.async_save == "on" or (config.training.async_save == "auto" and chosen == "gpu"),
+        recompute=_recompute(config, facts.model),
+        **_gpu(config, facts.machine, chosen),
     )
+
+
+def _recompute(config: RunConfig, model: ModelShape) -> Recompute:
+    """What was asked for; auto is none until a GPU's memory is weighed against the run."""
+    asked, stages = config.training.recompute, config.parallel.pipeline_model_parallel_size
+    if asked == "full":
+        return Recompute("full", config.training.recompute_layers or model.num_layers // stages)
+    return Recompute("selective" if asked == "selective" else "none")
+
+
+def _gpu(config: RunConfig, machine: MachineFacts, chosen_accelerator: str) -> dict[str, Any]:
+    """Name and memory of the GPUs: as told, or of this machine's where the run is local."""
+    launch = config.launch
+    if chosen_accelerator != "gpu":
+        return {}
+    here = launch.executor == "local" and launch.gpu_name is None
+    return {
+        "gpu_name": machine.gpu_name if here else launch.gpu_name,
+        "gpu_memory_gib": launch.gpu_memory_gib or (machine.gpu_memory_gib if here else None),
+    }
 
 
 def _precision(config: RunConfig, chosen_accelerator: str) -> str:

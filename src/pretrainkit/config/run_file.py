@@ -15,8 +15,10 @@ from pretrainkit.config.fields import closest, plain_type
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import PretrainkitError, RequestError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Raised whenever a reader of the old format would misread the new one."""
+OLD_VERSIONS = (1,)
+"""Formats that lack only fields which mean their defaults when they are missing."""
 
 T = TypeVar("T")
 
@@ -32,14 +34,14 @@ def from_json(value: Any, where: str) -> ResolvedRun:
         raise RequestError(f"{_shown(value)} instead of an object", where=where)
     fields = dict(value)
     version = fields.pop("format_version", None)
-    if version != FORMAT_VERSION:
+    if version not in (FORMAT_VERSION, *OLD_VERSIONS):
         raise RequestError(
             f"format version {version}",
             needed=f"version {FORMAT_VERSION}",
             action="write the file anew with this version of pretrain.py",
             where=where,
         )
-    return _decode_dataclass(ResolvedRun, fields, where, "")
+    return _decode_dataclass(ResolvedRun, fields, where, "", is_old=version in OLD_VERSIONS)
 
 
 def write_run(path: Path, run: ResolvedRun) -> None:
@@ -62,11 +64,12 @@ def read_run(path: Path) -> ResolvedRun:
     return from_json(value, str(path))
 
 
-def _decode_dataclass(kind: type[T], value: Any, where: str, prefix: str) -> T:
+def _decode_dataclass(kind: type[T], value: Any, where: str, prefix: str, *, is_old: bool) -> T:
     if not isinstance(value, dict):
         raise _wrong(where, prefix.rstrip("."), value, "an object")
     hints = typing.get_type_hints(kind)
-    names = [field.name for field in dataclasses.fields(typing.cast(Any, kind))]
+    fields = {field.name: field for field in dataclasses.fields(typing.cast(Any, kind))}
+    names = list(fields)
     for unknown in value.keys() - set(names):
         suggestion = closest(unknown, names)
         raise RequestError(
@@ -74,24 +77,32 @@ def _decode_dataclass(kind: type[T], value: Any, where: str, prefix: str) -> T:
             action=f"did you mean '{prefix}{suggestion}'?" if suggestion else "",
             where=where,
         )
-    if missing := [name for name in names if name not in value]:
+    missing = [name for name in names if name not in value and not (is_old and _has_default(fields[name]))]
+    if missing:
         raise RequestError(f"no field '{prefix}{missing[0]}'", where=where)
-    return kind(**{name: _decode(hints[name], value[name], where, prefix + name) for name in names})
+    given = (name for name in names if name in value)
+    return kind(**{name: _decode(hints[name], value[name], where, prefix + name, is_old=is_old) for name in given})
 
 
-def _decode(annotation: Any, value: Any, where: str, name: str) -> Any:
+def _has_default(field: dataclasses.Field[Any]) -> bool:
+    return not (field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING)
+
+
+def _decode(annotation: Any, value: Any, where: str, name: str, *, is_old: bool) -> Any:
     kind, optional = plain_type(annotation)
     if value is None:
         if not optional:
             raise _wrong(where, name, value, "a value")
         return None
     if dataclasses.is_dataclass(kind):
-        return _decode_dataclass(typing.cast(type, kind), value, where, f"{name}.")
+        return _decode_dataclass(typing.cast(type, kind), value, where, f"{name}.", is_old=is_old)
     if typing.get_origin(kind) is tuple:
         if not isinstance(value, (list, tuple)):
             raise _wrong(where, name, value, "a list")
         element = typing.get_args(kind)[0]
-        return tuple(_decode(element, item, where, f"{name}[{index}]") for index, item in enumerate(value))
+        return tuple(
+            _decode(element, item, where, f"{name}[{index}]", is_old=is_old) for index, item in enumerate(value)
+        )
     if kind is float and type(value) is int:
         return float(value)
     if type(value) is not kind:

@@ -71,6 +71,11 @@ class DataConfig:
     """Shares of training, validation and test, by documents; any positive scale."""
     num_workers: int = 2
     """DataLoader worker processes per rank."""
+    reset_attention_mask: bool = False
+    """Attention and positions begin anew with every document of a sample, and the loss leaves out the step from one
+    document to the next. Sets packed by bestfit are always read so."""
+    eod_mask_loss: bool = False
+    """Leave what follows an EOD token out of the loss."""
     allow_data_change: bool = False
     """Let a run that has checkpoints go on with other data or another blend, from the same number of samples."""
 
@@ -126,6 +131,16 @@ class TrainingConfig:
     """Newest checkpoints to keep, at least 2; unset: all."""
     keep_every: int | None = None
     """Checkpoints whose step is a multiple of this are kept for ever, whatever keep_last says."""
+    keep_optimizer_last: int | None = None
+    """Newest checkpoints that keep their optimizer state, at least 2; older ones that are kept lose it; unset: all."""
+    async_save: str = "auto"
+    """on: checkpoints are written while training goes on; off: training waits; auto: on for GPU, off for CPU."""
+    save_retries: int = 3
+    """How often a failed save is tried again, after 1, 4, 16, ... seconds; a full disk is not tried again."""
+    max_missed_saves: int = 0
+    """Failed saves in a row, retries included, after which the run goes on; one more ends it. The last one counts."""
+    save_timeout: str = "01:00:00"
+    """Time that writing one checkpoint may take, as [D-]HH:MM:SS; a save that takes longer has failed."""
     time_limit: str | None = None
     """Time this attempt may take, as [D-]HH:MM:SS; before it is over the run saves and ends with exit code 85."""
     time_margin: str = "00:05:00"
@@ -149,6 +164,16 @@ class TrainingConfig:
     """Restarts in a row without a new step, after which a start is refused; 0: no limit."""
     precision: str = "auto"
     """bf16 (weights and gradients in bf16 with fp32 masters) or fp32; auto: bf16 on GPU, fp32 on CPU."""
+    recompute: str = "auto"
+    """Activations that the backward pass computes again instead of keeping them: none, selective (the MLPs), full
+    (layers), or auto: the cheapest that fits into the GPU's memory by the estimate, none where that isn't known."""
+    recompute_layers: int | None = None
+    """Layers of each pipeline stage that recompute full is about; unset: all."""
+    layer_spec: str = "auto"
+    """te (Transformer Engine's layers) or torch (plain torch and Triton); auto: the faster of what is installed."""
+    fused_kernels: str = "auto"
+    """auto (all that the installed packages allow), off, or a list with commas of norm, rotary, swiglu,
+    cross_entropy and weight_gradient; on GPU only."""
     seed: int = 1234
 
 
@@ -179,6 +204,10 @@ class LaunchConfig:
     """Processes per node: one per GPU, or CPU processes with accelerator cpu."""
     accelerator: str = "auto"
     """auto, cpu or gpu; auto: gpu where this machine has one or a scheduler is used."""
+    gpu_name: str | None = None
+    """The GPUs' model, such as H100 or A100 40GB, for estimates; unset: this machine's, where the run is local."""
+    gpu_memory_gib: float | None = None
+    """Memory of each GPU in GiB, for estimates; unset: by gpu_name."""
 
 
 @dataclass(frozen=True)
@@ -214,6 +243,39 @@ class DatasetFacts:
     """Largest id that the tokenizer which made the data can give; None without a manifest."""
     data_hash: str
     """Changes when the content of the dataset does, not its place (`pretrainkit.launch.dataset`)."""
+    row_length: int | None = None
+    """Tokens of a row, where a part of the dataset is a set packed by bestfit, whose rows are the samples."""
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Activations that the backward pass computes again, in Megatron's terms."""
+
+    granularity: str = "none"
+    """none, selective (the MLP of every layer) or full (whole layers)."""
+    num_layers: int = 0
+    """Layers of each pipeline stage, from its first, with granularity full."""
+
+
+@dataclass(frozen=True)
+class Estimates:
+    """What a run will take, computed before it starts; `pretrainkit.training.estimates` says from what."""
+
+    parameters: int
+    """Of the whole model."""
+    weights_gib: float
+    """Memory of the fullest GPU in GiB, by part: weights, gradients and optimizer state."""
+    activations_gib: float
+    logits_gib: float
+    memory_gib: float
+    """All of them: what torch will report as its peak."""
+    gpu_memory_gib: float | None
+    """What the GPU has; None where it isn't known."""
+    mfu: float | None
+    """Model FLOPs use that is assumed; None where there is no figure for such a run."""
+    step_time_s: float | None
+    gpu_hours: float | None
+    """Of all steps of the run."""
 
 
 @dataclass(frozen=True)
@@ -244,3 +306,14 @@ class ResolvedRun:
     """Training samples in one pass over the dataset."""
     padded_vocab_size: int
     """Rows of the embedding in Megatron, a multiple of 128 and of TP."""
+    async_save: bool = False
+    recompute: Recompute = field(default_factory=Recompute)
+    gpu_name: str | None = None
+    gpu_memory_gib: float | None = None
+    """Of each GPU; None where it isn't known."""
+    estimates: Estimates | None = None
+    """None on CPU."""
+    start_mode: str | None = None
+    """random, weights or continue: how the newest start began (`pretrainkit.training.start_plan`)."""
+    reset_attention_mask: bool = False
+    """Whether attention stays within documents: as asked, or because the dataset has rows of whole documents."""

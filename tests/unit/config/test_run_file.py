@@ -74,6 +74,12 @@ def test_a_missing_field_is_refused(run: ResolvedRun) -> None:
         from_json(value, "run.json")
 
 
+def test_a_run_of_an_older_format_is_read_with_the_defaults_of_newer_fields(run: ResolvedRun) -> None:
+    value = {**to_json(run), "format_version": 1}
+    del value["start_mode"], value["config"]["training"]["async_save"]
+    assert from_json(value, "run.json") == run
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", "\x00"])
 def test_a_damaged_file_is_refused_with_its_name(tmp_path: Path, text: str) -> None:
     path = tmp_path / "run.json"
