@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import resource
@@ -117,3 +118,28 @@ def logits_rank(rank: int, world_size: int, *, hf_folder: Path, checkpoint: Path
     logits = megatron_model.logits(model, tokens, vocab_size=shape.vocab_size)
     if rank == 0:
         torch.save(logits, tokens_file.with_name("logits.pt"))
+
+
+def document_losses_rank(rank: int, world_size: int, *, hf_folder: Path, checkpoint: Path, batch_file: Path) -> None:
+    """Write the losses [b, s] of a batch of rows beside it, and of each of its documents alone."""
+    import torch
+
+    from pretrainkit.models.registry import read_shape
+    from pretrainkit.training import document_attention, megatron_model
+
+    torch.distributed.init_process_group("gloo")
+    megatron_model.initialize(tensor_parallel_size=world_size)
+    shape, batch = read_shape(hf_folder), torch.load(batch_file)
+    model = megatron_model.load_model(
+        checkpoint / "weights", shape, padded_vocab_size=shape.vocab_size, sequence_length=batch["tokens"].size(1)
+    )
+    bounds = document_attention.document_bounds(batch["position_ids"])
+    with torch.no_grad():
+        together = model(batch["tokens"], batch["position_ids"], bounds, labels=batch["labels"])
+        alone = []
+        for begin, end in itertools.pairwise(bounds):
+            parts = (batch[name].flatten()[begin:end][None] for name in ("tokens", "position_ids", "labels"))
+            tokens, positions, labels = parts
+            alone.append(model(tokens, positions, None, labels=labels)[0])
+    if rank == 0:
+        torch.save((together, torch.cat(alone).view_as(together)), batch_file.with_name("losses.pt"))

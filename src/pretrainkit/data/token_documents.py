@@ -30,9 +30,12 @@ def is_token_folder(path: Path | str) -> bool:
     return is_packed_folder(path) or is_shard_folder(path)
 
 
-def open_token_folder(path: Path | str) -> ShardDocuments | PackedDocuments:
-    """The documents in such a folder. Raises RequestError when it is incomplete, damaged or not for training."""
-    return PackedDocuments(Path(path)) if is_packed_folder(path) else ShardDocuments(Path(path))
+def open_token_folder(path: Path | str) -> ShardDocuments | PackedDocuments | PackedRows:
+    """What is in such a folder. Raises RequestError when it is incomplete or damaged."""
+    if not is_packed_folder(path):
+        return ShardDocuments(Path(path))
+    packed = PackedDataset(path)
+    return PackedDocuments(packed) if packed.manifest.packing == "concat" else PackedRows(packed)
 
 
 class ShardDocuments:
@@ -77,23 +80,17 @@ class ShardDocuments:
 class PackedDocuments:
     """The documents of the stream that a `concat` set was cut from."""
 
-    def __init__(self, folder: Path) -> None:
-        self.path_prefix = str(folder)
-        self._set = PackedDataset(folder)
-        if self._set.manifest.packing != "concat":
-            raise RequestError(
-                f"a set packed by {self._set.manifest.packing}",
-                where=str(folder),
-                needed="--packing concat: training draws samples out of one stream of documents",
-                action="pack again with --packing concat; PackedDataset reads this one for other training",
-            )
+    def __init__(self, packed: PackedDataset) -> None:
+        self._set = packed
+        self.path_prefix = str(packed.folder)
+        path = packed.folder / DOCUMENTS
         try:
-            self.sequence_lengths: NDArray[np.int32] = np.load(folder / DOCUMENTS, mmap_mode="r")
+            self.sequence_lengths: NDArray[np.int32] = np.load(path, mmap_mode="r")
         except (OSError, ValueError) as error:
-            raise RequestError(f"not readable: {error}", where=str(folder / DOCUMENTS)) from error
+            raise RequestError(f"not readable: {error}", where=str(path)) from error
         self._begins = np.cumsum(self.sequence_lengths, dtype=np.int64) - self.sequence_lengths
         if int(self.sequence_lengths.sum(dtype=np.int64)) != self._set.manifest.num_tokens:
-            raise RequestError("its documents are not those of the sequences", where=str(folder / DOCUMENTS))
+            raise RequestError("its documents are not those of the sequences", where=str(path))
 
     def __len__(self) -> int:
         return len(self.sequence_lengths)
@@ -115,3 +112,36 @@ class PackedDocuments:
         if length is not None:
             count = min(count, int(length))
         return self._set.tokens(int(self._begins[idx]) + int(offset), count)
+
+
+class PackedRows:
+    """The rows of a set packed by `bestfit`: each is a sample, split and counted like a document."""
+
+    def __init__(self, packed: PackedDataset) -> None:
+        self._set = packed
+        self.path_prefix = str(packed.folder)
+        self.row_length = packed.manifest.sequence_length
+        self.sequence_lengths: NDArray[np.int32] = np.full(len(packed), self.row_length, np.int32)
+
+    def __len__(self) -> int:
+        return len(self._set)
+
+    @property
+    def num_tokens(self) -> int:
+        """Without padding."""
+        return self._set.manifest.num_tokens
+
+    @property
+    def tokenizer(self) -> TokenizerRecord:
+        """Which tokenizer gave the ids."""
+        return self._set.manifest.tokenizer
+
+    @property
+    def data_hash(self) -> str:
+        """Changes when the content does, not its place."""
+        content = [entry.xxh3_128 for entry in self._set.manifest.files]
+        return hashlib.sha256(" ".join(["rows", *content]).encode()).hexdigest()
+
+    def row(self, number: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """The ids [row_length] of a row, and the lengths of the documents in it; padding follows them."""
+        return self._set.input_ids(number), self._set.document_lengths(number)

@@ -18,7 +18,7 @@ from pretrainkit.config.split import parse_split, split_bounds
 from pretrainkit.data.indexed import IndexedDataset, bin_path, idx_path
 from pretrainkit.data.manifest import Manifest, read_manifest
 from pretrainkit.data.pairs import find_pairs
-from pretrainkit.data.token_documents import is_token_folder, open_token_folder
+from pretrainkit.data.token_documents import PackedRows, is_token_folder, open_token_folder
 from pretrainkit.errors import DataError, RequestError
 
 _EDGE_BYTES = 1 << 20
@@ -31,7 +31,8 @@ class DatasetReading:
 
     facts: DatasetFacts
     split_tokens: tuple[tuple[int, int, int], ...] | None
-    """Per prefix, tokens of training, validation and test; None when the split can't be read."""
+    """Per prefix, tokens of training, validation and test; None when the split can't be read. Of rows as many as make
+    a sample of each row."""
     tokenizers: tuple[str | None, ...]
     """Per prefix, SHA-256 of the tokenizer.json that made it."""
     unknown_ids: tuple[str, ...]
@@ -74,6 +75,7 @@ def read_dataset(dataset_path: str, split: str) -> DatasetReading:
             num_documents=sum(reading.num_documents for reading in readings),
             max_token_id=max(largest_ids, default=None),
             data_hash=digest.hexdigest(),
+            row_length=_row_length(readings),
         ),
         split_tokens=tuple(tokens for tokens in splits if tokens) if all(splits) else None,
         tokenizers=tuple(reading.tokenizer_sha256 for reading in readings),
@@ -81,6 +83,18 @@ def read_dataset(dataset_path: str, split: str) -> DatasetReading:
             str(prefix) for prefix, reading in zip(prefixes, readings, strict=True) if reading.largest_id is None
         ),
     )
+
+
+def _row_length(readings: list[_PairReading]) -> int | None:
+    lengths = {reading.row_length for reading in readings if reading.row_length is not None}
+    if len(lengths) > 1:
+        raise RequestError(
+            f"sets packed by bestfit into rows of {' and '.join(map(str, sorted(lengths)))} tokens",
+            needed="rows of one length",
+            action="pack them again with the same --sequence_length",
+            where="--dataset_path",
+        )
+    return lengths.pop() if lengths else None
 
 
 def _parse_blend(dataset_path: str) -> list[tuple[float | None, str]]:
@@ -130,6 +144,7 @@ class _PairReading:
     largest_id: int | None
     tokenizer_sha256: str | None
     digest: str
+    row_length: int | None = None
 
 
 def _read_pair(prefix: Path, split: str) -> _PairReading:
@@ -162,13 +177,21 @@ def _read_pair(prefix: Path, split: str) -> _PairReading:
 
 def _read_token_folder(folder: Path, split: str) -> _PairReading:
     documents = open_token_folder(folder)
+    num_tokens, row_length = int(documents.sequence_lengths.sum(dtype=np.int64)), None
+    split_tokens = _split_tokens(documents.sequence_lengths, split)
+    if isinstance(documents, PackedRows):
+        num_tokens, row_length = documents.num_tokens, documents.row_length
+        # Samples out of a stream need a token more than they have, the label of their last; rows don't.
+        if split_tokens is not None:
+            split_tokens = (split_tokens[0] + 1, split_tokens[1] + 1, split_tokens[2] + 1)
     return _PairReading(
-        num_tokens=int(documents.sequence_lengths.sum(dtype=np.int64)),
+        num_tokens=num_tokens,
         num_documents=len(documents),
-        split_tokens=_split_tokens(documents.sequence_lengths, split),
+        split_tokens=split_tokens,
         largest_id=documents.tokenizer.largest_id,
         tokenizer_sha256=documents.tokenizer.sha256,
         digest=documents.data_hash,
+        row_length=row_length,
     )
 
 

@@ -1,7 +1,8 @@
 """Causal self-attention on torch's scaled_dot_product_attention, right under TP, SP, PP and CP.
 
 It takes the place of Transformer Engine's DotProductAttention in Megatron's layer spec. It never builds a
-mask over a whole batch: torch picks the flash or cuDNN kernel by itself for plain causal attention.
+mask over a whole batch: torch picks the flash or cuDNN kernel by itself for plain causal attention. Attention
+that is reset at documents' ends is document_attention's.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+
+from pretrainkit.training.document_attention import attend_within_documents
 
 
 class ScaledDotProductAttention(MegatronModule):
@@ -64,9 +67,17 @@ class ScaledDotProductAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> Tensor:  # [s, b, h * d]
-        """Attend to all earlier tokens; `attention_mask` is not read, since the mask is causal by construction."""
+        """Attend to all earlier tokens, or, with `attention_mask`, to those of the same document.
+
+        `attention_mask` is None or the bounds of the microbatch's documents (see document_attention); a mask of
+        another shape, as Megatron's inference code makes it, is not read: attention is causal by construction.
+        """
         if packed_seq_params is not None or attention_bias is not None:
             raise NotImplementedError("packed sequences and attention biases need Transformer Engine")
+        if attention_mask is not None and attention_mask.dim() == 1:
+            if self.cp_group.size() > 1:
+                raise NotImplementedError("attention within documents is not there for context parallelism")
+            return attend_within_documents(query, key, value, attention_mask, self.softmax_scale)
         if self.cp_group.size() == 1:
             return self._attend(query, key, value, mask=None)
         key, value = self._whole_sequence(key), self._whole_sequence(value)

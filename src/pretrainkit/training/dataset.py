@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
+import torch
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split
+from numpy.typing import NDArray
 from torch import Tensor
 
-from pretrainkit.data.token_documents import PackedDocuments, ShardDocuments, is_token_folder, open_token_folder
+from pretrainkit.data.token_documents import (
+    PackedDocuments,
+    PackedRows,
+    ShardDocuments,
+    is_token_folder,
+    open_token_folder,
+)
 
-Documents: TypeAlias = IndexedDataset | ShardDocuments | PackedDocuments
+Documents: TypeAlias = IndexedDataset | ShardDocuments | PackedDocuments | PackedRows
 
 NO_PADDING = -1
 """An id that no token has."""
@@ -29,6 +37,10 @@ class EpochDataset(GPTDataset):
 
     Megatron also takes a token that equals the tokenizer's padding for padding, and where a model pads with
     its EOD (SmolLM2, Llama 3 as many set it) no document's end is ever learnt. A .bin has no padding.
+
+    With `reset_attention_mask` positions begin anew with every document, at its true beginning and not after a token
+    that equals EOD, and the step into the next document is left out of the loss. Sets packed by bestfit have a row
+    for each sample and are always read so.
     """
 
     def __init__(
@@ -42,7 +54,8 @@ class EpochDataset(GPTDataset):
     ) -> None:
         super().__init__(indexed_dataset, dataset_path, indexed_indices, None, index_split, config)
         self._pad_token_id = NO_PADDING
-        self._samples_per_epoch = super().__len__()
+        self._rows = self.dataset if isinstance(self.dataset, PackedRows) else None
+        self._samples_per_epoch = len(self.document_index) if self._rows else super().__len__()
         self._length = self._samples_per_epoch if num_samples is None else num_samples
         self._permuted_epoch, self._permutation = 0, np.arange(0)
 
@@ -53,11 +66,26 @@ class EpochDataset(GPTDataset):
             return open_token_folder(dataset_path)
         return GPTDataset.build_low_level_dataset(dataset_path, config)
 
+    def _build_document_sample_shuffle_indices(self) -> tuple[Any, ...]:
+        if not isinstance(self.dataset, PackedRows):
+            return super()._build_document_sample_shuffle_indices()
+        order = np.random.RandomState(self.config.random_seed).permutation(self.indices)
+        return order, None, None
+
     def __len__(self) -> int:
         return self._length
 
     def __getitem__(self, idx: int | None) -> dict[str, Tensor]:
-        return super().__getitem__(None if idx is None else self._within_first_epoch(int(idx)))
+        position = 0 if idx is None else self._within_first_epoch(int(idx))
+        if self._rows:
+            sample = row_sample(*self._rows.row(int(self.document_index[position])))
+        else:
+            sample = super().__getitem__(position)
+            if self.config.reset_attention_mask:
+                reset_at(sample, self._document_ends(position))
+        if idx is None:  # fills up a batch
+            sample["loss_mask"] = torch.zeros_like(sample["loss_mask"])
+        return sample
 
     def _within_first_epoch(self, index: int) -> int:
         epoch, position = divmod(index, self._samples_per_epoch)
@@ -69,10 +97,41 @@ class EpochDataset(GPTDataset):
             self._permuted_epoch = epoch
         return int(self._permutation[position])
 
+    def _document_ends(self, position: int) -> NDArray[np.int64]:
+        """The places in a sample of the first epoch after its documents' last tokens."""
+        index = int(self.shuffle_index[position])
+        (first, offset), (last, _) = self.sample_index[index], self.sample_index[index + 1]
+        lengths = self.dataset.sequence_lengths[self.document_index[int(first) : int(last) + 1]]
+        return np.cumsum(lengths, dtype=np.int64) - int(offset)
+
     def sample_documents(self, index: int) -> list[int]:
-        """The numbers, in the .bin, of the documents that sample `index` is made of."""
-        _, documents = self._query_document_sample_shuffle_indices(self._within_first_epoch(index))
+        """The numbers of the documents, or of the row of a bestfit set, that sample `index` is made of."""
+        position = self._within_first_epoch(index)
+        if self._rows:
+            return [int(self.document_index[position])]
+        _, documents = self._query_document_sample_shuffle_indices(position)
         return [int(document) for document in documents]
+
+
+def reset_at(sample: dict[str, Tensor], ends: NDArray[np.int64]) -> None:
+    """Let positions [S] begin anew at places where a document ends, and leave the step over them out of the loss."""
+    length = sample["tokens"].numel()
+    ends = ends[(ends > 0) & (ends <= length)]
+    begins = np.zeros(length, np.int64)
+    inner = ends[ends < length]
+    begins[inner] = inner
+    sample["position_ids"] = torch.from_numpy(np.arange(length) - np.maximum.accumulate(begins))
+    sample["loss_mask"][torch.from_numpy(ends - 1)] = 0.0
+
+
+def row_sample(ids: NDArray[np.int32], document_lengths: NDArray[np.int32]) -> dict[str, Tensor]:
+    """The sample of a row [S] of whole documents, the lengths of which don't count the padding at its end."""
+    tokens = torch.from_numpy(ids.astype(np.int64))
+    ends = np.cumsum(document_lengths, dtype=np.int64)
+    sample = {"tokens": tokens, "labels": tokens.roll(-1), "loss_mask": torch.ones(len(ids))}
+    reset_at(sample, ends)
+    sample["loss_mask"][int(ends[-1]) if len(ends) else 0 :] = 0.0
+    return sample
 
 
 def documents_of_samples(dataset: EpochDataset | BlendedDataset, samples: range) -> dict[str, list[int]]:
