@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pretrainkit.config import resolve
 from pretrainkit.config.fields import FIELDS, closest, value_of
 from pretrainkit.config.flags import FLAGS
+from pretrainkit.config.launch import EXECUTORS
 from pretrainkit.config.resolve import RunFacts
 from pretrainkit.config.schema import DatasetFacts, ModelShape, RunConfig
 from pretrainkit.config.split import SPLIT_NAMES, num_samples, parse_split
@@ -15,11 +16,14 @@ from pretrainkit.errors import RequestError
 from pretrainkit.units import parse_duration
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "launch.executor": ("local", "slurm", "pbs", "sge"),
+    "launch.executor": EXECUTORS,
+    "launch.container_runtime": ("auto", "pyxis", "apptainer", "none"),
+    "launch.node_launcher": ("ssh", "pbsdsh", "qrsh", "mpirun"),
     "launch.accelerator": ("auto", "cpu", "gpu"),
     "training.precision": ("auto", "bf16", "fp32"),
     "training.layer_spec": ("auto", "te", "torch"),
     "training.on_bad_loss": ("stop", "skip"),
+    "training.start_parity": ("auto", "off", "require"),
     "training.async_save": ("auto", "on", "off"),
     "training.recompute": ("auto", "none", "selective", "full"),
     "optimizer.lr_schedule": ("cosine", "linear", "constant"),
@@ -27,8 +31,6 @@ CHOICES: dict[str, tuple[str, ...]] = {
 """Fields that take one of a few words."""
 FUSED_KERNELS = ("norm", "rotary", "swiglu", "cross_entropy", "weight_gradient")
 """Parts of a layer that --fused_kernels may name."""
-EXECUTORS_THERE = ("local",)
-"""Executors that this version can start runs with."""
 MAX_SEED = 2**32 - 1
 """Largest seed that numpy's RandomState, which orders Megatron's samples, takes."""
 
@@ -37,6 +39,9 @@ _NOT_NEGATIVE = "0 or more"
 _RANGES: dict[str, str] = {
     "launch.num_nodes": _POSITIVE,
     "launch.num_gpus": _POSITIVE,
+    "launch.cpus_per_task": _POSITIVE,
+    "launch.slots_per_gpu": _POSITIVE,
+    "launch.chain": _POSITIVE,
     "parallel.tensor_model_parallel_size": _POSITIVE,
     "parallel.pipeline_model_parallel_size": _POSITIVE,
     "parallel.context_parallel_size": _POSITIVE,
@@ -108,14 +113,6 @@ def _choices(config: RunConfig) -> Iterator[RequestError]:
                 needed=f"auto, off, or some of {', '.join(FUSED_KERNELS)} with commas between",
                 where="--fused_kernels",
             )
-    executor = config.launch.executor
-    if executor in CHOICES["launch.executor"] and executor not in EXECUTORS_THERE:
-        yield RequestError(
-            f"executor '{executor}' is not there yet",
-            needed=" or ".join(EXECUTORS_THERE),
-            action="start --executor local inside a job of your scheduler, on one node",
-            where="--executor",
-        )
 
 
 def _ranges(config: RunConfig) -> Iterator[RequestError]:
@@ -342,6 +339,12 @@ def _documents(config: RunConfig, dataset: DatasetFacts) -> Iterator[RequestErro
             needed=f"{row_length}: rows of whole documents are not cut",
             action=f"give --sequence_length {row_length}, or pack again with --sequence_length {length}",
             where="--sequence_length",
+        )
+    if config.training.layer_spec == "te" and resolve.reset_attention_mask(config, dataset):
+        yield RequestError(
+            "Transformer Engine's layers with attention within documents",
+            needed="auto or torch",
+            where="--layer_spec",
         )
     context = config.parallel.context_parallel_size
     if context > 1 and resolve.reset_attention_mask(config, dataset):

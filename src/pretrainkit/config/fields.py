@@ -11,7 +11,14 @@ from typing import Any
 
 from pretrainkit.config.schema import RunConfig
 
-_TYPE_WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+_TYPE_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    bool: "true or false",
+    tuple: "a list of texts",
+    dict: "a mapping of names to texts",
+}
 
 
 @dataclass(frozen=True)
@@ -20,7 +27,7 @@ class Field:
 
     dotted: str
     type: type
-    """int, float, str or bool."""
+    """int, float, str or bool; tuple: of texts; dict: texts by name."""
     optional: bool
     """Whether null is a value."""
     default: Any
@@ -50,7 +57,8 @@ def _leaves(schema: type, prefix: str) -> dict[str, Field]:
         if dataclasses.is_dataclass(annotation):
             leaves |= _leaves(typing.cast(type, annotation), f"{dotted}.")
         else:
-            leaves[dotted] = Field(dotted, annotation, optional, getattr(defaults, field.name))
+            kind = typing.get_origin(annotation) or annotation
+            leaves[dotted] = Field(dotted, kind, optional, getattr(defaults, field.name))
     return leaves
 
 

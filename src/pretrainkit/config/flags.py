@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrainkit.config.fields import FIELDS
+from pretrainkit.errors import RequestError
 
 
 @dataclass(frozen=True)
@@ -28,17 +29,29 @@ class Flag:
 
 GROUPS: dict[str, tuple[Flag, ...]] = {
     "where it runs": (
-        Flag("--executor", "launch.executor", "where to run: local; slurm, pbs and sge are yet to come"),
-        Flag("--account", "launch.account", "Slurm account", "-a"),
-        Flag("--partition", "launch.partition", "Slurm partition", "-p"),
-        Flag("--container_image", "launch.container_image", "container image of a scheduled job", "-i"),
+        Flag("--executor", "launch.executor", "local, slurm, pbs or sge (Grid Engine)"),
+        Flag("--site", "launch.site", "a file of configs/site by name, or any by path", default_word="none"),
+        Flag("--account", "launch.account", "account or group that pays", "-a", "root for Slurm, else none"),
+        Flag("--partition", "launch.partition", "partition or queue", "-p", "defq for Slurm, else the site's"),
         Flag("--num_nodes", "launch.num_nodes", "number of nodes", "-N"),
         Flag("--num_gpus", "launch.num_gpus", "GPUs per node, or processes per node on CPU", "-G"),
-        Flag(
-            "--gpu_name", "launch.gpu_name", "model of the GPUs, such as H100, for estimates", default_word="found out"
-        ),
-        Flag("--gpu_memory_gib", "launch.gpu_memory_gib", "memory of a GPU in GiB", default_word="by --gpu_name"),
+        Flag("--cpus_per_task", "launch.cpus_per_task", "CPU cores per node", default_word="the site's"),
         Flag("--accelerator", "launch.accelerator", "auto, cpu or gpu; auto takes GPUs where there are any"),
+        Flag("--chain", "launch.chain", "jobs in a row; each continues where its predecessor's time was over"),
+        Flag("--requeue", "launch.requeue", "put the job back into the queue as often as its time is over"),
+    ),
+    "container": (
+        Flag("--container_runtime", "launch.container_runtime", "pyxis (Slurm), apptainer, none or auto"),
+        Flag(
+            "--container_image",
+            "launch.container_image",
+            ".sqsh, .sif, sandbox folder or registry name",
+            "-i",
+            "nvcr.io/nvidia/nemo:dev with pyxis",
+        ),
+        Flag("--container_mounts", "launch.container_mounts", "SOURCE[:TARGET[:ro]], further ones; may be repeated"),
+        Flag("--nv", "launch.nv", "give an Apptainer container the host's NVIDIA driver", default_word="on GPU"),
+        Flag("--env", "launch.environment", "NAME=VALUE for the ranks; may be repeated"),
     ),
     "output": (
         Flag("--experiment", "experiment", "name of the experiment and of its output folder", "-E"),
@@ -130,6 +143,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("--reset_optimizer", "training.reset_optimizer", "continue without the optimizer's moments, once"),
         Flag("--on_bad_loss", "training.on_bad_loss", "stop or skip: steps with a NaN, infinite or spiking loss"),
         Flag("--max_loss_spike", "training.max_loss_spike", "bound, times the mean of 32 steps", default_word="none"),
+        Flag("--start_parity", "training.start_parity", "auto, off or require: loss against Hugging Face's at the start"),
         Flag("--restart_limit", "training.restart_limit", "restarts in a row without a new step; 0: no limit"),
     ),
     "records": (
@@ -168,24 +182,11 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
     for title, flags in GROUPS.items():
         group = parser.add_argument_group(title)
         for flag in flags:
-            field = FIELDS[flag.field]
-            default = flag.default_word or field.default
-            names = (flag.short, flag.name) if flag.short else (flag.name,)
-            if field.type is bool:
-                group.add_argument(
-                    *names, dest=flag.field, action="store_true", default=argparse.SUPPRESS, help=flag.help
-                )
-                continue
-            group.add_argument(
-                *names,
-                dest=flag.field,
-                type=field.type,
-                default=argparse.SUPPRESS,
-                metavar=field.type.__name__.upper(),
-                help=f"{flag.help} ({'required' if flag.required else f'default: {default}'})",
-            )
+            add_flag(group, flag)
     # Defaults that would only be noise in the help text.
-    parser.set_defaults(config_files=[], assignments=[], dry_run=False, plan=False, json=False, hf_token=None)
+    parser.set_defaults(
+        config_files=[], assignments=[], dry_run=False, plan=False, json=False, follow=False, hf_token=None
+    )
     request = parser.add_argument_group("how it is asked for")
     request.add_argument(
         "--config",
@@ -208,7 +209,13 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
         "--dry_run",
         action="store_true",
         default=argparse.SUPPRESS,
-        help="check everything, write run.json, print the resolved run and the command, start nothing",
+        help="check everything, write run.json, print the resolved run and the command or job script, start nothing",
+    )
+    request.add_argument(
+        "--follow",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="show the log of a scheduled job until it ends, and end with its exit code",
     )
     request.add_argument(
         "--plan",
@@ -225,6 +232,42 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_flag(group: argparse._ActionsContainer, flag: Flag, *, with_short: bool = True) -> None:
+    """Add one flag to a parser or one of its groups."""
+    field = FIELDS[flag.field]
+    names = (flag.short, flag.name) if flag.short and with_short else (flag.name,)
+    if field.type is bool:
+        group.add_argument(*names, dest=flag.field, action="store_true", default=argparse.SUPPRESS, help=flag.help)
+    elif field.type in (tuple, dict):
+        group.add_argument(
+            *names,
+            dest=flag.field,
+            action="append",
+            default=argparse.SUPPRESS,
+            metavar="TEXT" if field.type is tuple else "NAME=VALUE",
+            help=flag.help,
+        )
+    else:
+        default = "required" if flag.required else f"default: {flag.default_word or field.default}"
+        group.add_argument(
+            *names,
+            dest=flag.field,
+            type=field.type,
+            default=argparse.SUPPRESS,
+            metavar=field.type.__name__.upper(),
+            help=f"{flag.help} ({default})",
+        )
+
+
 def given_flags(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The flags of the table that were given: dotted field -> value."""
-    return {flag.field: vars(arguments)[flag.field] for flag in FLAGS if flag.field in vars(arguments)}
+    """The flags of the table that were given: dotted field -> value. Raises RequestError for one without its '='."""
+    given = {flag.field: vars(arguments)[flag.field] for flag in FLAGS if flag.field in vars(arguments)}
+    return {name: _by_name(name, value) if FIELDS[name].type is dict else value for name, value in given.items()}
+
+
+def _by_name(dotted: str, words: list[str]) -> dict[str, str]:
+    wrong = [word for word in words if not word.partition("=")[0] or "=" not in word]
+    if wrong:
+        flag = next(flag.name for flag in FLAGS if flag.field == dotted)
+        raise RequestError(f"{wrong[0]!r}", needed="NAME=VALUE", where=flag)
+    return {name: value for name, _, value in (word.partition("=") for word in words)}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pretrainkit.config.fields import FIELDS, SECTIONS, Field, closest
 from pretrainkit.config.flags import FLAGS
 from pretrainkit.config.schema import RunConfig
+from pretrainkit.config.site import find_site, site_field
 from pretrainkit.errors import RequestError
 
 
@@ -22,7 +25,8 @@ def load_config(
     """The config that a request asks for.
 
     Args:
-        config_files: YAML files, each of which may hold any fields; later ones win.
+        config_files: YAML files, each of which may hold any fields; later ones win. All win over the site's file,
+            which is the one that `launch.site` names, by flag or in one of them.
         flags: dotted field -> value, as given on the command line; they win over the files.
         assignments: 'field=value' texts of --set; they win over the files. A field that a flag sets to
             another value is an error.
@@ -30,9 +34,28 @@ def load_config(
     Raises:
         RequestError: every unknown field, wrong type and unreadable file of the request at once.
     """
+    problems: list[RequestError] = []
+    site = _merged(config_files, flags, assignments, None, []).launch.site
+    config = _merged(config_files, flags, assignments, site, problems)
+    if problems:
+        raise RequestError.of_all(problems)
+    return _with_tuples(cast(RunConfig, OmegaConf.to_object(config)))
+
+
+def _merged(
+    config_files: Sequence[Path],
+    flags: Mapping[str, Any] | None,
+    assignments: Sequence[str],
+    site: str | None,
+    problems: list[RequestError],
+) -> DictConfig:
     config = OmegaConf.structured(RunConfig)
     _unlock(config)
-    problems: list[RequestError] = []
+    if site is not None:
+        try:
+            _merge_file(config, find_site(site), problems, rename=site_field)
+        except RequestError as error:
+            problems.append(error)
     for path in config_files:
         try:
             _merge_file(config, path, problems)
@@ -46,9 +69,17 @@ def load_config(
             _merge_assignment(config, assignment, given, problems)
         except RequestError as error:
             problems.append(error)
-    if problems:
-        raise RequestError.of_all(problems)
-    return cast(RunConfig, OmegaConf.to_object(config))
+    return config
+
+
+def _with_tuples(config: RunConfig) -> RunConfig:
+    """OmegaConf gives lists for tuples."""
+    lists: dict[str, Any] = {
+        field.name: tuple(value)
+        for field in dataclasses.fields(config.launch)
+        if isinstance(value := getattr(config.launch, field.name), list)
+    }
+    return dataclasses.replace(config, launch=dataclasses.replace(config.launch, **lists))
 
 
 def _unlock(node: DictConfig) -> None:
@@ -58,11 +89,18 @@ def _unlock(node: DictConfig) -> None:
         OmegaConf.set_readonly(OmegaConf.select(node, name), False)
 
 
-def _merge_file(config: DictConfig, path: Path, problems: list[RequestError]) -> None:
+def _merge_file(
+    config: DictConfig, path: Path, problems: list[RequestError], rename: Callable[[str], str] = str
+) -> None:
     tree, lines = _read_yaml(path)
-    for dotted, value in _flatten(tree, ""):
-        line = lines.get(dotted)
-        _assign(config, dotted, value, f"{path}:{line}" if line else str(path), problems)
+    for name, value in _flatten(tree, ""):
+        where = f"{path}:{lines[name]}" if name in lines else str(path)
+        try:
+            dotted = rename(name)
+        except RequestError as error:
+            problems.append(RequestError(error.found, needed=error.needed, action=error.action, where=where))
+            continue
+        _assign(config, dotted, value, where, problems)
 
 
 def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
@@ -139,15 +177,47 @@ def _assign(config: DictConfig, dotted: str, value: Any, where: str, problems: l
         problems.append(_unknown(dotted, value, where))
         return
     wrong = RequestError(f"{dotted} is {value!r} ({type(value).__name__})", needed=field.needed, where=where)
+    if field.type in (tuple, dict):
+        if not _is_of_texts(field, value):
+            problems.append(wrong)
+            return
+        value = _added(config, dotted, value)
     if value is not None and field.type in (str, bool) and not isinstance(value, field.type):
         # OmegaConf would turn 001 into '1' and 2 into true.
         wrong.action = "put it in quotes" if field.type is str and not isinstance(value, (dict, list)) else ""
         problems.append(RequestError(wrong.found, needed=wrong.needed, action=wrong.action, where=where))
         return
     try:
-        OmegaConf.update(config, dotted, value)
+        OmegaConf.update(config, dotted, _escaped(value), merge=True)
     except OmegaConfBaseException:
         problems.append(wrong)
+
+
+def _escaped(value: Any) -> Any:
+    """A value whose '${' is text: OmegaConf would take it for the name of another field."""
+    if isinstance(value, str):
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+    if isinstance(value, dict):
+        return {name: _escaped(item) for name, item in value.items()}
+    return [_escaped(item) for item in value] if isinstance(value, list) else value
+
+
+def _is_of_texts(field: Field, value: Any) -> bool:
+    if field.type is dict:
+        return isinstance(value, dict) and all(isinstance(text, str) for text in [*value, *value.values()])
+    return isinstance(value, (list, tuple)) and all(isinstance(text, str) for text in value)
+
+
+def _added(config: DictConfig, dotted: str, value: Any) -> Any:
+    """Mounts are added to those of earlier sources, by target; OmegaConf does the same with mappings."""
+    if dotted != "launch.container_mounts":
+        return value if isinstance(value, dict) else list(value)
+    mounts = {_target(mount): mount for mount in [*config.launch.container_mounts, *value]}
+    return list(mounts.values())
+
+
+def _target(mount: str) -> str:
+    return mount.split(":")[min(1, mount.count(":"))]
 
 
 def _unknown(dotted: str, value: Any, where: str) -> RequestError:

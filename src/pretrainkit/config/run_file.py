@@ -103,6 +103,11 @@ def _decode(annotation: Any, value: Any, where: str, name: str, *, is_old: bool)
         return tuple(
             _decode(element, item, where, f"{name}[{index}]", is_old=is_old) for index, item in enumerate(value)
         )
+    if typing.get_origin(kind) is dict:
+        if not isinstance(value, dict):
+            raise _wrong(where, name, value, "an object")
+        element = typing.get_args(kind)[1]
+        return {key: _decode(element, item, where, f"{name}.{key}", is_old=is_old) for key, item in value.items()}
     if kind is float and type(value) is int:
         return float(value)
     if type(value) is not kind:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from pretrainkit.config.launch import LaunchConfig
+
 
 @dataclass(frozen=True)
 class RopeScaling:
@@ -160,6 +162,9 @@ class TrainingConfig:
     skipped step updates nothing."""
     max_loss_spike: float | None = None
     """Largest loss of a step, as a multiple of the mean of the last 32 steps; unset: no bound."""
+    start_parity: str = "auto"
+    """auto, off or require: before the first step from trained weights, compare the loss with that of the Hugging Face
+    model they were made from. auto: where that is at hand and fits into memory."""
     restart_limit: int = 3
     """Restarts in a row without a new step, after which a start is refused; 0: no limit."""
     precision: str = "auto"
@@ -185,29 +190,6 @@ class TrackingConfig:
     """Weights & Biases project; unset: none. WANDB_MODE=offline keeps it on disk."""
     mlflow: bool = False
     """Log to MLflow, at MLFLOW_TRACKING_URI or in the experiment's folder."""
-
-
-@dataclass(frozen=True)
-class LaunchConfig:
-    """Where the ranks run."""
-
-    executor: str = "local"
-    """local (torchrun on this machine) or slurm; both through NeMo-Run."""
-    account: str = "root"
-    """Slurm account."""
-    partition: str = "defq"
-    """Slurm partition."""
-    container_image: str = "nvcr.io/nvidia/nemo:dev"
-    """Container image of a Slurm job; empty: none."""
-    num_nodes: int = 1
-    num_gpus: int = 8
-    """Processes per node: one per GPU, or CPU processes with accelerator cpu."""
-    accelerator: str = "auto"
-    """auto, cpu or gpu; auto: gpu where this machine has one or a scheduler is used."""
-    gpu_name: str | None = None
-    """The GPUs' model, such as H100 or A100 40GB, for estimates; unset: this machine's, where the run is local."""
-    gpu_memory_gib: float | None = None
-    """Memory of each GPU in GiB, for estimates; unset: by gpu_name."""
 
 
 @dataclass(frozen=True)
@@ -291,6 +273,8 @@ class ResolvedRun:
     """Absolute folder with config.json and the tokenizer's files."""
     initial_checkpoint: str | None
     """NeMo checkpoint whose weights the run starts from; None: random weights."""
+    hf_weights: str | None
+    """Hugging Face folder with the weights that this checkpoint was made from; None: not known, or random weights."""
     accelerator: str
     """cpu or gpu."""
     precision: str

@@ -76,7 +76,6 @@ OF_THE_REQUEST: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["131073 tokens, but the model was made for 131072", "config.json"],
     ),
     "executor": ({"launch__executor": "slrum"}, ["--executor: unknown value 'slrum'", "did you mean slurm?"]),
-    "executor that is not there yet": ({"launch__executor": "pbs"}, ["executor 'pbs' is not there yet", "local"]),
     "accelerator": ({"launch__accelerator": "cuda"}, ["--accelerator: unknown value 'cuda'", "auto or cpu or gpu"]),
     "precision": ({"training__precision": "fp16"}, ["--precision: unknown value 'fp16'", "auto or bf16 or fp32"]),
     "schedule": ({"optimizer__lr_schedule": "cosin"}, ["--lr_schedule", "did you mean cosine?"]),
