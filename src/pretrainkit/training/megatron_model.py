@@ -40,7 +40,7 @@ def build_model(
 ) -> GPTModel:
     """This rank's part of the model, with random weights."""
     tensor_parallel_size = parallel_state.get_tensor_model_parallel_world_size()
-    fields = transformer_config_fields(shape, precision=precision, has_transformer_engine=with_transformer_engine)
+    fields = transformer_config_fields(shape, precision=precision)
     if shape.num_experts:
         fields |= expert_config_fields(shape, tensor_parallel_size=tensor_parallel_size)
         fields["expert_model_parallel_size"] = parallel_state.get_expert_model_parallel_world_size()

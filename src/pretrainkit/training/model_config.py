@@ -19,7 +19,6 @@ def transformer_config_fields(
     shape: ModelShape,
     *,
     precision: str,
-    has_transformer_engine: bool,
     fused_cross_entropy: bool | None = None,
 ) -> dict[str, Any]:
     """Keyword arguments for TransformerConfig (and NeMo's GPTConfig) that describe `shape`.
@@ -50,8 +49,8 @@ def transformer_config_fields(
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "cross_entropy_loss_fusion": bf16 if fused_cross_entropy is None else fused_cross_entropy,
-        "apply_rope_fusion": has_transformer_engine,
-        "masked_softmax_fusion": has_transformer_engine,
+        "apply_rope_fusion": False,
+        "masked_softmax_fusion": False,
     }
 
 

@@ -6,7 +6,7 @@ built without Transformer Engine) lives in its own module; here they are connect
 
 from __future__ import annotations
 
-import importlib.util
+import functools
 import logging as python_logging
 import time
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from nemo.utils import logging as nemo_logging
 
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.logs import get_logger
-from pretrainkit.training import optimizer, restarts
+from pretrainkit.training import kernels, optimizer, restarts
 from pretrainkit.training.dataset import EpochDataset
 from pretrainkit.training.layer_spec import torch_layer_spec
 from pretrainkit.training.model_config import transformer_config_fields
@@ -37,8 +37,6 @@ from pretrainkit.training.schedule import schedule_of
 from pretrainkit.training.start_plan import CONTINUE, WEIGHTS, StartPlan
 from pretrainkit.training.throughput import peak_flops, training_flops_per_token
 from pretrainkit.training.trackers import open_trackers
-
-HAS_TRANSFORMER_ENGINE = importlib.util.find_spec("transformer_engine") is not None
 
 log = get_logger(__name__)
 
@@ -54,8 +52,9 @@ def train(run: ResolvedRun, plan: StartPlan, *, rank: int, local_world_size: int
     if run.accelerator == "cpu":
         # NeMo asserts that CUDA is initialised, to move restored tensors between devices; there is one device.
         nemo_checkpoint_io._fix_tensors_device = lambda checkpoint: checkpoint
-    if not HAS_TRANSFORMER_ENGINE:
-        optimizer.use_in_megatron()
+    chosen = kernels.choose_for(run)
+    kernels.install(chosen)
+    optimizer.use_in_megatron()
 
     recorder = None
     if rank == 0:
@@ -69,10 +68,11 @@ def train(run: ResolvedRun, plan: StartPlan, *, rank: int, local_world_size: int
             peak_flops=peak_flops(torch.cuda.get_device_name()) if run.accelerator == "gpu" else None,
             trackers=open_trackers(run, furthest),
         )
-        recorder.event("start", **plan.to_json(), world_size=run.world_size)
+        recorder.event("start", **plan.to_json(), world_size=run.world_size, kernels=chosen.to_json())
+        log.info("kernels: %s", chosen)
         log.info("starting at step %d of %d", plan.step, run.max_steps)
 
-    model = _model(run, recorder)
+    model = _model(run, chosen, recorder)
     trainer = _trainer(run, plan, local_world_size)
     # Before the saving, to time the step alone.
     trainer.callbacks[:0] = [AsPlanned(plan), LossGuard(run, recorder), Recording(run, recorder), stop]
@@ -95,12 +95,10 @@ def train(run: ResolvedRun, plan: StartPlan, *, rank: int, local_world_size: int
     return False
 
 
-def _model(run: ResolvedRun, recorder: RunRecorder | None) -> LlamaModel:
+def _model(run: ResolvedRun, chosen: kernels.Kernels, recorder: RunRecorder | None) -> LlamaModel:
     """NeMo's model object; Megatron's modules are built later, on every rank its own part."""
     shape = run.model
-    fields: dict[str, Any] = transformer_config_fields(
-        shape, precision=run.precision, has_transformer_engine=HAS_TRANSFORMER_ENGINE
-    )
+    fields: dict[str, Any] = transformer_config_fields(shape, precision=run.precision)
     fields |= {
         "seq_length": run.config.data.sequence_length,
         "rotary_base": shape.rope_theta,
@@ -118,8 +116,10 @@ def _model(run: ResolvedRun, recorder: RunRecorder | None) -> LlamaModel:
             **fields,
         )
     # Set after construction, so that NeMo's saved context keeps its own defaults and loads anywhere.
-    if not HAS_TRANSFORMER_ENGINE:
-        config.transformer_layer_spec = torch_layer_spec
+    if chosen.layer_spec == "torch":
+        config.transformer_layer_spec = functools.partial(torch_layer_spec, norm=chosen.norm)
+    for name, value in kernels.config_fields(chosen, qk_norm=shape.qk_norm).items():
+        setattr(config, name, value)
     config.forward_step_fn = _forward_step
     if recorder:
         config.data_step_fn = _timed(config.data_step_fn, recorder)

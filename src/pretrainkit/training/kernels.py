@@ -1,0 +1,156 @@
+"""Which implementation each part of a layer gets: what is installed, what fits the run, what was asked.
+
+| part | plain | fused | why |
+|---|---|---|---|
+| norm | torch | liger | |
+| rotary | Megatron's torch code | triton | about twenty launches a layer become one |
+| swiglu | Megatron's torch code | liger | gate and product in one pass, nothing saved but the input |
+| cross_entropy | Megatron's | triton | no fp32 copy of the logits |
+| weight_gradient | added after the product | product | the product accumulates into the fp32 buffer |
+
+With Transformer Engine its layers have their own norm, rotary embedding and weight gradient.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+from dataclasses import dataclass
+from typing import Any
+
+from pretrainkit.config.checks import FUSED_KERNELS
+from pretrainkit.config.schema import ResolvedRun
+from pretrainkit.errors import RequestError
+
+PLAIN = "torch"
+LIBRARIES = ("transformer_engine", "triton", "liger_kernel")
+_FUSED = {
+    "norm": "liger",
+    "rotary": "triton",
+    "swiglu": "liger",
+    "cross_entropy": "triton",
+    "weight_gradient": "product",
+}
+_NEEDS = {"liger": ("liger_kernel", "triton"), "triton": ("triton",), "product": ()}
+_BY_TRANSFORMER_ENGINE = ("norm", "rotary", "weight_gradient")
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The choice for one run; every rank makes the same one."""
+
+    layer_spec: str
+    """te (Transformer Engine's layers) or torch (ours)."""
+    norm: str
+    rotary: str
+    swiglu: str
+    cross_entropy: str
+    weight_gradient: str
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{part} {getattr(self, part)}" for part in FUSED_KERNELS)
+        return f"{self.layer_spec} layers; {parts}"
+
+    def to_json(self) -> dict[str, str]:
+        """The switches, for the records."""
+        return dataclasses.asdict(self)
+
+
+def installed_libraries() -> frozenset[str]:
+    """Those of LIBRARIES that this Python can import."""
+    return frozenset(name for name in LIBRARIES if importlib.util.find_spec(name))
+
+
+def choose_for(run: ResolvedRun) -> Kernels:
+    """The kernels of `run` on this machine; see `choose`."""
+    return choose(
+        # Attention within documents is ours alone.
+        layer_spec="torch" if run.reset_attention_mask else run.config.training.layer_spec,
+        fused_kernels=run.config.training.fused_kernels,
+        accelerator=run.accelerator,
+        precision=run.precision,
+        installed=installed_libraries(),
+    )
+
+
+def choose(
+    *, layer_spec: str, fused_kernels: str, accelerator: str, precision: str, installed: frozenset[str]
+) -> Kernels:
+    """The kernels of a run on this machine.
+
+    `layer_spec` is auto, te or torch; `fused_kernels` is auto, off, or some of FUSED_KERNELS with commas between.
+    Raises RequestError when something asked for by name isn't installed.
+    """
+    fusable = accelerator == "gpu"
+    asked = {"auto": FUSED_KERNELS, "off": ()}.get(fused_kernels, tuple(fused_kernels.split(",")))
+    fused = tuple(
+        part
+        for part in asked
+        if fusable and installed.issuperset(_NEEDS[_FUSED[part]]) and (part != "weight_gradient" or precision == "bf16")
+    )
+    missing = [part for part in asked if fused_kernels != "auto" and part not in fused]
+    if missing:
+        raise RequestError(
+            f"fused {', '.join(missing)} can't be used on this machine ({accelerator}, {precision})",
+            needed=f"a GPU, {_packages(missing)}" + (", bf16" if "weight_gradient" in missing else ""),
+            action="install what is missing, or leave it out: --fused_kernels auto takes what is there",
+            where="--fused_kernels",
+        )
+    if layer_spec == "te" and "transformer_engine" not in installed:
+        raise RequestError(
+            "transformer_engine is not installed",
+            needed="--layer_spec auto or torch, or the package",
+            where="--layer_spec te",
+        )
+    if layer_spec == "auto":
+        # Ours with every kernel is the faster one; plain torch layers are not, with long microbatches.
+        ours_is_faster = set(fused) >= {"rotary", "swiglu", "cross_entropy"}
+        layer_spec = "te" if "transformer_engine" in installed and fusable and not ours_is_faster else "torch"
+    choice = {part: _FUSED[part] if part in fused else PLAIN for part in FUSED_KERNELS}
+    if layer_spec == "te":
+        choice |= dict.fromkeys(_BY_TRANSFORMER_ENGINE, "te")
+    return Kernels(layer_spec=layer_spec, **choice)
+
+
+def _packages(parts: list[str]) -> str:
+    names = sorted({name for part in parts for name in _NEEDS[_FUSED[part]]})
+    return " and ".join(names) or "torch with CUDA"
+
+
+def config_fields(kernels: Kernels, *, qk_norm: bool) -> dict[str, Any]:
+    """The fields of Megatron's TransformerConfig that switch these kernels on."""
+    fused_rotary = kernels.rotary == "triton"
+    return {
+        "apply_rope_fusion": kernels.rotary != PLAIN,
+        # Norms of queries and keys stand between the projection and the rotation.
+        "fused_single_qkv_rope": fused_rotary and not qk_norm,
+        "bias_activation_fusion": kernels.swiglu == "liger",
+        "gradient_accumulation_fusion": kernels.weight_gradient != PLAIN,
+    }
+
+
+def install(kernels: Kernels) -> None:
+    """Put the chosen kernels where Megatron looks for them, in this process; before the model is built."""
+    if kernels.rotary == "triton":
+        import megatron.core.models.common.embeddings.rope_utils as rope_utils
+        import megatron.core.transformer.attention as attention
+
+        from pretrainkit.training import triton_rotary
+
+        rope_utils.fused_apply_rotary_pos_emb = triton_rotary.rotate_heads
+        attention.HAVE_FUSED_QKV_ROPE = True
+        attention.apply_fused_qkv_rotary_pos_emb = triton_rotary.rotate_qkv
+    if kernels.swiglu == "liger":
+        from liger_kernel.megatron import apply_liger_kernel_to_megatron
+
+        apply_liger_kernel_to_megatron(rms_norm=False, cross_entropy=False, swiglu=True)
+    if kernels.cross_entropy == "triton":
+        import megatron.core.models.common.language_module.language_module as language_module
+
+        from pretrainkit.training.triton_cross_entropy import vocab_parallel_cross_entropy
+
+        language_module.fused_vocab_parallel_cross_entropy = vocab_parallel_cross_entropy
+    if kernels.weight_gradient == "product":
+        from pretrainkit.training import weight_gradient
+
+        weight_gradient.use_in_megatron()

@@ -1,0 +1,90 @@
+"""The choice of kernels: by what is installed, the device, and what was asked."""
+
+from __future__ import annotations
+
+import pytest
+
+from pretrainkit.errors import RequestError
+from pretrainkit.training.kernels import LIBRARIES, Kernels, choose, config_fields
+
+ALL = frozenset(LIBRARIES)
+PLAIN = Kernels("torch", "torch", "torch", "torch", "torch", "torch")
+FUSED = Kernels("torch", "liger", "triton", "liger", "triton", "product")
+
+
+def chosen(
+    *installed: str, layers: str = "auto", fused: str = "auto", accelerator: str = "gpu", precision: str = "bf16"
+) -> Kernels:
+    return choose(
+        layer_spec=layers,
+        fused_kernels=fused,
+        accelerator=accelerator,
+        precision=precision,
+        installed=frozenset(installed),
+    )
+
+
+def test_on_gpu_everything_installed_is_used() -> None:
+    assert chosen("triton", "liger_kernel") == FUSED
+
+
+def test_on_cpu_nothing_is_fused() -> None:
+    assert chosen(*ALL, accelerator="cpu") == PLAIN
+
+
+def test_weight_gradients_accumulate_in_the_product_in_bf16_alone() -> None:
+    assert chosen("triton", "liger_kernel", precision="fp32").weight_gradient == "torch"
+
+
+def test_without_liger_its_parts_stay_plain() -> None:
+    assert chosen("triton") == Kernels("torch", "torch", "triton", "torch", "triton", "product")
+
+
+def test_off_is_plain_torch() -> None:
+    assert chosen("triton", "liger_kernel", fused="off") == PLAIN
+
+
+def test_named_parts_alone_are_fused() -> None:
+    assert chosen("triton", "liger_kernel", fused="rotary,norm") == Kernels(
+        "torch", "liger", "triton", "torch", "torch", "torch"
+    )
+
+
+@pytest.mark.parametrize(
+    ("installed", "layers"),
+    [(ALL, "torch"), ({"transformer_engine", "triton"}, "te"), ({"transformer_engine"}, "te"), ({"triton"}, "torch")],
+)
+def test_the_faster_layers_of_those_installed_are_taken(installed: frozenset[str], layers: str) -> None:
+    assert chosen(*installed).layer_spec == layers
+
+
+def test_transformer_engines_layers_keep_their_own_norm_rotation_and_gradient() -> None:
+    kernels = chosen(*ALL, layers="te")
+    assert kernels == Kernels("te", "te", "te", "liger", "triton", "te")
+    assert config_fields(kernels, qk_norm=False) == {
+        "apply_rope_fusion": True,
+        "fused_single_qkv_rope": False,
+        "bias_activation_fusion": True,
+        "gradient_accumulation_fusion": True,
+    }
+
+
+def test_norms_of_queries_and_keys_keep_the_projection_apart() -> None:
+    assert not config_fields(FUSED, qk_norm=True)["fused_single_qkv_rope"]
+    assert config_fields(FUSED, qk_norm=False)["fused_single_qkv_rope"]
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        ({"layers": "te"}, ["transformer_engine is not installed", "auto or torch"]),
+        ({"fused": "norm"}, ["fused norm", "liger_kernel and triton"]),
+        ({"fused": "rotary", "accelerator": "cpu"}, ["(cpu, bf16)", "a GPU"]),
+        ({"fused": "weight_gradient", "precision": "fp32"}, ["(gpu, fp32)", "bf16"]),
+    ],
+    ids=["te", "package", "device", "precision"],
+)
+def test_what_is_asked_by_name_and_missing_is_refused(request_: dict[str, str], words: list[str]) -> None:
+    with pytest.raises(RequestError) as error:
+        chosen(**request_)
+    assert all(word in str(error.value) for word in words)

@@ -1,0 +1,101 @@
+"""The Triton kernels against plain torch: on a GPU where there is one, else in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated, so before the imports below
+
+from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
+
+from pretrainkit.training.triton_cross_entropy import BLOCK, vocab_parallel_cross_entropy
+from pretrainkit.training.triton_rotary import rotate_heads, rotate_qkv
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _angles(length: int, size: int) -> Tensor:
+    half = torch.outer(torch.arange(length, device=DEVICE), 10000 ** -torch.linspace(0, 1, size // 2, device=DEVICE))
+    return torch.cat((half, half), dim=-1)[:, None, None, :]
+
+
+@pytest.mark.parametrize("columns", [BLOCK - 1, BLOCK, 2 * BLOCK + 5])
+def test_cross_entropy_and_its_gradient_are_torchs(columns: int) -> None:
+    torch.manual_seed(0)
+    logits = 5 * torch.randn(3, 2, columns, device=DEVICE)
+    targets = torch.randint(columns, (3, 2), device=DEVICE)
+    targets[0, 0], targets[0, 1] = 0, columns - 1
+    weights = torch.rand(3, 2, device=DEVICE)
+    expected_logits = logits.clone().requires_grad_()
+    expected = torch.nn.functional.cross_entropy(
+        expected_logits.flatten(0, 1), targets.flatten(), reduction="none"
+    ).view(3, 2)
+    (expected * weights).sum().backward()
+
+    leaf = logits.clone().requires_grad_()
+    loss = vocab_parallel_cross_entropy(leaf * 1, targets)
+    (loss * weights).sum().backward()
+
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(leaf.grad, expected_logits.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_cross_entropy_of_extreme_logits_is_finite() -> None:
+    logits = torch.zeros(1, 1, 64, device=DEVICE)
+    logits[0, 0, 3], logits[0, 0, 4] = 3e38, -3e38
+    loss = vocab_parallel_cross_entropy(logits.clone(), torch.tensor([[3]], device=DEVICE))
+    assert loss.item() == 0
+
+
+def test_cross_entropys_backward_runs_once() -> None:
+    leaf = torch.randn(1, 2, 64, device=DEVICE, requires_grad=True)
+    loss = vocab_parallel_cross_entropy(leaf * 1, torch.zeros(1, 2, dtype=torch.long, device=DEVICE)).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="runs once"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("queries", [1, 3], ids=["no groups", "grouped queries"])
+@pytest.mark.parametrize("size", [16, 20], ids=["power of two", "other head size"])
+def test_fused_query_key_value_rotation_is_megatrons(queries: int, size: int) -> None:
+    torch.manual_seed(0)
+    length, batch, groups = 5, 2, 3
+    widths = [queries * size, size, size]
+    angles = _angles(length, size)
+    mixed = torch.randn(length, batch, groups, sum(widths), device=DEVICE, requires_grad=True)
+    query, key, value = mixed.split(widths, dim=3)
+    query = query.reshape(length, batch, -1, size)
+    expected = (_apply_rotary_pos_emb_bshd(query, angles), _apply_rotary_pos_emb_bshd(key, angles), value)
+    gradients = [torch.randn_like(part) for part in expected]
+    (expected_gradient,) = torch.autograd.grad(expected, mixed, gradients)
+
+    found = rotate_qkv(mixed, angles, angles, widths)
+    (gradient,) = torch.autograd.grad(found, mixed, gradients)
+
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_rotation_of_single_heads_is_megatrons() -> None:
+    torch.manual_seed(0)
+    angles = _angles(7, 12)
+    heads = torch.randn(7, 2, 5, 12, device=DEVICE, requires_grad=True)
+    expected = _apply_rotary_pos_emb_bshd(heads, angles)
+    gradient = torch.randn_like(expected)
+    (expected_gradient,) = torch.autograd.grad(expected, heads, gradient)
+
+    found = rotate_heads(heads, angles)
+    (found_gradient,) = torch.autograd.grad(found, heads, gradient)
+
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found_gradient, expected_gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_interleaved_rotation_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match="interleaved"):
+        rotate_heads(torch.zeros(1, 1, 1, 4), torch.zeros(1, 1, 1, 4), interleaved=True)
