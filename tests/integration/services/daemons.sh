@@ -3,7 +3,7 @@
 : "${state:?}"
 
 # What started us may hold locks and pipes open, which daemons must not keep.
-for descriptor in /proc/$$/fd/*; do
+for descriptor in /proc/"$$"/fd/*; do
     number=${descriptor##*/}
     [ "$number" -gt 2 ] && [ "$number" != 255 ] && eval "exec $number>&-"
 done
