@@ -55,6 +55,7 @@ def write_tiny_run(tmp_path: Path, dataset_prefix: Path) -> Callable[..., Path]:
         sequence_parallel: bool = False,
         max_steps: int = 4,
         initial_checkpoint: Path | None = None,
+        hf_weights: Path | None = None,
         dataset: Path = dataset_prefix,
         wandb_project: str | None = None,
         **training: Any,
@@ -90,6 +91,7 @@ def write_tiny_run(tmp_path: Path, dataset_prefix: Path) -> Callable[..., Path]:
             min_lr=1e-4,
             samples_per_epoch=count_epoch([dataset], "8,1,1", 128, 1)[0].num_samples,
             padded_vocab_size=384,
+            hf_weights=str(hf_weights) if hf_weights else None,
         )
         run_file = tmp_path / experiment / "run.json"
         run_file.parent.mkdir(parents=True, exist_ok=True)

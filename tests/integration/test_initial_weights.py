@@ -16,8 +16,10 @@ import sys
 from pathlib import Path
 from pretrainkit import logs
 from pretrainkit.launch import weights
+from pretrainkit.models.registry import read_shape
 logs.configure()
-print(weights.provide(weights.locate(sys.argv[1], Path(sys.argv[2]))))
+initial = weights.locate(sys.argv[1], Path(sys.argv[2]))
+print(weights.provide(initial, read_shape(initial.source)))
 """
 
 

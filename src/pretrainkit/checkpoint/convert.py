@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from pretrainkit.checkpoint.detect import HF_SOURCE, Found, Kind, detect
+from pretrainkit.checkpoint.fingerprint import weights_fingerprint
 from pretrainkit.checkpoint.mapping import Entry, expand
 from pretrainkit.checkpoint.megatron_args import flags_to_add
 from pretrainkit.checkpoint.parallel import Parallelism
@@ -87,6 +88,8 @@ class Report:
     elapsed_s: float
     notes: list[str]
     """What was added, left out or changed."""
+    source_fingerprint: str | None = None
+    """Of Hugging Face weights that were converted as they are; None where they were cast, or came from Megatron."""
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -140,6 +143,7 @@ def convert(source: str | Path, target: str | Path, options: Options | None = No
             num_bytes=plan.num_bytes,
             dtypes=_count_dtypes(plan.dtypes),
             elapsed_s=round(time.monotonic() - started, 3),
+            source_fingerprint=_fingerprint(found, reader, plan.dtypes),
             notes=[*_cast_notes(reader, plan.dtypes), *reader.notes(), *_padding_notes(plan), *_megatron_notes(plan)],
         )
         if kind is not Kind.HF:
@@ -173,6 +177,11 @@ def find_hf_folder(found: Found, given: Path | None = None) -> Path:
         needed="the Hugging Face folder that the model came from",
         action="add --hf-model FOLDER",
     )
+
+
+def _fingerprint(found: Found, reader: Source, dtypes: Mapping[Entry, torch.dtype]) -> str | None:
+    is_whole = all(reader.dtype(entry) == dtype for entry, dtype in dtypes.items())
+    return weights_fingerprint(found.root) if found.kind is Kind.HF and is_whole else None
 
 
 def _copy(reader: Source, writer: Target, plan: TargetPlan) -> None:

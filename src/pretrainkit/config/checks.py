@@ -86,7 +86,21 @@ def problems_of(config: RunConfig, facts: RunFacts) -> list[RequestError]:
         *_optimizer(config, facts),
         *(_model(config, facts.model) if facts.model else ()),
         *_data(config, facts),
+        *_start(config, facts),
     ]
+
+
+def _start(config: RunConfig, facts: RunFacts) -> Iterator[RequestError]:
+    if config.training.start_parity != "require" or facts.hf_weights or (config.nemo_model and not facts.hf_folder):
+        return
+    yield RequestError(
+        "require, but the Hugging Face weights that the checkpoint was made from are not at hand"
+        if config.nemo_model
+        else "require, for a run from random weights",
+        needed="--nemo_model with a Hugging Face folder, or with a checkpoint that convert_checkpoint.py made from the "
+        "folder that --hf_model_id names",
+        where="--start_parity",
+    )
 
 
 def flag_of(dotted: str) -> str:

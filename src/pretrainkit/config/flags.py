@@ -143,7 +143,9 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("--reset_optimizer", "training.reset_optimizer", "continue without the optimizer's moments, once"),
         Flag("--on_bad_loss", "training.on_bad_loss", "stop or skip: steps with a NaN, infinite or spiking loss"),
         Flag("--max_loss_spike", "training.max_loss_spike", "bound, times the mean of 32 steps", default_word="none"),
-        Flag("--start_parity", "training.start_parity", "auto, off or require: loss against Hugging Face's at the start"),
+        Flag(
+            "--start_parity", "training.start_parity", "auto, off or require: the start's loss against Hugging Face's"
+        ),
         Flag("--restart_limit", "training.restart_limit", "restarts in a row without a new step; 0: no limit"),
     ),
     "records": (

@@ -43,6 +43,8 @@ class RunFacts:
     model: ModelShape | None = None
     hf_folder: str = ""
     initial_checkpoint: str | None = None
+    hf_weights: str | None = None
+    """Hugging Face folder that the initial checkpoint was made from."""
     tokenizer_sha256: str | None = None
     """Of the model's tokenizer.json."""
     tokenizer_largest_id: int | None = None
@@ -131,6 +133,7 @@ def resolve(config: RunConfig, facts: RunFacts) -> ResolvedRun:
         experiment_dir=facts.experiment_dir,
         hf_folder=facts.hf_folder,
         initial_checkpoint=facts.initial_checkpoint,
+        hf_weights=facts.hf_weights,
         accelerator=chosen,
         precision=_precision(config, chosen),
         world_size=world_size(config),

@@ -273,8 +273,6 @@ class ResolvedRun:
     """Absolute folder with config.json and the tokenizer's files."""
     initial_checkpoint: str | None
     """NeMo checkpoint whose weights the run starts from; None: random weights."""
-    hf_weights: str | None
-    """Hugging Face folder with the weights that this checkpoint was made from; None: not known, or random weights."""
     accelerator: str
     """cpu or gpu."""
     precision: str
@@ -301,3 +299,5 @@ class ResolvedRun:
     """random, weights or continue: how the newest start began (`pretrainkit.training.start_plan`)."""
     reset_attention_mask: bool = False
     """Whether attention stays within documents: as asked, or because the dataset has rows of whole documents."""
+    hf_weights: str | None = None
+    """Hugging Face folder that initial_checkpoint was made from; None: not known, or random weights."""

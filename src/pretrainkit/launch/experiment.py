@@ -35,7 +35,14 @@ IDENTITY = (
 """Fields of run.json that say which run this is: weights, data, and the order in which it is read."""
 DATA = ("dataset.weights", "dataset.data_hash")
 """Those of them that --allow_data_change lets change."""
-_NOT_COMPARED = ("config.experiments_dir", "experiment_dir", "format_version", "initial_checkpoint", "dataset.prefixes")
+_NOT_COMPARED = (
+    "config.experiments_dir",
+    "experiment_dir",
+    "format_version",
+    "initial_checkpoint",
+    "hf_weights",
+    "dataset.prefixes",
+)
 """Fields that name places: a moved experiment, model or dataset is the same one."""
 
 _POLL_S = 0.2

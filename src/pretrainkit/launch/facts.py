@@ -66,4 +66,7 @@ def _add_weights(config: RunConfig, facts: RunFacts) -> RunFacts:
     initial = weights.locate(config.nemo_model, Path(config.experiments_dir).expanduser().resolve())
     if facts.model:
         weights.check_shape(initial, facts.model)
-    return dataclasses.replace(facts, initial_checkpoint=str(initial.checkpoint))
+    source = weights.hf_weights(initial, Path(facts.hf_folder)) if facts.hf_folder else None
+    return dataclasses.replace(
+        facts, initial_checkpoint=str(initial.checkpoint), hf_weights=str(source) if source else None
+    )

@@ -85,7 +85,7 @@ def dry_run(config: RunConfig, *, train_script: Path, check: Callable[[ResolvedR
 def _provide_weights(run: ResolvedRun) -> None:
     if run.config.nemo_model is not None:
         initial = weights.locate(run.config.nemo_model, Path(run.experiment_dir).parent)
-        weights.provide(initial)
+        weights.provide(initial, run.model)
 
 
 def _plan(run: ResolvedRun, run_file: Path, log_dir: Path, train_script: Path) -> LaunchPlan:

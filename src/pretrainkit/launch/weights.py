@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pretrainkit import files
+from pretrainkit.checkpoint.fingerprint import weights_fingerprint
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import RequestError
 from pretrainkit.logs import get_logger
@@ -22,6 +23,8 @@ CACHE_NAME = ".converted"
 """Folder in experiments_dir with the checkpoints made from Hugging Face folders."""
 HF_SOURCE = "hf_source"
 """Folder with the model's config.json inside a converted checkpoint (`pretrainkit.checkpoint.detect`)."""
+CONVERSION_REPORT = "conversion.json"
+"""File in a converted checkpoint that tells what it was made from (`pretrainkit.checkpoint.convert`)."""
 _WHERE = "--nemo_model"
 
 log = get_logger(__name__)
@@ -78,9 +81,27 @@ def check_shape(initial: InitialWeights, model: ModelShape) -> None:
         )
 
 
-def provide(initial: InitialWeights) -> Path:
-    """The checkpoint's folder, converted now if it isn't there; of several starts at once, one converts."""
+def hf_weights(initial: InitialWeights, hf_folder: Path) -> Path | None:
+    """The Hugging Face folder that the checkpoint was made from: the source, or `hf_folder` if it holds that model.
+
+    A checkpoint that was trained, or that other tools made, was made from none: None.
+    """
+    if initial.is_hugging_face:
+        return initial.source
+    report = initial.source / CONVERSION_REPORT
+    if not report.is_file() or not any(hf_folder.glob("*.safetensors")):
+        return None
+    wanted = files.read_json(report).get("source_fingerprint")
+    return hf_folder if wanted and wanted == weights_fingerprint(hf_folder) else None
+
+
+def provide(initial: InitialWeights, model: ModelShape) -> Path:
+    """The checkpoint's folder, converted now if it isn't there; of several starts at once, one converts.
+
+    Raises CheckpointError when a checkpoint that is there already hasn't all tensors of the model, or others.
+    """
     if not initial.is_hugging_face:
+        _check_tensors(initial.checkpoint, model)
         return initial.checkpoint
     with _locked(initial.checkpoint) as is_alone:
         if not initial.checkpoint.is_dir():
@@ -91,6 +112,15 @@ def provide(initial: InitialWeights) -> Path:
 
             convert(initial.source, initial.checkpoint)
     return initial.checkpoint
+
+
+def _check_tensors(checkpoint: Path, model: ModelShape) -> None:
+    """Raise CheckpointError unless a checkpoint holds the model's tensors, with their shapes; none is read."""
+    from pretrainkit.checkpoint.detect import detect
+    from pretrainkit.checkpoint.mapping import expand
+    from pretrainkit.checkpoint.targets import open_source
+
+    open_source(detect(checkpoint), expand(model), model)
 
 
 @contextmanager

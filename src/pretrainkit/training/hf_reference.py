@@ -1,0 +1,213 @@
+"""A Hugging Face model's loss of every token, on CPU in fp32, one layer in memory at a time.
+
+Run as a process of its own (`python -m pretrainkit.training.hf_reference`, request on stdin, result on stdout): its
+memory is given back as a whole, and neither its random state nor its threads are those of the training. The
+mathematics is transformers'; weights are read with the safetensors package, as transformers itself does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pretrainkit import logs
+from pretrainkit.config.schema import ModelShape
+from pretrainkit.errors import CheckpointError, PretrainkitError
+
+PROCESS_BYTES = 1_500_000_000
+"""Of Python, torch and transformers; assumed, 0.7 GB were seen."""
+PROGRESS_INTERVAL_S = 30.0
+PR_SET_PDEATHSIG = 1
+"""prctl option (linux/prctl.h): the signal that a process gets when its parent dies."""
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+log = logs.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for."""
+
+    folder: str
+    """Hugging Face folder."""
+    tokens: list[int]
+    """Input ids and, after them, one more: every input has a next token."""
+    precision: str
+    """Weights are rounded to it ('bf16' or 'fp32') before they are used in fp32."""
+    padding_rows: int
+    """Rows of zeros that Megatron's output layer has beyond the vocabulary: each is one more logit, of 0."""
+
+
+def needed_bytes(shape: ModelShape, num_tokens: int) -> int:
+    """Most memory that the process takes: its largest block of weights in fp32 and as stored, and the logits."""
+    attention = shape.hidden_size * shape.head_dim * 2 * (shape.num_attention_heads + shape.num_query_groups)
+    experts = shape.num_experts * shape.expert_ffn_hidden_size or shape.ffn_hidden_size
+    layer = attention + 3 * shape.hidden_size * (experts + shape.shared_expert_ffn_hidden_size)
+    block = max(layer, shape.vocab_size * shape.hidden_size)
+    return PROCESS_BYTES + block * 8 + num_tokens * shape.vocab_size * 3 * 4
+
+
+class Process:
+    """The process that works on a request while the training is being set up."""
+
+    def __init__(self, request: Request) -> None:
+        self._started_s = time.monotonic()
+        environment = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
+        # torchrun allows each rank one thread; while this runs, the ranks hardly use the CPU.
+        threads = str(len(os.sched_getaffinity(0)))
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", __name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            text=True,
+        )
+        assert self._process.stdin
+        self._process.stdin.write(json.dumps(asdict(request)))
+        self._process.stdin.close()
+
+    def losses(self) -> list[float]:
+        """The next token's loss at every input, nats; waits for it.
+
+        Raises CheckpointError when the process failed, which has told why in the log, and MemoryError when the
+        system has killed it.
+        """
+        assert self._process.stdout
+        output = self._process.stdout.read()
+        code = self._process.wait()
+        if code == -signal.SIGKILL:
+            raise MemoryError("the process that ran the Hugging Face model was killed, as happens when memory is short")
+        if code:
+            raise CheckpointError(f"the Hugging Face model could not be run: {output.strip() or f'exit code {code}'}")
+        return [float(loss) for loss in json.loads(output)]
+
+    @property
+    def elapsed_s(self) -> float:
+        """Since its start."""
+        return time.monotonic() - self._started_s
+
+
+def token_losses(request: Request) -> list[float]:
+    """The next token's loss at every input, nats.
+
+    Raises CheckpointError when the folder's tensors are not exactly those of the model that config.json describes.
+    """
+    import torch
+
+    tokens = torch.tensor([request.tokens])
+    rounded = torch.bfloat16 if request.precision == "bf16" else torch.float32
+    with ExitStack() as stack, torch.inference_mode():
+        model = _streaming_model(Path(request.folder), rounded, stack)
+        logits = model(input_ids=tokens[:, :-1], use_cache=False).logits[0].float()  # [S, V]
+        total = torch.logsumexp(logits, -1)
+        if request.padding_rows:
+            total = torch.logaddexp(total, torch.tensor(math.log(request.padding_rows)))
+        losses = total - logits.gather(1, tokens[0, 1:, None])[:, 0]
+    return losses.tolist()
+
+
+def _streaming_model(folder: Path, rounded: Any, stack: ExitStack) -> Any:
+    """The model of a folder, whose blocks have their weights only while they run."""
+    import torch
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    read, names = _open_tensors(folder, stack)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.eval()
+    blocks = dict(_blocks(model))
+    wanted = {prefix + name for prefix, block in blocks.items() for name in block.state_dict()}
+    aliases = {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_word_embeddings else {}
+    missing = {aliases.get(name, name) for name in wanted} - names
+    extra = {name for name in names - wanted if not name.endswith("rotary_emb.inv_freq")}
+    if missing or extra:
+        raise CheckpointError(
+            f"not the tensors of the model that config.json describes: missing {sorted(missing)[:8]}, "
+            f"left over {sorted(extra)[:8]}",
+            where=str(folder),
+        )
+    progress = _Progress(len(blocks))
+    for prefix, block in blocks.items():
+        _stream(block, prefix, lambda name: read(aliases.get(name, name)).to(rounded).float(), progress)
+    return model
+
+
+def _blocks(model: Any) -> Iterator[tuple[str, Any]]:
+    """The model in parts that follow one another, by the prefix of their tensors: layers, and what is around them."""
+    for name, module in model.named_modules():
+        if re.fullmatch(r"model\.layers\.\d+", name) or (
+            not name.startswith("model.layers.") and any(True for _ in module.parameters(recurse=False))
+        ):
+            yield f"{name}.", module
+
+
+def _stream(block: Any, prefix: str, read: Callable[[str], Any], progress: _Progress) -> None:
+    """Give a block its weights before it runs, and take them away after it."""
+    empty = block.state_dict()
+
+    def load(*_: Any) -> None:
+        progress.next()
+        block.load_state_dict({name: read(prefix + name) for name in empty}, assign=True)
+
+    def drop(*_: Any) -> None:
+        block.load_state_dict(empty, assign=True)
+
+    block.register_forward_pre_hook(load)
+    block.register_forward_hook(drop)
+
+
+def _open_tensors(folder: Path, stack: ExitStack) -> tuple[Callable[[str], Any], set[str]]:
+    """A reader of the folder's tensors by name, and their names."""
+    from safetensors import safe_open
+
+    files = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        handle = stack.enter_context(safe_open(path, framework="pt"))
+        files.update(dict.fromkeys(handle.keys(), handle))
+    return lambda name: files[name].get_tensor(name), set(files)
+
+
+class _Progress:
+    """Tells now and then how far it is."""
+
+    def __init__(self, total: int) -> None:
+        self._done, self._total, self._told_s = 0, total, time.monotonic()
+
+    def next(self) -> None:
+        self._done += 1
+        if time.monotonic() - self._told_s > PROGRESS_INTERVAL_S:
+            self._told_s = time.monotonic()
+            log.info("start parity: Hugging Face model, part %d of %d", self._done, self._total)
+
+
+def main() -> int:
+    """Answer the request on stdin; what is wrong with it goes to stdout too, with exit code 1."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    logs.configure()
+    result, sys.stdout = sys.stdout, sys.stderr  # whatever is printed meanwhile is no result
+    try:
+        losses = token_losses(Request(**json.load(sys.stdin)))
+    except (PretrainkitError, OSError, KeyError, ValueError, RuntimeError) as error:
+        print(f"{type(error).__name__}: {error}", file=result)
+        return 1
+    json.dump(losses, result)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
