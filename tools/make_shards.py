@@ -59,7 +59,8 @@ def build_parser() -> Parser:
 def run(arguments: argparse.Namespace) -> int:
     """Make or list shards as asked."""
     from pretrainkit.data import shard_request, shard_status
-    from pretrainkit.data.shard_writer import make_shards, set_stripe
+    from pretrainkit.data.lustre import set_stripe
+    from pretrainkit.data.shard_writer import make_shards
 
     shard_id = None
     if not (arguments.all or arguments.status):

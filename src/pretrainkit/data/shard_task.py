@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pretrainkit.data.documents import Batch, RecordRules, Reject, parse_text
-from pretrainkit.data.encoder import Encoder, FastEncoder, ReferenceEncoder, one_thread
+from pretrainkit.data.encoder import Encoder, EngineSpec, load_encoder, one_thread
 from pretrainkit.data.shard_tar import pack_samples
 from pretrainkit.data.sources import Source
 from pretrainkit.errors import DataError
@@ -24,11 +24,6 @@ from pretrainkit.errors import DataError
 class ShardSetup:
     """What all blocks of a shard have in common."""
 
-    json_path: str
-    engine: str
-    """`fastokens` or `tokenizers`."""
-    special_tokens_in_text: bool
-    """Whether a special token's spelling in a text is that token."""
     first_ids: tuple[int, ...]
     """Put before every sample."""
     last_ids: tuple[int, ...]
@@ -75,10 +70,8 @@ class Piece:
 class ShardEncoder:
     """Holds a tokenizer and turns blocks into pieces."""
 
-    def __init__(self, setup: ShardSetup) -> None:
-        self.setup = setup
-        kind = FastEncoder if setup.engine == "fastokens" else ReferenceEncoder
-        self.encoder: Encoder = kind(setup.json_path, special_tokens=setup.special_tokens_in_text)
+    def __init__(self, setup: ShardSetup, encoder: Encoder) -> None:
+        self.setup, self.encoder = setup, encoder
 
     def piece(self, block: Block) -> Piece:
         """Parse, encode and pack. Raises DataError for an id that the tokenizer doesn't announce."""
@@ -133,13 +126,21 @@ class ShardEncoder:
 _worker: ShardEncoder | None = None
 
 
-def start_worker(setup: ShardSetup) -> None:
+def start_worker(setup: ShardSetup, engine: EngineSpec) -> None:
     """Prepare a worker process."""
     global _worker
     threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     one_thread()
-    _worker = ShardEncoder(setup)
+    try:
+        _worker = ShardEncoder(setup, load_encoder(engine))
+    except Exception:  # the parent, which proves this library, says what is wrong with it
+        if engine.name == "tokenizers":
+            raise
+
+
+def warm_up() -> None:
+    """Nothing: makes the pool start a worker."""
 
 
 def _end_with_parent() -> None:
