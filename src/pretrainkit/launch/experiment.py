@@ -142,6 +142,12 @@ def new_attempt(experiment_dir: Path) -> tuple[int, Path]:
             return number, folder
 
 
+def newest_attempt(experiment_dir: Path) -> Path | None:
+    """The log folder of the last attempt; None before the first."""
+    folders = [path for path in (experiment_dir / LOGS).glob("attempt_*") if _attempt_number(path)]
+    return max(folders, key=_attempt_number, default=None)
+
+
 def _attempt_number(path: Path) -> int:
     digits = path.name.removeprefix("attempt_")
     return int(digits) if digits.isdigit() else 0

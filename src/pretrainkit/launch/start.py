@@ -14,11 +14,12 @@ from pretrainkit.config.resolve import resolve
 from pretrainkit.config.schema import ResolvedRun, RunConfig
 from pretrainkit.errors import EXIT_DONE, EXIT_STOPPED_AFTER_SAVING, RequestError
 from pretrainkit.launch import weights
+from pretrainkit.launch.agent import rank_log_names
 from pretrainkit.launch.experiment import LAUNCHER_LOCK, RUN_FILE, locked, new_attempt, wait_for_ranks, write_run_file
 from pretrainkit.launch.facts import gather
 from pretrainkit.launch.follow import Follower
 from pretrainkit.launch.machine import count_cpus
-from pretrainkit.launch.node import GRACE_S, NODE_LOG, rank_log_names
+from pretrainkit.launch.node import GRACE_S, NODE_LOG
 from pretrainkit.launch.plan import LaunchPlan, plan_launch
 from pretrainkit.launch.secrets import masked
 from pretrainkit.launch.source import describe

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pretrainkit.config.schema import DatasetFacts, LaunchConfig, ModelShape, ResolvedRun, RunConfig
-from pretrainkit.launch.node import _build_parser
+from pretrainkit.launch.node import build_parser
 from pretrainkit.launch.plan import LaunchPlan, plan_launch
 
 SHAPE = ModelShape("llama", 2, 64, 128, 8, 2, 8, 320, 512, 10000.0, 1e-6, False)
@@ -53,7 +53,7 @@ def test_the_interpreter_is_this_one_whatever_path_says() -> None:
 
 def test_the_node_understands_its_arguments() -> None:
     made = plan("cpu", 2, 8)
-    arguments = _build_parser().parse_args(made.node_arguments)
+    arguments = build_parser().parse_args(made.node_arguments)
     assert (arguments.ranks, arguments.log_dir) == (2, Path("/e x/$HOME/logs/attempt_1"))
     assert arguments.command == ["/p/train.py", "--run", "/e x/$HOME/run.json"]
 

@@ -1,0 +1,184 @@
+"""torchrun's elastic agent, in a thread: it starts a node's ranks and says how they ended."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from pretrainkit import logs
+from pretrainkit.errors import EXIT_FAILED, EXIT_STOPPED_AFTER_SAVING
+from pretrainkit.launch.outcome import SUCCESS, Outcome, outcome_of
+
+_BACKEND = "pretrainkit"
+_STORE_TIMEOUT = timedelta(minutes=30)
+_TAIL_LINES = 30
+
+log = logs.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where the agents of a job with several nodes meet: a store that the head holds open."""
+
+    store: Any
+    """torch.distributed.TCPStore, connected."""
+    address: str
+    port: int
+    node: int
+    num_nodes: int
+
+
+def open_store() -> Any:
+    """A store on a port of the system's choice, held from now on: no other job can take it."""
+    from torch.distributed import TCPStore
+
+    return TCPStore("0.0.0.0", 0, is_master=True, timeout=_STORE_TIMEOUT, wait_for_workers=False)
+
+
+def connect_store(address: str, port: int) -> Any:
+    """The head's store, from another node."""
+    from torch.distributed import TCPStore
+
+    return TCPStore(address, port, is_master=False, timeout=_STORE_TIMEOUT)
+
+
+class Agent(threading.Thread):
+    """torchrun's agent. In a thread it installs no signal handlers of its own."""
+
+    def __init__(self, ranks: int, log_dir: Path, command: Sequence[str], rendezvous: Rendezvous | None = None) -> None:
+        super().__init__(name="torchrun agent", daemon=True)
+        self._ranks, self._log_dir, self._command, self._rendezvous = ranks, log_dir, command, rendezvous
+        self.outcome = Outcome(EXIT_FAILED, None, "torchrun's agent ended without a result")
+
+    def run(self) -> None:
+        """Start the ranks and wait for them; the result is in `outcome`."""
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.launcher.api import elastic_launch
+
+        # That there are no signal handlers in a thread is what we want, and no warning.
+        elastic_log = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
+        elastic_log.addFilter(lambda record: "register signal handlers" not in record.getMessage())
+        # The agent fills in $names in arguments.
+        command = [word.replace("$", "$$") for word in self._command]
+        try:
+            elastic_launch(self._config(), sys.executable)(*command)
+        except ChildFailedError as error:
+            self.outcome = self._explain(error.failures)
+        except Exception as error:
+            log.exception("torchrun's agent failed")
+            self.outcome = Outcome(EXIT_FAILED, None, f"torchrun's agent failed: {error}")
+        else:
+            self.outcome = SUCCESS
+
+    def _config(self) -> Any:
+        from torch.distributed.launcher.api import LaunchConfig
+
+        meeting = self._rendezvous
+        if meeting is None:
+            # A free port of the loopback: several runs on one machine don't meet.
+            where: dict[str, Any] = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "local_addr": "localhost"}
+        else:
+            _register_backend()
+            where = {
+                "rdzv_backend": _BACKEND,
+                "rdzv_endpoint": f"{meeting.address}:{meeting.port}",
+                "rdzv_configs": {"meeting": meeting},
+                "local_addr": meeting.address,
+            }
+        num_nodes = meeting.num_nodes if meeting else 1
+        return LaunchConfig(
+            min_nodes=num_nodes,
+            max_nodes=num_nodes,
+            nproc_per_node=self._ranks,
+            run_id=self._log_dir.name,
+            max_restarts=0,
+            logs_specs=_rank_logs(self._log_dir),
+            **where,
+        )
+
+    def _explain(self, failures: dict[int, Any]) -> Outcome:
+        outcome = outcome_of({rank: failure.exitcode for rank, failure in failures.items()})
+        if outcome.exit_code != EXIT_STOPPED_AFTER_SAVING:
+            self._show_end_of_log(outcome.failed_rank or 0)
+        return outcome
+
+    def _show_end_of_log(self, rank: int) -> None:
+        """Repeat the last lines of a rank that failed; rank 0's are on the terminal already."""
+        path = self._log_dir / rank_log_names(rank)[1]
+        if rank == 0 or not path.is_file():
+            return
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
+        log.error("the end of %s:\n%s", path, "\n".join(f"  {line}" for line in lines))
+
+
+def rank_log_names(rank: int) -> tuple[str, str]:
+    """Names of the files with a rank's stdout and stderr in an attempt's folder."""
+    return f"rank_{rank}.out", f"rank_{rank}.err"
+
+
+def _register_backend() -> None:
+    """Make torchrun know a rendezvous whose order of nodes is the scheduler's and whose store is open already."""
+    from torch.distributed import PrefixStore
+    from torch.distributed.elastic.rendezvous import (
+        RendezvousHandler,
+        RendezvousInfo,
+        RendezvousStoreInfo,
+        rendezvous_handler_registry,
+    )
+
+    class Handler(RendezvousHandler):
+        use_agent_store = True  # the ranks meet at the agents' store too: no second port
+
+        def __init__(self, run_id: str, meeting: Rendezvous) -> None:
+            self._run_id, self._meeting = run_id, meeting
+
+        def get_backend(self) -> str:
+            return _BACKEND
+
+        def next_rendezvous(self) -> RendezvousInfo:
+            meeting = self._meeting
+            store = PrefixStore(self._run_id, meeting.store)
+            where = RendezvousStoreInfo(meeting.address, meeting.port)
+            return RendezvousInfo(store, meeting.node, meeting.num_nodes, where)
+
+        def is_closed(self) -> bool:
+            return False
+
+        def set_closed(self) -> None:
+            pass
+
+        def num_nodes_waiting(self) -> int:
+            return 0
+
+        def get_run_id(self) -> str:
+            return self._run_id
+
+        def shutdown(self) -> bool:
+            return True
+
+    def make(parameters: Any) -> RendezvousHandler:
+        return Handler(parameters.run_id, parameters.config["meeting"])
+
+    rendezvous_handler_registry.register(_BACKEND, make)
+
+
+def _rank_logs(log_dir: Path) -> Any:
+    """Where torchrun sends the output of its ranks."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, Std
+
+    class RankLogs(DefaultLogsSpecs):
+        def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+            names = {local_rank: rank_log_names(int(env.get("RANK", local_rank))) for local_rank, env in envs.items()}
+            return replace(
+                super().reify(envs),
+                stdouts={local_rank: str(log_dir / out) for local_rank, (out, _) in names.items()},
+                stderrs={local_rank: str(log_dir / err) for local_rank, (_, err) in names.items()},
+            )
+
+    return RankLogs(log_dir=str(log_dir / "torchrun"), redirects=Std.ALL)
