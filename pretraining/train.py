@@ -20,6 +20,7 @@ from pretrainkit.cli import Parser, run_command
 from pretrainkit.config.run_file import read_run
 from pretrainkit.errors import EXIT_DONE, EXIT_STOPPED_AFTER_SAVING, RequestError
 from pretrainkit.training import start_plan
+from pretrainkit.training.stop_requests import StopRequests
 
 log = logs.get_logger("train")
 
@@ -38,6 +39,7 @@ def command(arguments: argparse.Namespace) -> int:
     with contextlib.suppress(OSError, AttributeError):
         # Were the process that started the ranks killed, they would hold their GPUs; so they save and end.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    requests = StopRequests()  # from here on a signal means: finish the step, save, end
     run = read_run(arguments.run)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size != run.world_size:
@@ -62,7 +64,7 @@ def command(arguments: argparse.Namespace) -> int:
     with logs.quiet_imports():
         from pretrainkit.training import nemo
     logs.quiet_upstream()
-    done = nemo.train(run, plan, rank=rank, local_world_size=local_world_size)
+    done = nemo.train(run, plan, rank=rank, local_world_size=local_world_size, requests=requests)
     return EXIT_DONE if done else EXIT_STOPPED_AFTER_SAVING
 
 

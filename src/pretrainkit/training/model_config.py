@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pretrainkit.config.schema import ModelShape, RopeScaling
+from pretrainkit.config.schema import ModelShape, Recompute, RopeScaling
 
 
 def transformer_config_fields(
@@ -52,6 +52,20 @@ def transformer_config_fields(
         "apply_rope_fusion": False,
         "masked_softmax_fusion": False,
     }
+
+
+def recompute_fields(recompute: Recompute) -> dict[str, Any]:
+    """The fields of TransformerConfig that say which activations the backward pass computes again."""
+    if recompute.granularity == "full":
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": "block",
+            "recompute_num_layers": recompute.num_layers,
+        }
+    if recompute.granularity == "selective":
+        # Of attention nothing is gained: its kernels keep no scores.
+        return {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
+    return {}
 
 
 def scaled_inverse_frequencies(inverse_frequencies: Tensor, scaling: RopeScaling) -> Tensor:

@@ -27,26 +27,34 @@ from nemo.utils import logging as nemo_logging
 
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.logs import get_logger
-from pretrainkit.training import kernels, optimizer, restarts
+from pretrainkit.training import kernels, optimizer, restarts, restored_weights, start_parity
 from pretrainkit.training.dataset import EpochDataset
+from pretrainkit.training.document_attention import with_document_bounds
 from pretrainkit.training.layer_spec import torch_layer_spec
-from pretrainkit.training.model_config import transformer_config_fields
-from pretrainkit.training.nemo_callbacks import AsPlanned, Checkpoints, LearningRate, LossGuard, Recording, StopEarly
+from pretrainkit.training.model_config import recompute_fields, transformer_config_fields
+from pretrainkit.training.nemo_callbacks import AsPlanned, LearningRate, Recording, StartParity
+from pretrainkit.training.nemo_checkpoints import Checkpoints
+from pretrainkit.training.nemo_loss_guard import LossGuard
+from pretrainkit.training.nemo_stop import StopEarly
 from pretrainkit.training.records import RunRecorder
 from pretrainkit.training.schedule import schedule_of
 from pretrainkit.training.start_plan import CONTINUE, WEIGHTS, StartPlan
+from pretrainkit.training.stop_requests import StopRequests
 from pretrainkit.training.throughput import peak_flops, training_flops_per_token
 from pretrainkit.training.trackers import open_trackers
 
 log = get_logger(__name__)
 
 
-def train(run: ResolvedRun, plan: StartPlan, *, rank: int, local_world_size: int) -> bool:
-    """Train `run` on this rank, beginning as `plan` says.
+def train(
+    run: ResolvedRun, plan: StartPlan, *, rank: int, local_world_size: int, requests: StopRequests | None = None
+) -> bool:
+    """Train `run` on this rank, beginning as `plan` says; `requests` notes who asks it to stop.
 
     True when its last step is done; False when a signal or the time limit stopped it earlier, after saving.
     """
-    stop = StopEarly(run.config.training)  # from here on a signal means: finish the step, save, end
+    requests = requests or StopRequests()
+    requests.limit_time(run.config.training.time_limit, run.config.training.time_margin)
     experiment = Path(run.experiment_dir)
     nemo_logging.setLevel(python_logging.ERROR)
     if run.accelerator == "cpu":
@@ -61,7 +69,8 @@ def train(run: ResolvedRun, plan: StartPlan, *, rank: int, local_world_size: int
         furthest = max((attempt.last_step for attempt in restarts.attempts(experiment / "metrics.jsonl")), default=0)
         recorder = RunRecorder(
             experiment / "metrics.jsonl",
-            tokens_per_step=run.config.training.global_batch_size * run.config.data.sequence_length,
+            tokens_per_sample=run.config.data.sequence_length,
+            samples_per_step=run.config.training.global_batch_size,
             flops_per_token=training_flops_per_token(run.model, run.config.data.sequence_length),
             max_steps=run.max_steps,
             world_size=run.world_size,
@@ -72,10 +81,15 @@ def train(run: ResolvedRun, plan: StartPlan, *, rank: int, local_world_size: int
         log.info("kernels: %s", chosen)
         log.info("starting at step %d of %d", plan.step, run.max_steps)
 
+    parity = start_parity.begin(run, plan, rank=rank)
     model = _model(run, chosen, recorder)
     trainer = _trainer(run, plan, local_world_size)
+    restored_weights.watch(trainer.strategy)
+    if parity:
+        trainer.callbacks.insert(0, StartParity(parity, _forward_step, recorder))
     # Before the saving, to time the step alone.
-    trainer.callbacks[:0] = [AsPlanned(plan), LossGuard(run, recorder), Recording(run, recorder), stop]
+    trainer.callbacks[:0] = [AsPlanned(plan), LossGuard(run, recorder), Recording(run, recorder), StopEarly(requests)]
+    trainer.callbacks.append(Checkpoints(run, recorder, saved_step=plan.step))
     pl.seed_everything(run.config.training.seed, workers=True, verbose=False)
     try:
         llm.pretrain(
@@ -83,9 +97,11 @@ def train(run: ResolvedRun, plan: StartPlan, *, rank: int, local_world_size: int
             data=_data(run, model.tokenizer),
             trainer=trainer,
             optim=_optimizer(run),
-            log=_logger(run, experiment, recorder),
+            log=_logger(experiment),
             resume=_resume(plan),
         )
+        if recorder and trainer.global_step < run.max_steps:
+            recorder.event("stopped", step=trainer.global_step)
     finally:
         if recorder:
             recorder.close()
@@ -118,31 +134,37 @@ def _model(run: ResolvedRun, chosen: kernels.Kernels, recorder: RunRecorder | No
     # Set after construction, so that NeMo's saved context keeps its own defaults and loads anywhere.
     if chosen.layer_spec == "torch":
         config.transformer_layer_spec = functools.partial(torch_layer_spec, norm=chosen.norm)
+    for name, value in recompute_fields(run.recompute).items():
+        setattr(config, name, value)
     for name, value in kernels.config_fields(chosen, qk_norm=shape.qk_norm).items():
         setattr(config, name, value)
     config.forward_step_fn = _forward_step
+    if run.reset_attention_mask:
+        config.data_step_fn = with_document_bounds(config.data_step_fn)
     if recorder:
         config.data_step_fn = _timed(config.data_step_fn, recorder)
     return LlamaModel(config, tokenizer=AutoTokenizer(run.hf_folder, use_fast=True))
 
 
 def _forward_step(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Megatron's forward step without a mask: attention is causal by construction."""
+    """Megatron's forward step; attention is causal by construction, and a mask is the bounds of documents."""
     return model(
         input_ids=batch["tokens"],
         position_ids=batch["position_ids"],
-        attention_mask=None,
+        attention_mask=batch.get("attention_mask"),
         labels=batch["labels"],
     )
 
 
 def _timed(data_step: Callable[..., Any], recorder: RunRecorder) -> Callable[..., Any]:
-    """Megatron's data step, with the time it waits for the loader recorded."""
+    """Megatron's data step, with the time it waits for the loader, and the positions without a loss, recorded."""
 
     def timed_data_step(*args: Any, **kwargs: Any) -> Any:
         start_s = time.monotonic()
         batch = data_step(*args, **kwargs)
         recorder.data_wait(time.monotonic() - start_s)
+        if batch.get("loss_mask") is not None and torch.is_grad_enabled():
+            recorder.padding(batch["loss_mask"])
         return batch
 
     return timed_data_step
@@ -165,6 +187,8 @@ def _data(run: ResolvedRun, tokenizer: AutoTokenizer) -> llm.PreTrainingDataModu
         split=run.config.data.split,
         seed=run.config.training.seed,
         dataset_cls=EpochDataset,
+        reset_attention_mask=run.config.data.reset_attention_mask,
+        eod_mask_loss=run.config.data.eod_mask_loss,
         # Megatron names its index after the settings, not the data: other data, other folder.
         index_mapping_dir=str(Path(run.experiment_dir) / "index" / dataset.data_hash[:16]),
     )
@@ -175,7 +199,7 @@ def _data(run: ResolvedRun, tokenizer: AutoTokenizer) -> llm.PreTrainingDataModu
 def _trainer(run: ResolvedRun, plan: StartPlan, local_world_size: int) -> nl.Trainer:
     config, parallel = run.config, run.config.parallel
     gpu, bf16 = run.accelerator == "gpu", run.precision == "bf16"
-    overlap = gpu and config.optimizer.distributed and run.data_parallel_size > 1
+    overlap = _overlaps(run)
     strategy = nl.MegatronStrategy(
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
@@ -190,7 +214,7 @@ def _trainer(run: ResolvedRun, plan: StartPlan, local_world_size: int) -> nl.Tra
             overlap_grad_reduce=overlap,
             overlap_param_gather=overlap,
         ),
-        ckpt_async_save=False,
+        ckpt_async_save=True,  # Checkpoints waits for it where saving in the background is off
         ckpt_load_optimizer=plan.optimizer_state != "reset",
         # The one format whose optimizer state moves to another TP, PP or DP.
         ckpt_optim_fully_reshardable=True,
@@ -217,6 +241,7 @@ def _trainer(run: ResolvedRun, plan: StartPlan, local_world_size: int) -> nl.Tra
         limit_test_batches=0,
         num_sanity_val_steps=0,
         log_every_n_steps=config.training.log_interval,
+        enable_checkpointing=False,  # Checkpoints does it
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
@@ -224,6 +249,11 @@ def _trainer(run: ResolvedRun, plan: StartPlan, local_world_size: int) -> nl.Tra
     # Lightning ends a run on SIGTERM by SystemExit without a code, before anything is saved; StopEarly has its place.
     trainer._signal_connector.register_signal_handlers = lambda: None
     return trainer
+
+
+def _overlaps(run: ResolvedRun) -> bool:
+    """Whether data-parallel ranks exchange gradients and weights while they compute; Megatron must hear it twice."""
+    return run.accelerator == "gpu" and run.config.optimizer.distributed and run.data_parallel_size > 1
 
 
 def _optimizer(run: ResolvedRun) -> nl.MegatronOptimizerModule:
@@ -240,19 +270,18 @@ def _optimizer(run: ResolvedRun) -> nl.MegatronOptimizerModule:
             bf16=run.precision == "bf16",
             params_dtype=torch.bfloat16 if run.precision == "bf16" else torch.float32,
             use_distributed_optimizer=settings.distributed,
-            overlap_param_gather=False,
+            overlap_param_gather=_overlaps(run),
         ),
         lr_scheduler=LearningRate(schedule_of(run), settings.weight_decay),
     )
 
 
-def _logger(run: ResolvedRun, experiment: Path, recorder: RunRecorder | None) -> nl.NeMoLogger:
+def _logger(experiment: Path) -> nl.NeMoLogger:
     return nl.NeMoLogger(
         explicit_log_dir=str(experiment / "logs" / "nemo"),
         update_logger_directory=False,
         log_global_rank_0_only=True,
         tensorboard=TensorBoardLogger(save_dir=str(experiment), name="tensorboard", version=""),
-        ckpt=Checkpoints(run, recorder),
     )
 
 

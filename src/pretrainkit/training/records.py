@@ -27,7 +27,8 @@ class RunRecorder:
         self,
         path: Path,
         *,
-        tokens_per_step: int,
+        tokens_per_sample: int,
+        samples_per_step: int,
         flops_per_token: float,
         max_steps: int,
         world_size: int,
@@ -37,10 +38,12 @@ class RunRecorder:
         path.parent.mkdir(parents=True, exist_ok=True)
         _cut_torn_line(path)
         self._file = path.open("a", encoding="utf-8")
-        self._tokens_per_step, self._max_steps, self._world_size = tokens_per_step, max_steps, world_size
+        self._tokens_per_sample, self._tokens_per_step = tokens_per_sample, tokens_per_sample * samples_per_step
+        self._max_steps, self._world_size = max_steps, world_size
         self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
         self._trackers = trackers
         self._data_wait_s = 0.0
+        self._padded: list[Any] = []
         self._last_time_s = time.monotonic()
         self._last_step: int | None = None
 
@@ -52,10 +55,15 @@ class RunRecorder:
         """Count time that the first rank has waited for its data."""
         self._data_wait_s += seconds
 
+    def padding(self, loss_mask: Any) -> None:
+        """Count the positions of a microbatch whose loss doesn't count; `loss_mask` [batch, sequence] is 0 there."""
+        self._padded.append((loss_mask == 0).float().mean())  # on the device: nothing waits for it here
+
     def train_step(
         self,
         step: int,
         *,
+        consumed_samples: int,
         loss: float,
         learning_rate: float,
         grad_norm: float | None,
@@ -73,19 +81,22 @@ class RunRecorder:
         flops_per_rank = tokens_per_second * self._flops_per_token / self._world_size
         data_wait_share = self._data_wait_s / max(steps * step_time_s, 1e-9)
         self._data_wait_s = 0.0
+        padding_share = sum(map(float, self._padded)) / len(self._padded) if self._padded else None
+        self._padded.clear()
         mfu = None if self._peak_flops is None else flops_per_rank / self._peak_flops
         self._write(
             step=step,
             loss=loss,
             learning_rate=learning_rate,
             grad_norm=grad_norm,
-            tokens=step * self._tokens_per_step,
+            tokens=consumed_samples * self._tokens_per_sample,
             step_time_s=round(step_time_s, 4),
             tokens_per_second=round(tokens_per_second, 2),
             tokens_per_second_per_rank=round(tokens_per_second / self._world_size, 2),
             tflops_per_rank=round(flops_per_rank / 1e12, 4),
             mfu=None if mfu is None else round(mfu, 4),
             data_wait_share=round(data_wait_share, 4),
+            padding_share=None if padding_share is None else round(padding_share, 6),
             peak_memory_gib=None if peak_memory_gib is None else round(peak_memory_gib, 3),
         )
         norm = "" if grad_norm is None else f"grad norm {grad_norm:.3f}  "

@@ -11,7 +11,8 @@ from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import PretrainkitError
 
 _START = b'{"event": "start"'
-"""How the line of a start begins in metrics.jsonl (`pretrainkit.training.records`)."""
+_STOPPED = b'{"event": "stopped"'
+"""How lines of these events begin in metrics.jsonl (`pretrainkit.training.records`)."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,8 @@ class Attempt:
     """Steps done before it."""
     last_step: int
     """The last step it recorded; start_step when it made none."""
+    was_stopped: bool = False
+    """Whether it ended because it was asked to."""
 
 
 def attempts(metrics: Path) -> list[Attempt]:
@@ -44,22 +47,29 @@ def attempts(metrics: Path) -> list[Attempt]:
 def _attempt(content: mmap.mmap, begin: int, end: int) -> Attempt:
     first_line_end = content.find(b"\n", begin, end)
     start_step = json.loads(content[begin:first_line_end])["step"]
-    position = end
+    position, was_stopped = end, False
     while (line_begin := content.rfind(b"\n", begin, position - 1) + 1) > begin:
+        was_stopped |= content[line_begin : line_begin + len(_STOPPED)] == _STOPPED
         if content[line_begin : line_begin + 8] == b'{"step":':
             try:
-                return Attempt(start_step, json.loads(content[line_begin:position])["step"])
+                return Attempt(start_step, json.loads(content[line_begin:position])["step"], was_stopped)
             except ValueError:
                 pass  # torn by a kill
         position = line_begin
-    return Attempt(start_step, start_step)
+    return Attempt(start_step, start_step, was_stopped)
 
 
 def idle_restarts(metrics: Path) -> int:
-    """Restarts in a row, up to now, that reached no step which an earlier attempt had not reached."""
+    """Restarts in a row, up to now, that reached no step which an earlier attempt had not reached.
+
+    One that was asked to stop before it could is not counted.
+    """
     furthest, idle = -1, 0
     for attempt in attempts(metrics):
-        idle = idle + 1 if attempt.last_step <= furthest else 0
+        if attempt.last_step > furthest:
+            idle = 0
+        elif not attempt.was_stopped:
+            idle += 1
         furthest = max(furthest, attempt.last_step)
     return idle
 

@@ -8,7 +8,7 @@ it, is not a checkpoint.
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pretrainkit import files
@@ -20,6 +20,8 @@ CHECKPOINTS = "checkpoints"
 COMMIT_MARK = "complete.json"
 INCOMPLETE_SUFFIX = ".incomplete"
 EXPIRED_SUFFIX = ".expired"
+SMALLER_SUFFIX = ".smaller"
+"""Of a checkpoint that is to replace the one whose name it has."""
 MIN_KEPT = 2
 """Complete checkpoints that are never removed: should the newest turn out bad, there is another."""
 _PREFIX = "step_"
@@ -40,6 +42,9 @@ class Checkpoint:
     """Of the attempt that saved it; None where its mark doesn't tell."""
     optimizer_was_reset: bool = False
     """Whether that attempt was asked to drop the optimizer's moments, and has done so."""
+    has_optimizer_state: bool = True
+    """False when its optimizer state was left out to save room; see the function of this name."""
+    num_bytes: int = field(default=0, compare=False)
 
 
 def checkpoint_name(step: int) -> str:
@@ -54,6 +59,7 @@ def commit(
     consumed_samples: int,
     global_batch_size: int | None = None,
     optimizer_was_reset: bool = False,
+    has_optimizer_state: bool = True,
 ) -> None:
     """Declare a fully written checkpoint complete. One process does this, after all have written."""
     written = _files(folder)
@@ -67,6 +73,7 @@ def commit(
             "consumed_samples": consumed_samples,
             "global_batch_size": global_batch_size,
             "optimizer_was_reset": optimizer_was_reset,
+            "has_optimizer_state": has_optimizer_state,
             "file_sizes": dict(sorted(sizes.items())),
         },
     )
@@ -83,6 +90,8 @@ def read(folder: Path) -> Checkpoint:
             content["consumed_samples"],
             content.get("global_batch_size"),
             content.get("optimizer_was_reset", False),
+            content.get("has_optimizer_state", True),
+            sum(content["file_sizes"].values()),
         )
         sizes = content["file_sizes"].items()
     except FileNotFoundError:
@@ -100,6 +109,8 @@ def read(folder: Path) -> Checkpoint:
 
 def has_optimizer_state(checkpoint: Checkpoint) -> bool:
     """Whether a checkpoint holds the optimizer's moments: the names of its tensors stand in its index."""
+    if not checkpoint.has_optimizer_state:
+        return False
     return b"optimizer.state." in (checkpoint.path / "weights" / ".metadata").read_bytes()
 
 
@@ -176,8 +187,23 @@ def remove(checkpoint: Checkpoint) -> None:
     shutil.rmtree(doomed)
 
 
+def replace(checkpoint: Checkpoint, other: Path) -> None:
+    """Let another complete folder, named as the checkpoint with SMALLER_SUFFIX, take its place."""
+    doomed = checkpoint.path.with_name(checkpoint.path.name + EXPIRED_SUFFIX)
+    checkpoint.path.rename(doomed)
+    other.rename(checkpoint.path)
+    files.fsync_path(checkpoint.path.parent)
+    shutil.rmtree(doomed)
+
+
 def remove_leftovers(checkpoints: Path) -> None:
-    """Finish removals that a kill cut short."""
+    """Finish removals and replacements that a kill cut short."""
+    for smaller in checkpoints.glob(f"{_PREFIX}*{SMALLER_SUFFIX}"):
+        place = smaller.with_name(smaller.name.removesuffix(SMALLER_SUFFIX))
+        if place.exists():
+            shutil.rmtree(smaller)
+        else:
+            smaller.rename(place)
     for doomed in checkpoints.glob(f"{_PREFIX}*{EXPIRED_SUFFIX}"):
         shutil.rmtree(doomed)
 

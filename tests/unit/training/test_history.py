@@ -20,11 +20,22 @@ REPOSITORY = Path(__file__).parents[3]
 
 def train(experiment: Path, begin: int, end: int, loss: float) -> None:
     recorder = RunRecorder(
-        experiment / "metrics.jsonl", tokens_per_step=8, flops_per_token=1.0, max_steps=20, world_size=2
+        experiment / "metrics.jsonl",
+        tokens_per_sample=2,
+        samples_per_step=4,
+        flops_per_token=1.0,
+        max_steps=20,
+        world_size=2,
     )
     recorder.event("start", step=begin, mode="continue" if begin else "random", world_size=2)
     for step in range(begin + 1, end + 1):
-        recorder.train_step(step, loss=math.nan if step == 9 else loss, learning_rate=step / 100, grad_norm=None)
+        recorder.train_step(
+            step,
+            consumed_samples=4 * step,
+            loss=math.nan if step == 9 else loss,
+            learning_rate=step / 100,
+            grad_norm=None,
+        )
         if step % 4 == 0:
             recorder.validation(step, loss=loss + 1)
 

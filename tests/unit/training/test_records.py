@@ -8,7 +8,15 @@ from pretrainkit.training.records import RunRecorder, read_metrics
 
 
 def recorder(path: Path) -> RunRecorder:
-    return RunRecorder(path, tokens_per_step=512, flops_per_token=1e9, max_steps=10, world_size=2, peak_flops=1e12)
+    return RunRecorder(
+        path,
+        tokens_per_sample=128,
+        samples_per_step=4,
+        flops_per_token=1e9,
+        max_steps=10,
+        world_size=2,
+        peak_flops=1e12,
+    )
 
 
 def test_records_of_several_attempts_follow_each_other(tmp_path: Path) -> None:
@@ -17,7 +25,7 @@ def test_records_of_several_attempts_follow_each_other(tmp_path: Path) -> None:
         attempt = recorder(path)
         attempt.event("start", step=start)
         attempt.start(start)
-        attempt.train_step(start + 1, loss=loss, learning_rate=1e-3, grad_norm=None)
+        attempt.train_step(start + 1, consumed_samples=4 * (start + 1), loss=loss, learning_rate=1e-3, grad_norm=None)
         attempt.validation(start + 1, loss=loss + 1)
     records = read_metrics(path)
     assert [record.get("loss") for record in records] == [None, 3.0, None, None, 2.0, None]
@@ -28,7 +36,7 @@ def test_records_of_several_attempts_follow_each_other(tmp_path: Path) -> None:
 def test_rate_is_the_mean_since_the_last_record(tmp_path: Path) -> None:
     attempt = recorder(tmp_path / "metrics.jsonl")
     attempt.start(0)
-    attempt.train_step(5, loss=3.0, learning_rate=1e-3, grad_norm=1.0)
+    attempt.train_step(5, consumed_samples=20, loss=3.0, learning_rate=1e-3, grad_norm=1.0)
     (record,) = read_metrics(tmp_path / "metrics.jsonl")
     assert record["tokens_per_second_per_rank"] * 2 - record["tokens_per_second"] < 0.02
     assert record["tokens"] == 5 * 512
@@ -45,7 +53,7 @@ def test_mfu_is_the_share_of_the_peak(tmp_path: Path) -> None:
     attempt = recorder(tmp_path / "metrics.jsonl")
     attempt.start(0)
     attempt.data_wait(1e-6)
-    attempt.train_step(1, loss=3.0, learning_rate=1e-3, grad_norm=1.0, peak_memory_gib=1.5)
+    attempt.train_step(1, consumed_samples=4, loss=3.0, learning_rate=1e-3, grad_norm=1.0, peak_memory_gib=1.5)
     (record,) = read_metrics(tmp_path / "metrics.jsonl")
     assert record["mfu"] == pytest.approx(record["tokens_per_second"] * 1e9 / 2 / 1e12, rel=1e-3)
     assert record["tflops_per_rank"] == pytest.approx(record["mfu"], abs=1e-3)

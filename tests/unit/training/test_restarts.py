@@ -16,10 +16,12 @@ from pretrainkit.training.restarts import Attempt, attempts, idle_restarts, refu
 def record(path: Path, *runs: tuple[int, int]) -> None:
     """Append attempts that start at a step and record their steps up to another."""
     for start, last in runs:
-        recorder = RunRecorder(path, tokens_per_step=8, flops_per_token=1.0, max_steps=99, world_size=1)
+        recorder = RunRecorder(
+            path, tokens_per_sample=2, samples_per_step=4, flops_per_token=1.0, max_steps=99, world_size=1
+        )
         recorder.event("start", step=start)
         for step in range(start + 1, last + 1):
-            recorder.train_step(step, loss=1.0, learning_rate=0.1, grad_norm=None)
+            recorder.train_step(step, consumed_samples=4 * step, loss=1.0, learning_rate=0.1, grad_norm=None)
             recorder.event("checkpoint", step=step, path="step")
 
 

@@ -1,0 +1,193 @@
+"""Writing one checkpoint through NeMo, on all ranks together: in the background, with failures that every rank sees.
+
+Megatron-core copies the state, then processes that each rank forks write it while training goes on, and a
+finalisation on all ranks writes the index. Some small files are written by the first rank alone, between
+collectives; were it to fail there by itself, the others would wait for it for ever. So such errors are kept until
+all ranks meet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import megatron.core.dist_checkpointing.serialization as serialization
+import psutil
+import torch
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from nemo.lightning.io.pl import TrainerContext
+from torch.distributed.checkpoint.api import CheckpointException
+
+from pretrainkit.checkpoint.targets import carry_hf_files
+from pretrainkit.config.schema import ResolvedRun
+from pretrainkit.logs import get_logger
+from pretrainkit.training import resume
+from pretrainkit.training.save_failures import SaveFailure, failure_of
+from pretrainkit.units import format_duration, parse_duration
+
+_POLL_S = 0.05
+OPTIMIZER_PREFIX = "optimizer"
+"""Names of the optimizer's tensors, and then of the files that hold them alone, begin with it."""
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Save:
+    """A checkpoint that is being written."""
+
+    folder: Path
+    step: int
+    consumed_samples: int
+    began_s: float
+    """By time.monotonic()."""
+
+
+class Saver:
+    """Begins and ends the writing of a checkpoint, one at a time. Every method is called on all ranks together."""
+
+    def __init__(self, run: ResolvedRun) -> None:
+        self._run = run
+        self._timeout_s = parse_duration(run.config.training.save_timeout)
+        self._errors: list[BaseException] = []
+        self.current: Save | None = None
+
+    def begin(self, trainer: pl.Trainer) -> SaveFailure | None:
+        """Copy the state of this step and let it be written; None when that goes on."""
+        assert self.current is None
+        folder = Path(self._run.experiment_dir) / resume.CHECKPOINTS / resume.checkpoint_name(trainer.global_step)
+        with self._kept():
+            if trainer.is_global_zero:
+                shutil.rmtree(folder, ignore_errors=True)  # of an attempt that failed
+                (folder / "weights").mkdir(parents=True)
+        if failure := self._agreed(trainer):
+            return failure
+        self.current = Save(
+            folder, trainer.global_step, trainer.datamodule.state_dict()["consumed_samples"], time.monotonic()
+        )
+        if self._run.config.training.keep_optimizer_last:
+            _separate_optimizer(trainer)
+        with self._kept_in_megatron():
+            # NeMo takes the suffix off again: its checkpoints are folders.
+            trainer.save_checkpoint(f"{folder}.ckpt", storage_options={"finalize_fn": lambda: None})
+        with self._kept():
+            if trainer.is_global_zero:
+                TrainerContext.from_trainer(trainer).io_dump(folder / "context", yaml_attrs=["model"])
+                carry_hf_files(Path(self._run.hf_folder), folder)
+        if failure := self._agreed(trainer):
+            self.end(trainer, wait=True)
+            return failure
+        return None
+
+    def end(self, trainer: pl.Trainer, *, wait: bool) -> tuple[bool, SaveFailure | None]:
+        """Whether the writing has come to its end, with `wait` at any rate, and how it failed if it did.
+
+        Without a failure the checkpoint is complete: its commit mark is there.
+        """
+        save = self.current
+        assert save
+        while not self._finalised(trainer, save):
+            if not wait:
+                return False, None
+            time.sleep(_POLL_S)
+        with self._kept():
+            if trainer.is_global_zero and not self._errors:
+                self._commit(save)
+        failure = self._agreed(trainer)
+        self.current = None
+        if failure and trainer.is_global_zero:
+            shutil.rmtree(save.folder, ignore_errors=True)  # a full disk needs the room
+        return True, failure
+
+    def _finalised(self, trainer: pl.Trainer, save: Save) -> bool:
+        elapsed_s = time.monotonic() - save.began_s
+        if elapsed_s > self._timeout_s and _kill_writers(trainer):
+            self._errors.append(TimeoutError(f"writing took longer than {format_duration(self._timeout_s)}"))
+        try:
+            with self._kept_in_megatron():
+                return bool(trainer.strategy.checkpoint_io.maybe_finalize_save_checkpoint(blocking=False))
+        except CheckpointException as error:  # on all ranks; it tells the first one why
+            if trainer.is_global_zero:
+                self._errors.append(error)
+            return True
+
+    def _commit(self, save: Save) -> None:
+        training = self._run.config.training
+        resume.commit(
+            save.folder,
+            step=save.step,
+            consumed_samples=save.consumed_samples,
+            global_batch_size=training.global_batch_size,
+            optimizer_was_reset=training.reset_optimizer,
+        )
+
+    @contextlib.contextmanager
+    def _kept(self) -> Iterator[None]:
+        """Keep what goes wrong inside for `_agreed`, in place of raising it on one rank alone."""
+        try:
+            yield
+        except Exception as error:
+            self._errors.append(error)
+
+    @contextlib.contextmanager
+    def _kept_in_megatron(self) -> Iterator[None]:
+        """The same for the places where Megatron writes files on the first rank alone."""
+        with contextlib.ExitStack() as stack:
+            for owner, name in (
+                (TorchCommonSaveStrategy, "save_common"),
+                (FileSystemWriterAsync, "finish"),
+                (serialization, "save_config"),
+            ):
+                original = getattr(owner, name)
+                stack.callback(setattr, owner, name, original)
+                setattr(owner, name, self._keeping(original))
+            yield
+
+    def _keeping(self, function: Callable[..., Any]) -> Callable[..., None]:
+        def keep(*args: Any, **kwargs: Any) -> None:
+            with self._kept():
+                function(*args, **kwargs)
+
+        return keep
+
+    def _agreed(self, trainer: pl.Trainer) -> SaveFailure | None:
+        """What went wrong on any rank since the last time, the same on all; the first rank's word goes first."""
+        errors, self._errors = self._errors, []
+        failed = torch.tensor([bool(errors)], dtype=torch.int32, device=trainer.strategy.root_device)
+        torch.distributed.all_reduce(failed, op=torch.distributed.ReduceOp.MAX)
+        if not failed.item():
+            return None
+        own = failure_of(errors[0]) if errors else None
+        of_ranks: list[SaveFailure | None] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(of_ranks, own)
+        return next(failure for failure in of_ranks if failure)
+
+
+def _separate_optimizer(trainer: pl.Trainer) -> None:
+    """Let the optimizer's state lie in files of its own, so that it can be left out later without writing the rest."""
+    strategy = trainer.strategy.unwrapped_checkpoint_io.save_sharded_strategy
+    strategy = getattr(strategy, "base_strategy", strategy)
+    if strategy.separation_hint is None:
+        strategy.separation_hint = OPTIMIZER_PREFIX
+        strategy.thread_count *= 2  # as many writers as before for the optimizer's state, the larger part
+
+
+def _kill_writers(trainer: pl.Trainer) -> bool:
+    """Kill this rank's process that writes, and its children; whether there was one alive."""
+    for call in trainer.strategy.checkpoint_io.async_calls_queue.async_calls:
+        process = call.async_caller.process
+        if process is not None and process.is_alive():
+            for child in psutil.Process(process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
+            process.kill()
+            process.join()
+            return True
+    return False
