@@ -1,0 +1,131 @@
+"""The preflight of all nodes of a job at once: each looks at itself, then all try to reach each other.
+
+They meet in a folder of the shared disk, which has the name of the job: whoever doesn't see it has another disk.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pretrainkit import files
+from pretrainkit.errors import RequestError
+from pretrainkit.launch import agent
+from pretrainkit.launch.allocation import read_allocation
+from pretrainkit.launch.meeting import own_address
+from pretrainkit.launch.node_check import NodeCheckRequest, NodeReport, check_connections, check_node
+from pretrainkit.launch.node_probes import FAILED, SKIPPED, Check
+
+_POLL_S = 0.2
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which of a job's nodes this is."""
+
+    node: int
+    """From 0."""
+    num_nodes: int
+    meeting: str
+    """Name of the job, or of this step of it: the same on all nodes, another for each check."""
+    hosts: tuple[str, ...] = ()
+    """The scheduler's names of the nodes, in order, where it says them."""
+
+
+def find_place(
+    environment: Mapping[str, str], *, node: int | None = None, num_nodes: int | None = None, meeting: str | None = None
+) -> Place:
+    """This node's place: what is given, else what the scheduler's variables say, else the only node.
+
+    Raises RequestError when there are several nodes and it isn't clear which of them this is.
+    """
+    allocation = read_allocation(environment)
+    started_on_all = "SLURM_STEP_NUM_NODES" in environment
+    if num_nodes is None:
+        num_nodes = int(environment["SLURM_STEP_NUM_NODES"]) if started_on_all else 1
+    hosts = allocation.hosts if allocation and len(allocation.hosts) == num_nodes else ()
+    if num_nodes == 1:
+        return Place(0, 1, "")
+    if node is None and started_on_all:
+        node = int(environment["SLURM_NODEID"])
+    if meeting is None and started_on_all:
+        meeting = f"{environment['SLURM_JOB_ID']}.{environment['SLURM_STEP_ID']}"
+    if node is None or meeting is None:
+        raise RequestError(
+            f"{num_nodes} nodes, but not which of them this is",
+            needed="--node_rank (from 0) and --meeting (any word, the same on all nodes, another for each check)",
+            where="--num_nodes",
+        )
+    if not 0 <= node < num_nodes:
+        raise RequestError(f"{node} of {num_nodes} nodes", needed=f"0 to {num_nodes - 1}", where="--node_rank")
+    return Place(node, num_nodes, meeting, hosts)
+
+
+def check_nodes(request: NodeCheckRequest, place: Place) -> tuple[list[NodeReport], Check | None]:
+    """The reports of all nodes, and how they reach each other (None for one node); the same on every node."""
+    report = check_node(request)
+    if place.num_nodes == 1:
+        return [report], None
+    folder = request.output_dir / f".check_node-{place.meeting}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        files.write_json(folder / f"report_{place.node}.json", report.to_json())
+    except OSError:  # the report says it; the others will miss this node
+        return [report], Check("network", SKIPPED, "the nodes can't meet without a shared folder")
+    reports = _gather(folder, place, request.timeout_s)
+    if not all(one.is_good for one in reports) or not request.collectives:
+        network = Check("network", SKIPPED, "not tried" + ("" if request.collectives else ": --quick"))
+    else:
+        hosts = place.hosts or [one.host for one in reports]
+        network = _connect(folder, place, request, list(hosts))
+    _leave(folder, place, request.timeout_s)
+    return reports, network
+
+
+def _gather(folder: Path, place: Place, timeout_s: float) -> list[NodeReport]:
+    paths = [folder / f"report_{node}.json" for node in range(place.num_nodes)]
+    _wait(lambda: all(path.is_file() for path in paths), timeout_s)
+    return [
+        NodeReport.from_json(files.read_json(path)) if path.is_file() else _absent(node, place, timeout_s)
+        for node, path in enumerate(paths)
+    ]
+
+
+def _absent(node: int, place: Place, timeout_s: float) -> NodeReport:
+    host = place.hosts[node] if place.hosts else f"number {node}"
+    found = f"no report in the shared folder within {timeout_s:.0f} s"
+    action = "look whether the node is up and mounts the same output folder"
+    return NodeReport(host, (Check("presence", FAILED, found, action),))
+
+
+def _connect(folder: Path, place: Place, request: NodeCheckRequest, hosts: list[str]) -> Check:
+    head = folder / "head.json"
+    store: Any = None
+    if place.node == 0:
+        store = agent.open_store()
+        files.write_json(head, {"address": own_address([hosts[0]]), "port": store.port})
+    elif not _wait(head.is_file, request.timeout_s):
+        return Check("network", FAILED, f"node 0 ({hosts[0]}) does not say where to meet")
+    where = files.read_json(head)
+    return check_connections(request, where["address"], where["port"], node=place.node, hosts=hosts)
+
+
+def _leave(folder: Path, place: Place, timeout_s: float) -> None:
+    """Node 0 holds the store open until all have done, and removes the folder."""
+    (folder / f"done_{place.node}").touch()
+    if place.node == 0:
+        _wait(lambda: all((folder / f"done_{node}").exists() for node in range(place.num_nodes)), timeout_s / 4)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _wait(condition: Callable[[], bool], longest_s: float) -> bool:
+    end_s = time.monotonic() + longest_s
+    while not condition():
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(_POLL_S)
+    return True
