@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from pretrainkit.data import chunks
 from pretrainkit.data.documents import RecordRules
 from pretrainkit.data.shard_index import ShardRecord, read_records, shard_name
@@ -15,7 +17,6 @@ from pretrainkit.data.shard_task import template_ids
 from pretrainkit.data.sources import Source, resolve_inputs
 from pretrainkit.data.tokenizer import TokenizerFile, load_tokenizer
 from pretrainkit.errors import RequestError
-from pretrainkit.files import read_json
 
 ARRAY_VARIABLES = {"SLURM_ARRAY_TASK_ID": 0, "PBS_ARRAY_INDEX": 0, "PBS_ARRAYID": 0, "SGE_TASK_ID": 1}
 """Variable that holds a task's id, and the id of the first shard's task. Grid Engine has no task 0."""
@@ -139,7 +140,7 @@ def _special_ids(request: ShardRequest, tokenizer: TokenizerFile) -> tuple[tuple
     last: tuple[int, ...] = ()
     if request.special_tokens == "template":
         try:
-            first, last = template_ids(read_json(tokenizer.json_path).get("post_processor"))
+            first, last = template_ids(orjson.loads(tokenizer.json_path.read_bytes()).get("post_processor"))
         except (ValueError, KeyError) as error:
             raise RequestError(
                 f"a post-processor of an unknown kind: {error}",

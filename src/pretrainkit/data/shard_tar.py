@@ -14,6 +14,7 @@ many samples at once. Members of a sample are in the order of their extensions, 
 from __future__ import annotations
 
 import io
+import itertools
 import tarfile
 from collections.abc import Callable
 from functools import lru_cache
@@ -35,8 +36,32 @@ def end_of_archive(num_bytes: int) -> bytes:
     return bytes(2 * BLOCK + -total % tarfile.RECORDSIZE)
 
 
-def _json(ids: NDArray[np.int32]) -> bytes:
-    return orjson.dumps(ids, option=orjson.OPT_SERIALIZE_NUMPY).replace(b",", b", ")  # as the json package has it
+def _json(ids: list[NDArray[np.int32]]) -> list[bytes]:
+    """As the json package writes them. The numbers of all samples are looked up at once, each filled up with zero
+    bytes, which are then taken out: half the time of a dump for each sample."""
+    if not ids:
+        return []
+    whole = np.concatenate(ids)
+    words, num_characters = _numbers(int(whole.max(initial=0)).bit_length())
+    text = np.take(words, whole).tobytes().translate(None, b"\0")
+    ends = np.cumsum([len(some) for some in ids])
+    characters = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.take(num_characters, whole), dtype=np.int64)])[
+        np.concatenate([np.zeros(1, np.int64), ends])
+    ].tolist()
+    return [b"[%b]" % text[begin : max(begin, end - len(", "))] for begin, end in itertools.pairwise(characters)]
+
+
+@lru_cache(maxsize=2)
+def _numbers(num_bits: int) -> tuple[NDArray[np.bytes_], NDArray[np.uint8]]:
+    """The text of all numbers of so many bits, each with `, ` after it, and how long these texts are."""
+    width = len(str(2**num_bits))
+    words = np.zeros((2**num_bits, -(-(width + len(", ")) // 8) * 8), np.uint8)
+    values = np.arange(2**num_bits)
+    words[:, :width] = _digits(values, 10, width)
+    num_digits = np.searchsorted(10 ** np.arange(1, width), values, side="right") + 1
+    words[:, :width][np.arange(width) < (width - num_digits)[:, None]] = 0
+    words[:, width], words[:, width + 1] = ord(","), ord(" ")
+    return words.view(f"S{words.shape[1]}")[:, 0], (num_digits + len(", ")).astype(np.uint8)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -46,17 +71,17 @@ def _npy_header(num_tokens: int) -> bytes:
     return stream.getvalue()[: -4 * num_tokens or None]
 
 
-def _npy(ids: NDArray[np.int32]) -> bytes:
-    return _npy_header(len(ids)) + ids.tobytes()
+def _npy(ids: list[NDArray[np.int32]]) -> list[bytes]:
+    return [_npy_header(len(some)) + some.tobytes() for some in ids]
 
 
-def _msgpack(ids: NDArray[np.int32]) -> bytes:
+def _msgpack(ids: list[NDArray[np.int32]]) -> list[bytes]:
     import msgpack
 
-    return msgpack.packb(ids.tolist())
+    return [msgpack.packb(some.tolist()) for some in ids]
 
 
-_ENCODE: dict[str, Callable[[NDArray[np.int32]], bytes]] = {"json": _json, "npy": _npy, "msgpack": _msgpack}
+_ENCODE: dict[str, Callable[[list[NDArray[np.int32]]], list[bytes]]] = {"json": _json, "npy": _npy, "msgpack": _msgpack}
 
 
 def decode_ids(content: bytes | memoryview, kind: str) -> NDArray[np.int32]:
@@ -85,8 +110,7 @@ def pack_samples(
     Returns:
         The members, and for each sample the offset in them and the number of bytes of its ids.
     """
-    encode = _ENCODE[kind]
-    contents = [encode(some) for some in ids]
+    contents = _ENCODE[kind](ids)
     sizes = np.fromiter(map(len, contents), np.int64, len(contents))
     id_headers = _headers(prefix, lines, IDS_EXTENSIONS[kind], sizes)
     parts: list[bytes] = []
