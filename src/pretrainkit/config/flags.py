@@ -128,7 +128,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("--log_interval", "training.log_interval", "steps between records"),
         Flag("--precision", "training.precision", "auto, bf16 or fp32; auto: bf16 on GPU, fp32 on CPU"),
         Flag("--layer_spec", "training.layer_spec", "auto, te or torch: whose transformer layers"),
-        Flag("--fused_kernels", "training.fused_kernels", "auto, off, or norm,rotary,swiglu,cross_entropy,..."),
+        Flag("--fused_kernels", "training.fused_kernels", "auto, off, or rotary,swiglu,cross_entropy,..."),
         Flag("--recompute", "training.recompute", "auto, none, selective or full: activations to compute again"),
         Flag(
             "--recompute_layers",

@@ -177,7 +177,7 @@ class TrainingConfig:
     layer_spec: str = "auto"
     """te (Transformer Engine's layers) or torch (plain torch and Triton); auto: the faster of what is installed."""
     fused_kernels: str = "auto"
-    """auto (all that the installed packages allow), off, or a list with commas of norm, rotary, swiglu,
+    """auto (all that the installed packages allow), off, or a list with commas of rotary, swiglu,
     cross_entropy and weight_gradient; on GPU only."""
     seed: int = 1234
 

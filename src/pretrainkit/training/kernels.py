@@ -2,13 +2,13 @@
 
 | part | plain | fused | why |
 |---|---|---|---|
-| norm | torch | liger | |
 | rotary | Megatron's torch code | triton | about twenty launches a layer become one |
 | swiglu | Megatron's torch code | liger | gate and product in one pass, nothing saved but the input |
 | cross_entropy | Megatron's | triton | no fp32 copy of the logits |
 | weight_gradient | added after the product | product | the product accumulates into the fp32 buffer |
 
-With Transformer Engine its layers have their own norm, rotary embedding and weight gradient.
+With Transformer Engine its layers have their own rotary embedding. RMSNorm is torch's: one launch each way,
+and faster than liger-kernel's.
 """
 
 from __future__ import annotations
@@ -25,14 +25,12 @@ from pretrainkit.errors import RequestError
 PLAIN = "torch"
 LIBRARIES = ("transformer_engine", "triton", "liger_kernel")
 _FUSED = {
-    "norm": "liger",
     "rotary": "triton",
     "swiglu": "liger",
     "cross_entropy": "triton",
     "weight_gradient": "product",
 }
 _NEEDS = {"liger": ("liger_kernel", "triton"), "triton": ("triton",), "product": ()}
-_BY_TRANSFORMER_ENGINE = ("norm", "rotary", "weight_gradient")
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,6 @@ class Kernels:
 
     layer_spec: str
     """te (Transformer Engine's layers) or torch (ours)."""
-    norm: str
     rotary: str
     swiglu: str
     cross_entropy: str
@@ -108,7 +105,7 @@ def choose(
         layer_spec = "te" if "transformer_engine" in installed and fusable and not ours_is_faster else "torch"
     choice = {part: _FUSED[part] if part in fused else PLAIN for part in FUSED_KERNELS}
     if layer_spec == "te":
-        choice |= dict.fromkeys(_BY_TRANSFORMER_ENGINE, "te")
+        choice["rotary"] = "te"
     return Kernels(layer_spec=layer_spec, **choice)
 
 

@@ -6,7 +6,6 @@ built without Transformer Engine) lives in its own module; here they are connect
 
 from __future__ import annotations
 
-import functools
 import logging as python_logging
 import time
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from nemo.utils import logging as nemo_logging
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.logs import get_logger
 from pretrainkit.training import kernels, optimizer, restarts, restored_weights, start_parity
+from pretrainkit.training.cards import peak_flops
 from pretrainkit.training.dataset import EpochDataset
 from pretrainkit.training.document_attention import with_document_bounds
 from pretrainkit.training.layer_spec import torch_layer_spec
@@ -40,7 +40,7 @@ from pretrainkit.training.records import RunRecorder
 from pretrainkit.training.schedule import schedule_of
 from pretrainkit.training.start_plan import CONTINUE, WEIGHTS, StartPlan
 from pretrainkit.training.stop_requests import StopRequests
-from pretrainkit.training.throughput import peak_flops, training_flops_per_token
+from pretrainkit.training.throughput import training_flops_per_token
 from pretrainkit.training.trackers import open_trackers
 
 log = get_logger(__name__)
@@ -133,7 +133,7 @@ def _model(run: ResolvedRun, chosen: kernels.Kernels, recorder: RunRecorder | No
         )
     # Set after construction, so that NeMo's saved context keeps its own defaults and loads anywhere.
     if chosen.layer_spec == "torch":
-        config.transformer_layer_spec = functools.partial(torch_layer_spec, norm=chosen.norm)
+        config.transformer_layer_spec = torch_layer_spec
     for name, value in recompute_fields(run.recompute).items():
         setattr(config, name, value)
     for name, value in kernels.config_fields(chosen, qk_norm=shape.qk_norm).items():

@@ -8,8 +8,8 @@ from pretrainkit.errors import RequestError
 from pretrainkit.training.kernels import LIBRARIES, Kernels, choose, config_fields
 
 ALL = frozenset(LIBRARIES)
-PLAIN = Kernels("torch", "torch", "torch", "torch", "torch", "torch")
-FUSED = Kernels("torch", "liger", "triton", "liger", "triton", "product")
+PLAIN = Kernels("torch", "torch", "torch", "torch", "torch")
+FUSED = Kernels("torch", "triton", "liger", "triton", "product")
 
 
 def chosen(
@@ -37,7 +37,7 @@ def test_weight_gradients_accumulate_in_the_product_in_bf16_alone() -> None:
 
 
 def test_without_liger_its_parts_stay_plain() -> None:
-    assert chosen("triton") == Kernels("torch", "torch", "triton", "torch", "triton", "product")
+    assert chosen("triton") == Kernels("torch", "triton", "torch", "triton", "product")
 
 
 def test_off_is_plain_torch() -> None:
@@ -45,8 +45,8 @@ def test_off_is_plain_torch() -> None:
 
 
 def test_named_parts_alone_are_fused() -> None:
-    assert chosen("triton", "liger_kernel", fused="rotary,norm") == Kernels(
-        "torch", "liger", "triton", "torch", "torch", "torch"
+    assert chosen("triton", "liger_kernel", fused="rotary,swiglu") == Kernels(
+        "torch", "triton", "liger", "torch", "torch"
     )
 
 
@@ -58,9 +58,9 @@ def test_the_faster_layers_of_those_installed_are_taken(installed: frozenset[str
     assert chosen(*installed).layer_spec == layers
 
 
-def test_transformer_engines_layers_keep_their_own_norm_rotation_and_gradient() -> None:
+def test_transformer_engines_layers_keep_their_own_rotation() -> None:
     kernels = chosen(*ALL, layers="te")
-    assert kernels == Kernels("te", "te", "te", "liger", "triton", "te")
+    assert kernels == Kernels("te", "te", "liger", "triton", "product")
     assert config_fields(kernels, qk_norm=False) == {
         "apply_rope_fusion": True,
         "fused_single_qkv_rope": False,
@@ -78,7 +78,7 @@ def test_norms_of_queries_and_keys_keep_the_projection_apart() -> None:
     ("request_", "words"),
     [
         ({"layers": "te"}, ["transformer_engine is not installed", "auto or torch"]),
-        ({"fused": "norm"}, ["fused norm", "liger_kernel and triton"]),
+        ({"fused": "swiglu"}, ["fused swiglu", "liger_kernel and triton"]),
         ({"fused": "rotary", "accelerator": "cpu"}, ["(cpu, bf16)", "a GPU"]),
         ({"fused": "weight_gradient", "precision": "fp32"}, ["(gpu, fp32)", "bf16"]),
     ],
