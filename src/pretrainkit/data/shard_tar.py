@@ -27,6 +27,8 @@ BLOCK = tarfile.BLOCKSIZE
 TEXT_EXTENSION = "text.txt"
 IDS_EXTENSIONS = {"json": "token_ids.json", "npy": "token_ids.npy", "msgpack": "token_ids.msgpack"}
 _PADDING = [bytes(count) for count in range(BLOCK)]
+MAX_TABLE = 1 << 20
+"""Numbers that are looked up; larger vocabularies are rare, and their table would be large too."""
 _NAME, _SIZE, _CHECKSUM = 0, 124, 148
 
 
@@ -42,6 +44,8 @@ def _json(ids: list[NDArray[np.int32]]) -> list[bytes]:
     if not ids:
         return []
     whole = np.concatenate(ids)
+    if int(whole.max(initial=0)) >= MAX_TABLE:
+        return [orjson.dumps(some, option=orjson.OPT_SERIALIZE_NUMPY).replace(b",", b", ") for some in ids]
     words, num_characters = _numbers(int(whole.max(initial=0)).bit_length())
     text = np.take(words, whole).tobytes().translate(None, b"\0")
     ends = np.cumsum([len(some) for some in ids])
