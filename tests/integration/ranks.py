@@ -143,3 +143,21 @@ def document_losses_rank(rank: int, world_size: int, *, hf_folder: Path, checkpo
             alone.append(model(tokens, positions, None, labels=labels)[0])
     if rank == 0:
         torch.save((together, torch.cat(alone).view_as(together)), batch_file.with_name("losses.pt"))
+
+
+def train_rank_without_a_weight(rank: int, world_size: int, *, run_file: Path) -> None:
+    """What train.py does for one rank, with an engine that leaves weights of one kind as they were built."""
+    from nemo.lightning import MegatronStrategy
+    from nemo.lightning.megatron_parallel import MegatronParallel
+
+    describe, restore = MegatronParallel.sharded_state_dict, MegatronStrategy.load_model_state_dict
+
+    def describe_some(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        state = describe(self, *args, **kwargs)
+        return {name: value for name, value in state.items() if "mlp.linear_fc2.weight" not in name}
+
+    MegatronParallel.sharded_state_dict = describe_some
+    MegatronStrategy.load_model_state_dict = lambda self, checkpoint, strict=True: restore(
+        self, checkpoint, strict=False
+    )
+    _train(rank, world_size, run_file)
