@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -34,30 +35,34 @@ def command(arguments: argparse.Namespace) -> int:
     """Start the run that the arguments ask for."""
     from pretrainkit.config.load import load_config
     from pretrainkit.launch.start import dry_run, start
-    from pretrainkit.training.start_plan import check_start
+    from pretrainkit.training.settle import settle
 
     config = load_config(arguments.config_files, given_flags(arguments), arguments.assignments)
     if arguments.plan:
         return show_plan(config, as_json=arguments.json)
     if arguments.dry_run:
-        return dry_run(config, train_script=TRAIN_SCRIPT, check=check_start)
-    return start(config, train_script=TRAIN_SCRIPT, command_line=sys.argv, check=check_start)
+        return dry_run(config, train_script=TRAIN_SCRIPT, check=settle)
+    return start(config, train_script=TRAIN_SCRIPT, command_line=sys.argv, check=settle, follow=arguments.follow)
 
 
 def show_plan(config: RunConfig, *, as_json: bool) -> int:
-    """Print what a start would do. Its exit code is 0 only when a start would go on to train."""
+    """Print what a start would do and take. Its exit code is 0 only when a start would go on to train."""
     from pretrainkit.launch.experiment import changes_since_last_start
     from pretrainkit.launch.start import resolve_request
-    from pretrainkit.training.start_plan import check_start, plan_start
+    from pretrainkit.launch.summary import summarize_estimates
+    from pretrainkit.training.settle import settle, with_estimates
+    from pretrainkit.training.start_plan import plan_start
 
-    run = resolve_request(config)
-    changes, plan = changes_since_last_start(run), plan_start(run)
+    run, plan = with_estimates(run := resolve_request(config), refuse=False), plan_start(run)
+    changes = changes_since_last_start(run)
     if as_json:
-        print(json.dumps({**plan.to_json(), "changes": changes}, indent=2))
+        estimates = dataclasses.asdict(run.estimates) if run.estimates else None
+        print(json.dumps({**plan.to_json(), "changes": changes, "estimates": estimates}, indent=2))
     else:
         print(plan.describe())
         print("\n".join(f"changed    {name}: {old} -> {new}" for name, (old, new) in changes.items()) or "changed    -")
-    check_start(run)
+        print(summarize_estimates(run))
+    settle(run)
     return EXIT_DONE
 
 

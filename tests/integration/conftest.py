@@ -18,6 +18,7 @@ from pretrainkit.config.schema import (
     LaunchConfig,
     OptimizerConfig,
     ParallelConfig,
+    Recompute,
     ResolvedRun,
     RunConfig,
     TrackingConfig,
@@ -58,6 +59,7 @@ def write_tiny_run(tmp_path: Path, dataset_prefix: Path) -> Callable[..., Path]:
         hf_weights: Path | None = None,
         dataset: Path = dataset_prefix,
         wandb_project: str | None = None,
+        recompute: Recompute = Recompute(),  # noqa: B008  it is frozen
         **training: Any,
     ) -> Path:
         world_size = tensor * pipeline * context * data_parallel
@@ -91,6 +93,8 @@ def write_tiny_run(tmp_path: Path, dataset_prefix: Path) -> Callable[..., Path]:
             min_lr=1e-4,
             samples_per_epoch=count_epoch([dataset], "8,1,1", 128, 1)[0].num_samples,
             padded_vocab_size=384,
+            async_save=settings.get("async_save") == "on",
+            recompute=recompute,
             hf_weights=str(hf_weights) if hf_weights else None,
         )
         run_file = tmp_path / experiment / "run.json"

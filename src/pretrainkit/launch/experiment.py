@@ -42,8 +42,10 @@ _NOT_COMPARED = (
     "initial_checkpoint",
     "hf_weights",
     "dataset.prefixes",
+    "start_mode",
+    "estimates",
 )
-"""Fields that name places: a moved experiment, model or dataset is the same one."""
+"""Fields that name places, since a moved experiment, model or dataset is the same one, or follow from the others."""
 
 _POLL_S = 0.2
 

@@ -13,7 +13,15 @@ def read_machine(accelerator: str) -> MachineFacts:
     """Cores, CUDA devices and the kind of torch; the CUDA driver is left alone when `accelerator` is cpu."""
     has_cuda = torch_has_cuda()
     count_them = accelerator == "gpu" or (accelerator == "auto" and has_cuda)
-    return MachineFacts(num_gpus=count_gpus() if count_them else 0, num_cpus=count_cpus(), torch_has_cuda=has_cuda)
+    num_gpus = count_gpus() if count_them else 0
+    name, memory_gib = describe_gpu() if num_gpus else (None, None)
+    return MachineFacts(
+        num_gpus=num_gpus,
+        num_cpus=count_cpus(),
+        torch_has_cuda=has_cuda,
+        gpu_name=name,
+        gpu_memory_gib=memory_gib,
+    )
 
 
 def count_cpus() -> int:
@@ -31,6 +39,20 @@ def count_gpus() -> int:
     except (OSError, AttributeError):
         return 0
     return count.value
+
+
+def describe_gpu() -> tuple[str | None, float | None]:
+    """Name and memory in GiB of the first CUDA device, as its driver gives them; None for what it doesn't."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        device, memory, name = ctypes.c_int(0), ctypes.c_size_t(0), ctypes.create_string_buffer(256)
+        if driver.cuInit(0) != 0 or driver.cuDeviceGet(ctypes.byref(device), 0) != 0:
+            return None, None
+        named = driver.cuDeviceGetName(name, len(name), device) == 0
+        measured = driver.cuDeviceTotalMem_v2(ctypes.byref(memory), device) == 0
+    except (OSError, AttributeError):
+        return None, None
+    return name.value.decode(errors="replace") if named else None, memory.value / 2**30 if measured else None
 
 
 def torch_has_cuda() -> bool:

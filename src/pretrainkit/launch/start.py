@@ -13,7 +13,6 @@ from pretrainkit.config.notes import notes_of
 from pretrainkit.config.resolve import resolve
 from pretrainkit.config.schema import ResolvedRun, RunConfig
 from pretrainkit.errors import EXIT_DONE, EXIT_STOPPED_AFTER_SAVING, RequestError
-from pretrainkit.launch import weights
 from pretrainkit.launch.agent import rank_log_names
 from pretrainkit.launch.experiment import LAUNCHER_LOCK, RUN_FILE, locked, new_attempt, wait_for_ranks, write_run_file
 from pretrainkit.launch.facts import gather
@@ -23,6 +22,8 @@ from pretrainkit.launch.node import GRACE_S, NODE_LOG
 from pretrainkit.launch.plan import LaunchPlan, plan_launch
 from pretrainkit.launch.secrets import masked
 from pretrainkit.launch.source import describe
+from pretrainkit.launch.start_job import planned_job, provide_weights, start_job
+from pretrainkit.launch.submit import describe as describe_job
 from pretrainkit.launch.summary import summarize
 from pretrainkit.logs import get_logger
 
@@ -46,18 +47,23 @@ def start(
     *,
     train_script: Path,
     command_line: Sequence[str],
-    check: Callable[[ResolvedRun], object],
+    check: Callable[[ResolvedRun], ResolvedRun],
+    follow: bool = False,
 ) -> int:
-    """Start the run that is asked for, or continue it, and wait for its end; the exit code is that of its ranks.
+    """Start the run that is asked for, or continue it.
 
-    `check` looks at the run and its checkpoints before anything is written, and raises what its ranks would raise.
+    On this machine it waits for the end, and the exit code is that of the ranks. A scheduler's job is submitted, and
+    waited for where `follow` asks for it. `check` looks at the run and its checkpoints before anything is written,
+    raises what its ranks would raise, and gives the run as it will start.
     """
     run = resolve_request(config)
     experiment_dir = Path(run.experiment_dir)
+    if config.launch.is_scheduled:
+        return start_job(run, train_script=train_script, command_line=command_line, check=check, follow=follow)
     with locked(experiment_dir, LAUNCHER_LOCK):
         wait_for_ranks(experiment_dir, longest_s=GRACE_S)
-        check(run)
-        _provide_weights(run)
+        run = check(run)
+        provide_weights(run)
         run_file = write_run_file(run)
         number, log_dir = new_attempt(experiment_dir)
         source = describe(run, command_line)
@@ -69,24 +75,22 @@ def start(
         return _follow(plan)
 
 
-def dry_run(config: RunConfig, *, train_script: Path, check: Callable[[ResolvedRun], object]) -> int:
-    """Do all of a start but the conversion and the start: write run.json, print the run and the command."""
+def dry_run(config: RunConfig, *, train_script: Path, check: Callable[[ResolvedRun], ResolvedRun]) -> int:
+    """Do all of a start but the conversion and the start: write run.json, print the run and the command or scripts."""
     run = resolve_request(config)
     experiment_dir = Path(run.experiment_dir)
+    job = planned_job(run, train_script) if config.launch.is_scheduled else None
     with locked(experiment_dir, LAUNCHER_LOCK):
-        check(run)
+        run = check(run)
         run_file = write_run_file(run)
-    plan = _plan(run, run_file, experiment_dir / "logs" / "attempt_N", train_script)
     print(summarize(run))
     print(f"run file   {run_file}")
+    if job is not None:
+        print(f"\n{describe_job(job)}")
+        return EXIT_DONE
+    plan = _plan(run, run_file, experiment_dir / "logs" / "attempt_N", train_script)
     print(f"command    {shlex.join(plan.node_command)}")
     return EXIT_DONE
-
-
-def _provide_weights(run: ResolvedRun) -> None:
-    if run.config.nemo_model is not None:
-        initial = weights.locate(run.config.nemo_model, Path(run.experiment_dir).parent)
-        weights.provide(initial, run.model)
 
 
 def _plan(run: ResolvedRun, run_file: Path, log_dir: Path, train_script: Path) -> LaunchPlan:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pretrainkit.config.schema import ResolvedRun
-from pretrainkit.units import format_count
+from pretrainkit.units import format_count, format_duration
 
 
 def summarize(run: ResolvedRun) -> str:
@@ -31,5 +31,40 @@ def summarize(run: ResolvedRun) -> str:
         "optimizer": f"lr {optimizer.lr:g} -> {run.min_lr:g} {optimizer.lr_schedule}, warm-up {run.lr_warmup_steps}, "
         f"decay to step {run.lr_decay_steps}, weight decay {optimizer.weight_decay:g}, clip {optimizer.clip_grad:g}",
         "seed": str(training.seed),
+        "saves": "in the background" if run.async_save else "training waits for them",
+        "starts": {"random": "from random weights", "weights": "from trained weights", "continue": "continuing"}.get(
+            run.start_mode or "", "not planned"
+        ),
     }
+    return "\n".join([*(f"{name:<10} {value}" for name, value in lines.items()), summarize_estimates(run)])
+
+
+def summarize_estimates(run: ResolvedRun) -> str:
+    """What the run is expected to take, as lines of the same form."""
+    estimates, recompute = run.estimates, run.recompute
+    if estimates is None:
+        return "estimates  none on CPU"
+    card = f" ({run.gpu_name})" if run.gpu_name else ""
+    room = (
+        "unknown; --gpu_name or --gpu_memory_gib tells"
+        if estimates.gpu_memory_gib is None
+        else f"{estimates.gpu_memory_gib:.1f} GiB{card}"
+    )
+    again = {"none": "none", "selective": "the MLPs", "full": f"{recompute.num_layers} layers of each stage"}
+    lines = {
+        "parameters": format_count(estimates.parameters),
+        "memory": f"{estimates.memory_gib:.1f} GiB on the fullest GPU = {estimates.weights_gib:.1f} weights, gradients "
+        f"and optimizer + {estimates.activations_gib:.1f} activations + {estimates.logits_gib:.1f} logits; "
+        f"it has {room}",
+        "recomputes": again[recompute.granularity],
+    }
+    if estimates.step_time_s is None or estimates.mfu is None or estimates.gpu_hours is None:
+        lines["time"] = "no estimate for this card and precision"
+    else:
+        tokens = run.config.training.global_batch_size * run.config.data.sequence_length
+        lines["time"] = (
+            f"{format_duration(estimates.step_time_s)} a step, {format_count(tokens / estimates.step_time_s)} "
+            f"tokens/s, {estimates.gpu_hours:.0f} GPU-hours in all, at an assumed "
+            f"MFU of {estimates.mfu:.0%} (docs/pretrain.md)"
+        )
     return "\n".join(f"{name:<10} {value}" for name, value in lines.items())

@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pretrainkit.config.run_file import write_run
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import CheckpointError, RequestError
 from pretrainkit.logs import get_logger
@@ -111,10 +112,12 @@ def plan_start(run: ResolvedRun) -> StartPlan:
     )
 
 
-def check_start(run: ResolvedRun) -> None:
-    """Raise what the first rank of a start would raise; for the process that starts the ranks."""
+def check_start(run: ResolvedRun) -> str:
+    """The mode of the next start; raises what its first rank would raise. For the process that starts the ranks."""
     check_trackers(run)
-    restarts.refuse_endless_restarts(run, _own_checkpoint(plan_start(run)))
+    plan = plan_start(run)
+    restarts.refuse_endless_restarts(run, _own_checkpoint(plan))
+    return plan.mode
 
 
 def prepare(run: ResolvedRun, plan: StartPlan) -> None:
@@ -126,6 +129,8 @@ def prepare(run: ResolvedRun, plan: StartPlan) -> None:
     restarts.refuse_endless_restarts(run, _own_checkpoint(plan))
     resume.quarantine_incomplete(checkpoints)
     resume.remove_leftovers(checkpoints)
+    if run.start_mode != plan.mode:  # ranks that a requeued job starts anew, without pretrain.py
+        write_run(Path(run.experiment_dir) / "run.json", replace(run, start_mode=plan.mode))
     for line in plan.describe().splitlines():
         log.info("%s", line)
 

@@ -1,30 +1,8 @@
-"""How much work training is: floating-point operations of a model, and what a GPU can do at most."""
+"""How much work training is: floating-point operations of a model."""
 
 from __future__ import annotations
 
 from pretrainkit.config.schema import ModelShape
-
-PEAK_BF16_FLOPS: dict[str, float] = {
-    # Dense bf16 without sparsity, from the vendor's datasheets. The longest name found in the device's name counts.
-    "A100": 312e12,
-    "A800": 312e12,
-    "B200": 2250e12,
-    "GH200": 989e12,
-    "H100": 989e12,
-    "H100 NVL": 835e12,
-    "H100 PCIe": 756e12,
-    "H200": 989e12,
-    "H800": 989e12,
-    "L4": 121e12,
-    "L40S": 362e12,
-}
-
-
-def peak_flops(device_name: str) -> float | None:
-    """A GPU's dense bf16 peak in FLOP/s by its name, such as 'NVIDIA H100 80GB HBM3'; None when it isn't known."""
-    words = device_name.replace("-", " ").split()
-    names = [name for name in PEAK_BF16_FLOPS if all(word in words for word in name.split())]
-    return PEAK_BF16_FLOPS[max(names, key=len)] if names else None
 
 
 def matmul_parameters(shape: ModelShape) -> int:

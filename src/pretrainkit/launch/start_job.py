@@ -1,0 +1,112 @@
+"""From a resolved run to a job of a scheduler."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from pretrainkit.config.schema import ResolvedRun
+from pretrainkit.errors import EXIT_DONE, RequestError
+from pretrainkit.launch import schedulers, submit, watch, weights
+from pretrainkit.launch.experiment import LAUNCHER_LOCK, RANKS_LOCK, RUN_FILE, locked, write_run_file
+from pretrainkit.launch.job import Job
+from pretrainkit.launch.run_job import JOBS, job_of
+from pretrainkit.launch.secrets import passed_on
+from pretrainkit.launch.snapshot import copy_source
+from pretrainkit.launch.source import describe
+from pretrainkit.logs import get_logger
+
+log = get_logger(__name__)
+
+
+def planned_job(run: ResolvedRun, train_script: Path) -> Job:
+    """The job that would be submitted next for a run. Raises RequestError for what it can't have."""
+    experiment_dir = Path(run.experiment_dir)
+    folder = submit.next_folder(experiment_dir / JOBS)
+    return job_of(run, folder=folder, run_file=experiment_dir / RUN_FILE, train_script=train_script.resolve())
+
+
+def start_job(
+    run: ResolvedRun,
+    *,
+    train_script: Path,
+    command_line: Sequence[str],
+    check: Callable[[ResolvedRun], ResolvedRun],
+    follow: bool,
+) -> int:
+    """Submit the job of a run; wait for its end with `follow`. Raises PretrainkitError when it isn't taken.
+
+    Nothing is changed on disk unless the scheduler takes it, but a model that was converted stays.
+    """
+    experiment_dir = Path(run.experiment_dir)
+    is_new = not experiment_dir.exists()
+    commands = schedulers.commands_of(run.config.launch)
+    try:
+        with locked(experiment_dir, LAUNCHER_LOCK):
+            with locked(experiment_dir, RANKS_LOCK):
+                job = planned_job(run, train_script)
+                _refuse_second(experiment_dir, commands)
+                run = check(run)
+                provide_weights(run)
+            with _restored_on_failure(experiment_dir / RUN_FILE):
+                write_run_file(run)
+                submitted = submit.submit(
+                    job,
+                    copy_source=lambda folder: copy_source(folder, train_script.resolve()),
+                    source_text=describe(run, command_line),
+                    secrets=passed_on(os.environ)[1],
+                )
+    except BaseException:
+        if is_new:
+            _remove_empty(experiment_dir)
+        raise
+    submit.announce(submitted)
+    if not follow:
+        return EXIT_DONE
+    launch = run.config.launch
+    return watch.follow(submitted, commands, is_chain=launch.chain > 1, requeues=launch.requeue)
+
+
+def provide_weights(run: ResolvedRun) -> None:
+    """Convert the weights that the run starts from, if they are a Hugging Face folder."""
+    if run.config.nemo_model is not None:
+        initial = weights.locate(run.config.nemo_model, Path(run.experiment_dir).parent)
+        weights.provide(initial, run.model)
+
+
+def _refuse_second(experiment_dir: Path, commands: schedulers.Commands) -> None:
+    """Two jobs of one experiment would train the same steps: refuse while an earlier one waits or runs."""
+    alive = [
+        job
+        for job in submit.read_records(experiment_dir / JOBS)[-1:]
+        if schedulers.is_alive(job.scheduler, job.job_id, commands)
+    ]
+    if alive:
+        raise RequestError(
+            f"job {alive[0].job_id} of this experiment waits or runs",
+            action=f"wait for it, or cancel it ({alive[0].cancel_command}); --chain submits several in a row",
+            where=str(experiment_dir),
+        )
+
+
+@contextlib.contextmanager
+def _restored_on_failure(path: Path) -> Iterator[None]:
+    before = path.read_bytes() if path.exists() else None
+    try:
+        yield
+    except BaseException:
+        if before is None:
+            path.unlink(missing_ok=True)
+        else:
+            path.write_bytes(before)
+        raise
+
+
+def _remove_empty(experiment_dir: Path) -> None:
+    """Remove the folder of an experiment that holds nothing but our locks."""
+    for name in (LAUNCHER_LOCK, RANKS_LOCK):
+        (experiment_dir / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        experiment_dir.rmdir()

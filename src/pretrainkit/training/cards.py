@@ -1,0 +1,50 @@
+"""What is known of GPU models by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+PEAK_BF16_FLOPS: dict[str, float] = {
+    # Dense bf16 without sparsity, from the vendor's datasheets. The longest name found in the device's name counts.
+    "A100": 312e12,
+    "A800": 312e12,
+    "B200": 2250e12,
+    "GH200": 989e12,
+    "H100": 989e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H200": 989e12,
+    "H800": 989e12,
+    "L4": 121e12,
+    "L40S": 362e12,
+}
+
+MEMORY_GIB: dict[str, float] = {
+    # As the driver reports it. Models that are sold with several sizes need the size in the name.
+    "A100 40GB": 39.6,
+    "A100 80GB": 79.3,
+    "A800 80GB": 79.3,
+    "B200": 179.1,
+    "H100": 79.6,
+    "H100 NVL": 93.6,
+    "H200": 140.4,
+    "H800": 79.6,
+    "L4": 22.5,
+    "L40S": 45.0,
+}
+
+
+def peak_flops(device_name: str) -> float | None:
+    """A GPU's dense bf16 peak in FLOP/s by its name, such as 'NVIDIA H100 80GB HBM3'; None when it isn't known."""
+    return _longest(PEAK_BF16_FLOPS, device_name)
+
+
+def memory_gib(device_name: str) -> float | None:
+    """A GPU's memory in GiB by its name, such as 'H100' or 'NVIDIA A100-SXM4-40GB'; None when it isn't known."""
+    return _longest(MEMORY_GIB, device_name)
+
+
+def _longest(table: Mapping[str, float], device_name: str) -> float | None:
+    words = device_name.replace("-", " ").split()
+    names = [name for name in table if all(word in words for word in name.split())]
+    return table[max(names, key=len)] if names else None

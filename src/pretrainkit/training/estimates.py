@@ -1,0 +1,194 @@
+"""What a run will take, before it starts: memory of the fullest GPU, time of a step, GPU-hours. Pure.
+
+Memory is counted from the tensors that live at the peak, the end of a microbatch's forward pass:
+
+| part | bytes |
+|---|---|
+| a parameter (bf16) | 2 + 4 for its gradient in fp32 + 12 for the fp32 copy and the two moments, these over DP x CP |
+| a parameter (fp32) | 4 + 4 + 8 over DP x CP |
+| a token in a layer | what `_layer_elements` lists, split over TP where sequence parallel or TP splits it |
+| a token at the head | LOGITS_BYTES per row of the vocabulary on this rank |
+
+A first pipeline stage holds the activations of as many microbatches as there are stages, the last one of one
+microbatch and its logits; the fuller of them counts. What CUDA and NCCL take beside torch is RESERVE_GIB.
+
+Time is the model's FLOPs over the card's peak times an assumed share, MFU, of the table below.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from pretrainkit.config.schema import Estimates, ModelShape, Recompute, ResolvedRun
+from pretrainkit.training.cards import memory_gib, peak_flops
+from pretrainkit.training.throughput import training_flops_per_token
+
+GIB = 2**30
+LOGITS_BYTES = {"fused": 2, "plain": 10}
+"""Per logit: bf16 logits whose gradient takes their place; or, measured on an H100, with fp32 copies of them."""
+RESERVE_GIB = {"one GPU": 0.7, "several": 1.5}
+"""Of CUDA, its libraries and NCCL, outside torch's allocator (assumed)."""
+
+MFU = {"fused": (0.33, 0.48, 0.53), "te": (0.27, 0.45, 0.51), "plain": (0.36, 0.40, 0.40)}
+"""Assumed, from runs on one H100 in bf16, for little, medium and much work a layer and microbatch (WORK)."""
+WORK = (0.3e12, 0.7e12)
+"""Bounds between them: parameters of a layer on one rank x tokens of a microbatch."""
+TENSOR_PARALLEL_SHARE, DATA_PARALLEL_SHARE = 0.75, 0.98
+"""What is left of a GPU's speed among several, measured with two; taken for context parallelism and for more, too."""
+BASIS = (
+    "assumes the MFU that 1B and 8B shapes reached on an H100, times 0.75 with TP or CP and 0.98 with DP (measured "
+    "with 2 GPUs); networks between nodes, evaluations and saves are not counted"
+)
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """What of a layer's implementation changes memory or speed."""
+
+    layers: str
+    """fused, te or plain: a row of MFU."""
+    fused_swiglu: bool
+    """Without it the gate's activation is kept too."""
+    fused_cross_entropy: bool
+
+
+def parameters(shape: ModelShape, padded_vocab_size: int) -> int:
+    """Parameters of the whole model."""
+    embeddings = 1 if shape.tie_word_embeddings else 2
+    norms = shape.hidden_size * (2 * shape.num_layers + 1)
+    return shape.num_layers * _layer_parameters(shape) + embeddings * padded_vocab_size * shape.hidden_size + norms
+
+
+def estimate(run: ResolvedRun, implementation: Implementation) -> Estimates:
+    """The estimates of a run as it is resolved, its recomputation included."""
+    stages = [_stage_bytes(run, implementation, is_first=True), _stage_bytes(run, implementation, is_first=False)]
+    fullest = max(stages, key=sum)
+    weights, activations, logits = (part / GIB for part in fullest)
+    mfu, step_time_s = _speed(run, implementation)
+    return Estimates(
+        parameters=parameters(run.model, run.padded_vocab_size),
+        weights_gib=round(weights, 2),
+        activations_gib=round(activations, 2),
+        logits_gib=round(logits, 2),
+        memory_gib=round(sum(fullest) / GIB, 2),
+        gpu_memory_gib=gpu_memory(run),
+        mfu=mfu and round(mfu, 3),
+        step_time_s=step_time_s and round(step_time_s, 3),
+        gpu_hours=step_time_s and round(step_time_s * run.max_steps * run.world_size / 3600, 1),
+    )
+
+
+def gpu_memory(run: ResolvedRun) -> float | None:
+    """Memory of each GPU in GiB: as told or found, else by its model."""
+    return run.gpu_memory_gib or (memory_gib(run.gpu_name) if run.gpu_name else None)
+
+
+def fits(run: ResolvedRun, estimates: Estimates) -> bool:
+    """Whether the run's fullest GPU has room for it; True where its memory isn't known."""
+    reserve = RESERVE_GIB["one GPU" if run.world_size == 1 else "several"]
+    return estimates.gpu_memory_gib is None or estimates.memory_gib + reserve <= estimates.gpu_memory_gib
+
+
+def cheapest_recompute(run: ResolvedRun, implementation: Implementation) -> ResolvedRun:
+    """The run with the least recomputation that fits: none, or as few whole layers as need be; all, if none fits."""
+    layers = run.model.num_layers // run.config.parallel.pipeline_model_parallel_size
+    for count in range(layers + 1):
+        run = dataclasses.replace(run, recompute=Recompute("full", count) if count else Recompute())
+        if fits(run, estimate(run, implementation)):
+            break
+    return run
+
+
+def _layer_parameters(shape: ModelShape) -> int:
+    attention = shape.hidden_size * shape.head_dim * 2 * (shape.num_attention_heads + shape.num_query_groups)
+    return attention + 3 * shape.hidden_size * shape.ffn_hidden_size
+
+
+def _stage_bytes(run: ResolvedRun, implementation: Implementation, *, is_first: bool) -> tuple[float, float, float]:
+    """Bytes of weights with gradients and optimizer state, activations, and logits on a GPU of one stage."""
+    shape, parallel = run.model, run.config.parallel
+    tensor, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    layers, is_last = shape.num_layers // stages, not is_first or stages == 1
+    embedding = run.padded_vocab_size * shape.hidden_size / tensor
+    embeddings = 2 if stages == 1 and not shape.tie_word_embeddings else 1
+    on_rank = layers * (_layer_parameters(shape) / tensor + 2 * shape.hidden_size) + embeddings * embedding
+    shards = run.data_parallel_size * parallel.context_parallel_size if run.config.optimizer.distributed else 1
+    bf16 = run.precision == "bf16"
+    weights = on_rank * ((6 + 12 / shards) if bf16 else (8 + 8 / shards))
+
+    element, tokens = 2 if bf16 else 4, _tokens(run)
+    micro_batches = run.config.training.global_batch_size // (
+        run.config.training.micro_batch_size * run.data_parallel_size
+    )
+    in_flight = min(stages, micro_batches) if is_first else 1
+    kept, transient = _kept_elements(run, implementation, layers)
+    activations = in_flight * kept * tokens * element
+    logits_of = LOGITS_BYTES["fused" if implementation.fused_cross_entropy else "plain"] * (1 if bf16 else 2)
+    logits = tokens * run.padded_vocab_size / tensor * logits_of if is_last else 0.0
+    # Gradients and what is computed again live when the logits are gone.
+    return weights, activations, max(logits, transient * tokens * element)
+
+
+def _tokens(run: ResolvedRun) -> float:
+    """Tokens of a microbatch on one rank."""
+    length = run.config.data.sequence_length / run.config.parallel.context_parallel_size
+    return run.config.training.micro_batch_size * length
+
+
+def _layer_elements(run: ResolvedRun, implementation: Implementation) -> tuple[float, float, float]:
+    """Elements that a layer keeps of a token on one rank: its input, the rest without the MLP's, and the MLP's."""
+    shape, tensor = run.model, run.config.parallel.tensor_model_parallel_size
+    split = tensor if run.sequence_parallel else 1
+    hidden, ffn = shape.hidden_size / split, shape.ffn_hidden_size / tensor
+    heads, groups = (
+        shape.num_attention_heads * shape.head_dim / tensor,
+        shape.num_query_groups * shape.head_dim / tensor,
+    )
+    # Input of the norm; the normed input of qkv; query, key, value; attention's output as computed and as projected;
+    # the second norm's input.
+    rest = hidden + (heads + 2 * groups) + 2 * heads + hidden
+    # Its normed input; gate and up; their product; without a fused kernel the gate's activation.
+    mlp = hidden + 2 * ffn + ffn + (0 if implementation.fused_swiglu else ffn)
+    return hidden, rest, mlp
+
+
+def _kept_elements(run: ResolvedRun, implementation: Implementation, layers: int) -> tuple[float, float]:
+    """Elements per token that a stage keeps until the backward pass, and those of its largest moment there."""
+    layer_input, rest, mlp = _layer_elements(run, implementation)
+    whole = layer_input + rest + mlp
+    recompute = run.recompute
+    again = {"none": 0.0, "selective": mlp, "full": whole}[recompute.granularity]
+    transient = again + mlp  # what is computed again, and gradients
+    if recompute.granularity == "selective":
+        return layers * (layer_input + rest), transient
+    count = recompute.num_layers if recompute.granularity == "full" else 0
+    return count * layer_input + (layers - count) * whole, transient
+
+
+def _speed(run: ResolvedRun, implementation: Implementation) -> tuple[float | None, float | None]:
+    """Assumed MFU and seconds of a step; None for cards and precisions without a figure."""
+    peak = peak_flops(run.gpu_name) if run.gpu_name else None
+    if peak is None or run.precision != "bf16":
+        return None, None
+    parallel, training, shape = run.config.parallel, run.config.training, run.model
+    work = _layer_parameters(shape) / parallel.tensor_model_parallel_size * _tokens(run)
+    mfu = MFU[implementation.layers][sum(work > bound for bound in WORK)]
+    if parallel.tensor_model_parallel_size * parallel.context_parallel_size > 1:
+        mfu *= TENSOR_PARALLEL_SHARE
+    if run.data_parallel_size > 1:
+        mfu *= DATA_PARALLEL_SHARE
+    stages = parallel.pipeline_model_parallel_size
+    micro_batches = training.global_batch_size // (training.micro_batch_size * run.data_parallel_size)
+    mfu *= micro_batches / (micro_batches + stages - 1)  # stages that wait at the step's beginning and end
+    mfu /= 1 + _share_computed_again(run) / 3  # a forward pass is a third of a step
+    length = run.config.data.sequence_length
+    flops = training_flops_per_token(shape, length) * length * training.global_batch_size
+    return mfu, flops / (run.world_size * peak * mfu)
+
+
+def _share_computed_again(run: ResolvedRun) -> float:
+    shape, recompute = run.model, run.recompute
+    if recompute.granularity == "selective":
+        return 3 * shape.hidden_size * shape.ffn_hidden_size / _layer_parameters(shape)
+    return recompute.num_layers * run.config.parallel.pipeline_model_parallel_size / shape.num_layers

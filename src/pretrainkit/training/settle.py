@@ -1,0 +1,115 @@
+"""What is settled about a run before it starts: how it begins, what it recomputes, what it takes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from pretrainkit.config.schema import ResolvedRun
+from pretrainkit.errors import RequestError
+from pretrainkit.training import kernels, start_plan
+from pretrainkit.training.estimates import Implementation, cheapest_recompute, estimate, fits
+
+_NODE_SIZES = (1, 2, 4, 8)
+_OFFERS = 3
+
+
+def settle(run: ResolvedRun) -> ResolvedRun:
+    """The run as it will start.
+
+    Raises what the first rank of a start would raise, and RequestError when no GPU has room for the run.
+    """
+    mode = start_plan.check_start(run)
+    return dataclasses.replace(with_estimates(run), start_mode=mode)
+
+
+def with_estimates(run: ResolvedRun, *, refuse: bool = True) -> ResolvedRun:
+    """The run with its estimates and, where that is left to us, its recomputation; unchanged on CPU.
+
+    With `refuse`, RequestError when no GPU has room for it.
+    """
+    if run.accelerator != "gpu":
+        return run
+    implementation = implementation_of(run)
+    run = _recomputing(run, implementation)
+    estimates = estimate(run, implementation)
+    run = dataclasses.replace(run, estimates=estimates)
+    if refuse and not fits(run, estimates):
+        raise RequestError(
+            f"about {estimates.memory_gib:.1f} GiB on the fullest GPU: {estimates.weights_gib:.1f} weights, gradients "
+            f"and optimizer, {estimates.activations_gib:.1f} activations, {estimates.logits_gib:.1f} logits",
+            needed=f"less than the {estimates.gpu_memory_gib:.1f} GiB that it has, CUDA's own share left out",
+            action=_advice(run, implementation),
+            where="memory",
+        )
+    return run
+
+
+def implementation_of(run: ResolvedRun) -> Implementation:
+    """Which layers the run will have, by what is installed here."""
+    chosen = kernels.choose_for(run)
+    fused_cross_entropy = chosen.cross_entropy != kernels.PLAIN
+    layers = "te" if chosen.layer_spec == "te" else "fused" if fused_cross_entropy else "plain"
+    return Implementation(layers, chosen.swiglu != kernels.PLAIN, fused_cross_entropy)
+
+
+def _recomputing(run: ResolvedRun, implementation: Implementation) -> ResolvedRun:
+    return cheapest_recompute(run, implementation) if run.config.training.recompute == "auto" else run
+
+
+def _advice(run: ResolvedRun, implementation: Implementation) -> str:
+    """Changes that would make the run fit, each with the memory that it then takes."""
+    offers = []
+    for change, changed in _changes(run):
+        changed = _recomputing(changed, implementation)
+        estimates = estimate(changed, implementation)
+        if fits(changed, estimates):
+            offers.append(f"{change} ({estimates.memory_gib:.1f} GiB)")
+        if len(offers) == _OFFERS:
+            break
+    return f"use {', or '.join(offers)}" if offers else "spread the model over more GPUs, or take a smaller one"
+
+
+def _changes(run: ResolvedRun) -> Iterator[tuple[str, ResolvedRun]]:
+    training, parallel, shape = run.config.training, run.config.parallel, run.model
+    if training.recompute != "auto":
+        yield "--recompute auto", _replaced(run, recompute="auto")
+    if training.micro_batch_size > 1:
+        yield "--micro_batch_size 1", _replaced(run, micro_batch_size=1)
+    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    sizes = sorted(
+        (
+            (tp, pp)
+            for tp in _NODE_SIZES
+            for pp in range(pipeline, shape.num_layers + 1)
+            if tp >= tensor and (tp, pp) != (tensor, pipeline) and shape.num_layers % pp == 0
+            if not any(
+                count % tp for count in (shape.num_attention_heads, shape.num_query_groups, shape.ffn_hidden_size)
+            )
+        ),
+        key=lambda size: (size[0] * size[1], size[1]),
+    )
+    for tp, pp in sizes:
+        ranks = tp * pp * parallel.context_parallel_size
+        world_size = -(-run.world_size // ranks) * ranks
+        more = f" on {world_size} GPUs" if world_size != run.world_size else ""
+        yield f"-T {tp} -P {pp}{more}", _spread(run, tp, pp, world_size)
+
+
+def _replaced(run: ResolvedRun, **training: object) -> ResolvedRun:
+    changed = dataclasses.replace(run.config.training, **training)  # type: ignore[arg-type]
+    return dataclasses.replace(run, config=dataclasses.replace(run.config, training=changed))
+
+
+def _spread(run: ResolvedRun, tensor: int, pipeline: int, world_size: int) -> ResolvedRun:
+    parallel = dataclasses.replace(
+        run.config.parallel, tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline
+    )
+    asked = parallel.sequence_parallel
+    return dataclasses.replace(
+        run,
+        config=dataclasses.replace(run.config, parallel=parallel),
+        world_size=world_size,
+        data_parallel_size=world_size // (tensor * pipeline * parallel.context_parallel_size),
+        sequence_parallel=tensor > 1 and (asked is None or asked),
+    )

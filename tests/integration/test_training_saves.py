@@ -1,0 +1,173 @@
+"""Checkpoints that are written in the background are those that training would have waited for, and none is lost
+without a word: a save that fails is tried again, missed where that is allowed, or the end of the run.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import save_faults
+
+from pretrainkit.errors import EXIT_STOPPED_AFTER_SAVING
+from pretrainkit.training import resume
+from pretrainkit.training.records import read_metrics
+from pretrainkit.training.restarts import attempts
+
+pytestmark = pytest.mark.integration
+DEADLINE_S = 120
+
+
+@pytest.fixture(scope="module")
+def tiny(make_hf_llama: Callable[..., Path]) -> Path:
+    return make_hf_llama()
+
+
+@pytest.fixture
+def train_faulty(
+    tiny: Path, tmp_path: Path, write_tiny_run: Callable[..., Path]
+) -> Callable[..., tuple[int, str, list[dict[str, Any]]]]:
+    """Train with faults: the first rank's exit code, its log, and the records; `times` is how often they come."""
+
+    def train(*, faults: dict[str, Any], times: int = 1, **settings: Any) -> tuple[int, str, list[dict[str, Any]]]:
+        run_file = write_tiny_run(tiny, "faulty", **settings)
+        tokens = tmp_path / "times"
+        tokens.mkdir(exist_ok=True)
+        for number in range(times):
+            (tokens / str(number)).touch()
+        world_size = settings.get("data_parallel", 1)
+        logs = [run_file.parent / f"rank{rank}.log" for rank in range(world_size)]
+        processes = ranks.start_ranks(
+            save_faults.train_with_faults, world_size, logs, run_file=run_file, times=tokens, **faults
+        )
+        for process in processes:
+            process.join(DEADLINE_S)
+            assert process.exitcode is not None, logs[0].read_text()[-3000:]
+        assert len({process.exitcode for process in processes}) == 1, logs[-1].read_text()[-3000:]
+        return processes[0].exitcode, logs[0].read_text(), read_metrics(run_file.parent / "metrics.jsonl")
+
+    return train
+
+
+def steps_saved(experiment: Path) -> list[int]:
+    return [checkpoint.step for checkpoint in resume.all_complete(experiment / "checkpoints")]
+
+
+def losses(records: list[dict[str, Any]]) -> dict[int, float]:
+    return {record["step"]: record["loss"] for record in records if "loss" in record}
+
+
+@pytest.mark.parametrize("data_parallel", [1, 2], ids=["one rank", "DP=2"])
+def test_a_save_in_the_background_holds_the_step_it_began_at(
+    tiny: Path, tmp_path: Path, train_tiny: Callable[..., Any], write_tiny_run: Callable[..., Path], data_parallel: int
+) -> None:
+    unbroken = losses(train_tiny(tiny, "unbroken", max_steps=12, data_parallel=data_parallel))
+    settings = {"data_parallel": data_parallel, "save_interval": 3, "async_save": "on"}
+    run_file = write_tiny_run(tiny, "background", max_steps=10**6, **settings)
+    folder = run_file.parent / "checkpoints" / "step_00000003"
+    logs = [run_file.parent / f"rank{rank}.log" for rank in range(data_parallel)]
+    processes = ranks.start_ranks(save_faults.train_with_faults, data_parallel, logs, run_file=run_file, delay_s=1.5)
+    seen = []
+    while not (folder / resume.COMMIT_MARK).exists():
+        assert all(process.is_alive() for process in processes), logs[0].read_text()[-3000:]
+        if (folder / "weights" / "common.pt").exists() and (found := attempts(run_file.parent / "metrics.jsonl")):
+            seen.append(found[-1].last_step)
+        time.sleep(0.02)
+    assert (folder / "weights" / ".metadata").exists()
+    for process in processes:
+        process.kill()
+        process.join()
+    # Training went on while files were written: step 4 and 5, until step 6 was to be saved.
+    assert max(seen) >= 5 and "training waits for it" in logs[0].read_text()
+    assert resume.read(folder).step == 3 and resume.read(folder).consumed_samples == 12
+    resumed = losses(train_tiny(tiny, "background", max_steps=12, **settings))
+    assert resumed == unbroken
+
+
+BACKGROUND = ["off", "on"]
+FAULTS: dict[str, dict[str, Any]] = {
+    "shard of the first rank": {"where": save_faults.SHARDS},
+    "shard of another rank": {"where": save_faults.SHARDS, "faulty_rank": 1},
+    "common.pt": {"where": save_faults.COMMON},
+    "index": {"where": save_faults.INDEX},
+    "context": {"where": save_faults.CONTEXT},
+}
+
+
+@pytest.mark.parametrize("async_save", BACKGROUND)
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
+def test_a_passing_error_costs_no_checkpoint(
+    tmp_path: Path, train_faulty: Any, fault: dict[str, Any], async_save: str
+) -> None:
+    settings = {"data_parallel": 2, "max_steps": 4, "save_interval": 2, "async_save": async_save}
+    code, log, records = train_faulty(faults={"number": errno.EIO, **fault}, **settings)
+    assert code == 0 and "a save failed (EIO (Input/output error)" in log, log[-3000:]
+    saved = steps_saved(tmp_path / "faulty")
+    # In the background the failure is seen a step later, and that step is saved in place of the lost one.
+    assert saved[-1] == 4 and saved[0] in ((2,) if async_save == "off" else (2, 3, 4))
+    assert [record["step"] for record in records if record.get("event") == "checkpoint"] == saved
+
+
+@pytest.mark.parametrize("async_save", BACKGROUND)
+@pytest.mark.parametrize("max_missed_saves", [0, 1])
+def test_a_full_disk_ends_the_run_or_is_missed_once(
+    tmp_path: Path, train_faulty: Any, max_missed_saves: int, async_save: str
+) -> None:
+    code, log, records = train_faulty(
+        faults={"number": errno.ENOSPC, "folder": resume.checkpoint_name(4)},
+        max_steps=10,
+        save_interval=2,
+        async_save=async_save,
+        max_missed_saves=max_missed_saves,
+    )
+    saved = steps_saved(tmp_path / "faulty")
+    assert [record["step"] for record in records if record.get("event") == "missed_save"] == [4]
+    assert not (tmp_path / "faulty" / "checkpoints" / resume.checkpoint_name(4)).exists()
+    if max_missed_saves:
+        assert code == 0 and saved == [2, 6, 8, 10] and log.count("STEP 4 IS NOT SAVED") == 1
+    else:
+        assert code == 1 and saved == [2]
+        assert "ENOSPC" in log and "make room" in log and f"{resume.checkpoint_name(2)}" in log
+
+
+@pytest.mark.parametrize("where", [save_faults.KILLED, save_faults.STUCK])
+def test_a_writer_that_dies_or_hangs_is_noticed(tmp_path: Path, train_faulty: Any, where: str) -> None:
+    code, log, _ = train_faulty(
+        faults={"where": where},
+        max_steps=4,
+        save_interval=2,
+        async_save="on",
+        save_timeout="00:02",
+    )
+    assert code == 0 and "a save failed" in log, log[-3000:]
+    assert steps_saved(tmp_path / "faulty")[-1] == 4
+
+
+def test_the_last_save_is_never_missed(tmp_path: Path, train_faulty: Any) -> None:
+    faults = {"number": errno.ENOSPC, "folder": resume.checkpoint_name(4)}
+    code, log, _ = train_faulty(faults=faults, max_steps=4, save_interval=2, async_save="on", max_missed_saves=9)
+    assert code == 1 and "step 4 could not be saved" in log
+    assert steps_saved(tmp_path / "faulty") == [2]
+
+
+def test_a_signal_during_a_save_waits_for_it(tiny: Path, tmp_path: Path, write_tiny_run: Callable[..., Path]) -> None:
+    run_file = write_tiny_run(tiny, "stopped", max_steps=10**6, save_interval=5, async_save="on")
+    log = run_file.parent / "rank0.log"
+    (process,) = ranks.start_ranks(save_faults.train_with_faults, 1, [log], run_file=run_file, delay_s=1.0)
+    being_written = run_file.parent / "checkpoints" / "step_00000005" / "weights" / "common.pt"
+    end = time.monotonic() + DEADLINE_S
+    while not being_written.exists():
+        assert process.is_alive() and time.monotonic() < end, log.read_text()[-3000:]
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(DEADLINE_S)
+    assert process.exitcode == EXIT_STOPPED_AFTER_SAVING, log.read_text()[-3000:]
+    last = attempts(run_file.parent / "metrics.jsonl")[-1].last_step
+    assert steps_saved(run_file.parent) == sorted({5, last}) and last <= 7
