@@ -69,9 +69,13 @@ def digest(folder: Path) -> str | None:
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
-def workers_of(process: subprocess.Popen[str]) -> list[int]:
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    return [int(child) for child in children]
+def family_of(process: int) -> list[int]:
+    """A process's children, and theirs."""
+    try:
+        children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    except FileNotFoundError:
+        return []
+    return [member for child in map(int, children) for member in (child, *family_of(child))]
 
 
 def wait_for(condition: Callable[[], Any], timeout_s: float = 30) -> None:
@@ -151,7 +155,7 @@ def test_a_kill_at_any_moment_leaves_no_wrong_pair_and_the_next_run_ends_right(
     for _ in range(8):
         process = start("--input", corpus)
         time.sleep(generator.uniform(0.2, 1.2))
-        workers = workers_of(process) if process.poll() is None else []
+        workers = family_of(process.pid)
         process.kill()
         _, errors = finish(process)
         continued += "continuing unfinished work" in errors
@@ -170,7 +174,7 @@ def test_a_killed_worker_is_named_and_its_work_is_done_again(
 ) -> None:
     process = start("--input", corpus)
     wait_for(lambda: journal_lines(tmp_path) > 2)
-    os.kill(workers_of(process)[-1], signal.SIGKILL)
+    os.kill(family_of(process.pid)[-1], signal.SIGKILL)
     began = time.monotonic()
     code, errors = finish(process)
     assert code == 1
@@ -275,7 +279,7 @@ def test_memory_does_not_grow_with_the_input(start: Start, tmp_path: Path) -> No
         process = start("--input", "in.jsonl", "--overwrite")
         peak = 0
         while process.poll() is None:
-            peak = max(peak, sum(map(resident_bytes, [process.pid, *workers_of(process)])))
+            peak = max(peak, sum(map(resident_bytes, [process.pid, *family_of(process.pid)])))
             time.sleep(0.02)
         assert finish(process)[0] == 0
         peaks.append(peak)

@@ -171,7 +171,7 @@ class Assembly:
         """Number of blocks of the streams that were read to their end."""
         return {unit: end[0] for unit, end in self._ends.items()}
 
-    def advance(self) -> None:
+    def advance(self, *, may_finish: bool = True) -> None:
         """Bring chunks to their place whose turn has come, write down those that are there, finish outputs."""
         while self._current < len(self._outputs):
             output = self._outputs[self._current]
@@ -182,7 +182,7 @@ class Assembly:
                 self._step()
                 order = self._next_order()
             self._collect(output)
-            if order is not None or self._moving:
+            if order is not None or self._moving or not may_finish:
                 return
             self._finish(output)
 

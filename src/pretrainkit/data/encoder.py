@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -32,7 +33,6 @@ class FastEncoder:
     def __init__(self, json_path: str, *, special_tokens: bool) -> None:
         import fastokens
 
-        self.json_path = json_path
         self._tokenizer = fastokens.Tokenizer.from_file(json_path)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -65,6 +65,23 @@ class ReferenceEncoder:
         offsets = np.zeros(len(texts) + 1, dtype=np.int64)
         np.cumsum(lengths, out=offsets[1:])
         return np.concatenate(parts) if parts else np.zeros(0, np.uint32), offsets
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """Which library encodes, and with what."""
+
+    name: str
+    """`fastokens` or `tokenizers`."""
+    json_path: str
+    special_tokens: bool
+    """Whether a special token's spelling in a text is that token."""
+
+
+def load_encoder(spec: EngineSpec) -> Encoder:
+    """Load a tokenizer, about a second for a large one. Raises whatever the library thinks of it."""
+    kind = FastEncoder if spec.name == "fastokens" else ReferenceEncoder
+    return kind(spec.json_path, special_tokens=spec.special_tokens)
 
 
 def one_thread() -> None:

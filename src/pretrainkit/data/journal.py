@@ -45,6 +45,8 @@ class State:
     """Outputs whose files are complete under temporary names."""
     committed: int = 0
     """Outputs that have their final names."""
+    engine: str = ""
+    """The library that had to be taken, when it isn't the one of choice."""
 
 
 def finished_outputs(folder: Path, request: dict[str, Any]) -> int:
@@ -130,6 +132,10 @@ class Journal:
         """An output has its final names."""
         self._append({"committed": output})
 
+    def add_engine(self, name: str) -> None:
+        """This library has to encode from here on."""
+        self._append({"engine": name})
+
     def close(self) -> None:
         """Let go; the state stays, to be continued."""
         os.close(self._file)
@@ -170,6 +176,8 @@ def _read(path: Path) -> State:
         elif "finished" in entry:
             state.finished = entry["finished"] + 1
             state.moved, state.rejects = [], (0, 0)
+        elif "engine" in entry:
+            state.engine = entry["engine"]
         elif "committed" in entry:
             state.committed = entry["committed"] + 1
     return state

@@ -6,22 +6,24 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pretrainkit.data import encoder
 from pretrainkit.data.assembly import Assembly
+from pretrainkit.data.encoder import EngineSpec
 from pretrainkit.data.feeder import BlockTask, Feeder, UnitTask
 from pretrainkit.data.journal import Journal, finished_outputs
 from pretrainkit.data.manifest import Manifest
 from pretrainkit.data.output import Output
 from pretrainkit.data.pool import WorkerPool
 from pretrainkit.data.progress import Progress
-from pretrainkit.data.proof import SAMPLE_PLACES
+from pretrainkit.data.proof import Question
 from pretrainkit.data.record import OutputRecorder
 from pretrainkit.data.request import Plan, Request, check_outputs, make_plan
-from pretrainkit.data.results import BadRecord, ChunkResult
-from pretrainkit.data.worker import Difference, Failure, Setup
+from pretrainkit.data.results import BadRecord, ChunkResult, Difference, Failure
+from pretrainkit.data.worker import Setup
 from pretrainkit.errors import EXIT_STOPPED_AFTER_SAVING, DataError, PretrainkitError
 from pretrainkit.logs import get_logger
 
@@ -71,11 +73,15 @@ def preprocess(request: Request) -> list[Manifest]:
 
 
 def _load_early(request: Request, pool: WorkerPool) -> None:
-    """Let workers load the tokenizer, a second for a large one, while the request is checked."""
+    """Let the tokenizer be loaded, a second for a large one, while the request is checked."""
     path = Path(request.tokenizer_model) / "tokenizer.json"
-    if request.engine == "auto" and encoder.has_fastokens() and path.is_file():
-        for worker in range(len(pool)):
-            pool.send(worker, "load", str(path), request.special_tokens_in_text != "plain")
+    if path.is_file():
+        fast = EngineSpec("fastokens", str(path), request.special_tokens_in_text != "plain")
+        reference = replace(fast, name="tokenizers")
+        is_fast = request.engine == "auto" and encoder.has_fastokens()
+        pool.load(fast if is_fast else reference)
+        if is_fast and request.verify_tokens != "off":
+            pool.load_reference(reference)
 
 
 @contextmanager
@@ -102,13 +108,15 @@ def _signals() -> Iterator[None]:
 def _with_best_engine(plan: Plan, journal: Journal, pool: WorkerPool) -> list[Manifest]:
     engine = plan.request.engine
     if engine == "auto":
-        engine = "fastokens" if encoder.has_fastokens() else "tokenizers"
+        # A run that had to take tokenizers is continued with it, or it would lose its work again and again.
+        engine = journal.state.engine or ("fastokens" if encoder.has_fastokens() else "tokenizers")
     try:
         return _Run(plan, journal, pool, engine).run()
     except _EnginesDiffer as difference:
         LOGGER.warning("fastokens is not used, tokenizers encodes instead (slower): %s", difference)
     pool.kill()
     journal.reset(plan.identity())
+    journal.add_engine("tokenizers")
     with WorkerPool(plan.request.workers) as fresh:
         return _Run(plan, journal, fresh, "tokenizers").run()
 
@@ -134,7 +142,7 @@ class _Run:
         if self.journal.is_resumed:
             self.assembly.resume()
             LOGGER.info("continuing unfinished work: %d pieces are done", len(self.assembly.done))
-        self.pool.release(min(len(self.pool), self.plan.useful_workers()))
+        self._start_workers()
         self.feeder = Feeder(
             self.plan.units,
             self.plan.sources,
@@ -146,7 +154,6 @@ class _Run:
         )
         self.progress = Progress(self.plan, self.assembly.done)
         try:
-            self._set_up_workers()
             self._serve()
             self._report_bad_record()
             assert self.assembly.is_complete, "work ended before its outputs"
@@ -156,44 +163,41 @@ class _Run:
             self.assembly.close()
         return self.recorder.manifests()
 
-    def _set_up_workers(self) -> None:
+    def _start_workers(self) -> None:
         plan, request = self.plan, self.plan.request
-        for worker in range(len(self.pool)):
-            setup = Setup(
-                sources=plan.sources,
-                folder=plan.state_folder,
-                name=f"session{self.journal.session}.{self.engine}.worker{worker}",
-                json_path=str(plan.tokenizer.json_path),
-                engine=self.engine,
-                verify_all=request.verify_tokens == "all",
-                special_tokens=plan.tokenizer.special_tokens,
-                special_tokens_in_text=request.special_tokens_in_text,
-                num_ids=plan.tokenizer.num_ids,
-                rules=plan.rules,
-                stop_on_bad_record=request.on_error == "stop",
-                dtype=plan.dtype.name,
-                bos_id=plan.bos_id,
-                eod_id=plan.eod_id,
-            )
-            self.pool.send(worker, "setup", setup)
-        self.in_hand = [1] * len(self.pool)
-        if self.engine == "fastokens" and request.verify_tokens != "off":
-            # The proof runs beside the work and is always in before anything is committed.
-            units = list(plan.units.values())
-            places = sorted({len(units) * i // SAMPLE_PLACES for i in range(SAMPLE_PLACES)}) if units else []
-            self.pool.send(0, "prove", [units[i] for i in places])
-            self.in_hand[0] += 1
+        is_special = request.special_tokens_in_text != "plain"
+        setup = Setup(
+            engine=EngineSpec(self.engine, str(plan.tokenizer.json_path), is_special),
+            verify_all=request.verify_tokens == "all",
+            sources=plan.sources,
+            folder=plan.state_folder,
+            name=f"session{self.journal.session}.{self.engine}.worker",
+            special_tokens=plan.tokenizer.special_tokens,
+            special_tokens_in_text=request.special_tokens_in_text,
+            num_ids=plan.tokenizer.num_ids,
+            rules=plan.rules,
+            stop_on_bad_record=request.on_error == "stop",
+            dtype=plan.dtype.name,
+            bos_id=plan.bos_id,
+            eod_id=plan.eod_id,
+        )
+        self.pool.start(setup, min(len(self.pool), plan.useful_workers()))
+        self.in_hand = [0] * len(self.pool)
+        if not self.recorder.is_proven:
+            # Asked and compared beside the work; nothing is committed before the result.
+            question = Question.about(plan.tokenizer.special_tokens, plan.sources, [*plan.units.values()], plan.rules)
+            self.pool.ask(replace(setup.engine, name="tokenizers"), question)
 
     def _serve(self) -> None:
         while True:
             self._hand_out()
-            proof_is_due = self.in_hand[0] and not self.recorder.is_proven
-            if not proof_is_due:
-                self.assembly.advance()
-            if not any(self.in_hand) and self.held is None and self.feeder.is_exhausted and self.assembly.is_idle:
+            self.assembly.advance(may_finish=self.recorder.is_proven)
+            is_busy = any(self.in_hand) or self.held is not None or not self.feeder.is_exhausted
+            if not is_busy and self.assembly.is_idle and self.recorder.is_proven:
                 return
             for worker, kind, content in self.pool.wait(0.5):
-                self.in_hand[worker] -= kind not in ("write", "spill")
+                if worker >= 0:
+                    self.in_hand[worker] -= kind not in ("write", "spill")
                 self._take(worker, kind, content)
             self.progress.show()
 
@@ -236,7 +240,10 @@ class _Run:
             raise _EnginesDiffer(content.found)
         elif kind == "write":
             self.assembly.written(content)
-        elif kind == "prove":
+        elif kind == "answers":
+            self.pool.send(0, "compare", content)
+            self.in_hand[0] += 1
+        elif kind == "compare":
             self.recorder.is_proven = True
             LOGGER.info(
                 "fastokens %(fastokens)s gives the ids of tokenizers %(tokenizers)s on hard strings and a sample of"

@@ -1,14 +1,23 @@
-"""Strings on which tokenizer libraries have been seen to differ, and the comparison of two encoders on texts."""
+"""The proof that fastokens gives the ids of Hugging Face tokenizers: on strings that are hard, and on this input.
+
+What tokenizers gives is asked in a process of its own, while fastokens still loads; the comparison is made by a
+process that has fastokens.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pretrainkit.data.chunks import Unit
+from pretrainkit.data.documents import RecordRules
 from pretrainkit.data.encoder import Encoder
+from pretrainkit.data.sources import Source
+from pretrainkit.data.spans import sample_texts
 
 SAMPLE_PLACES = 8
 """Pieces of the input that the sample is taken from, evenly spread."""
@@ -70,21 +79,59 @@ def hard_strings(special_tokens: Iterable[str]) -> list[str]:
     return strings
 
 
-def first_difference(fast: Encoder, reference: Encoder, texts: list[str]) -> str:
-    """Where two encoders differ on texts, in words; empty if nowhere.
+@dataclass(frozen=True)
+class Question:
+    """The texts on which both libraries are asked."""
 
-    fastokens is asked twice, the second time in another order: then it answers from its caches.
+    special_tokens: tuple[str, ...]
+    sources: list[Source]
+    units: list[Unit]
+    """Those of which a sample is taken."""
+    rules: RecordRules
+
+    @classmethod
+    def about(
+        cls, special_tokens: Iterable[str], sources: list[Source], units: Sequence[Unit], rules: RecordRules
+    ) -> Question:
+        """A question about an input, cut into these units."""
+        places = sorted({len(units) * i // SAMPLE_PLACES for i in range(SAMPLE_PLACES)}) if units else []
+        return cls(tuple(special_tokens), sources, [units[place] for place in places], rules)
+
+    def texts(self) -> list[str]:
+        """Hard strings, then the sample. Raises DataError and OSError when the input can't be read."""
+        texts = hard_strings(self.special_tokens)
+        for unit in self.units:
+            texts += sample_texts(self.sources, unit, self.rules, SAMPLE_BYTES)
+        return texts
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What tokenizers gives for some texts."""
+
+    texts: list[str]
+    ids: NDArray[np.uint32]
+    """[T], one text after the other."""
+    offsets: NDArray[np.int64]
+    """[len(texts) + 1], into the ids."""
+
+
+def ask(reference: Encoder, texts: list[str]) -> Answers:
+    """The ids that Hugging Face tokenizers gives for these texts."""
+    return Answers(texts, *reference.encode(texts))
+
+
+def first_difference(fast: Encoder, answers: Answers) -> str:
+    """Where fastokens gives other ids than tokenizers, in words; empty if nowhere.
+
+    It is asked twice, the second time in another order: then it answers from its caches.
     """
-    wanted, offsets = reference.encode(texts)
-    for number, text, got in _answers(fast, texts):
-        correct = wanted[offsets[number] : offsets[number + 1]]
-        if not np.array_equal(correct, got):
-            return f"{text[:80]!r}: tokenizers gives {correct[:12].tolist()}, fastokens {got[:12].tolist()}"
-    return ""
-
-
-def _answers(encoder: Encoder, texts: list[str]) -> Iterator[tuple[int, str, NDArray[np.uint32]]]:
-    for order in (range(len(texts)), range(len(texts))[::-1]):
-        ids, offsets = encoder.encode([texts[number] for number in order])
+    for order in (range(len(answers.texts)), range(len(answers.texts))[::-1]):
+        ids, offsets = fast.encode([answers.texts[number] for number in order])
         for place, number in enumerate(order):
-            yield number, texts[number], ids[offsets[place] : offsets[place + 1]]
+            got = ids[offsets[place] : offsets[place + 1]]
+            wanted = answers.ids[answers.offsets[number] : answers.offsets[number + 1]]
+            if not np.array_equal(wanted, got):
+                text = answers.texts[number][:80]
+                return f"{text!r}: tokenizers gives {wanted[:12].tolist()}, fastokens {got[:12].tolist()}"
+    return ""

@@ -109,7 +109,7 @@ class Plan:
     def identity(self) -> dict[str, Any]:
         """What must be equal for unfinished work to be continued."""
         flags = self.flags()
-        for name in ("inputs", "tokenizer_model", "verify_tokens", "engine"):
+        for name in ("inputs", "tokenizer_model"):
             del flags[name]
         return {
             **flags,

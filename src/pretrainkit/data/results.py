@@ -1,4 +1,4 @@
-"""What a worker reports of a chunk it has encoded: counts, checksums, and where its part files hold the rest.
+"""What a worker reports of a chunk it has encoded (counts, checksums, where its part files hold the rest), or why not.
 
 A part is a set of files that one worker appends to: `<part>.<k>.tokens` and `<part>.<k>.lengths` for each key
 k, and `<part>.rejects`.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from pretrainkit.errors import PretrainkitError
 
 
 @dataclass
@@ -90,3 +92,29 @@ class BadRecord:
     line: int
     """Counted from 0 within the chunk's part of the file."""
     found: str
+
+
+@dataclass(frozen=True)
+class Difference:
+    """fastokens gave other ids than tokenizers, or doesn't load the tokenizer."""
+
+    found: str
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An error of the machine or the input, to be raised again by the parent."""
+
+    found: str
+    where: str = ""
+    needed: str = ""
+    action: str = ""
+
+    @classmethod
+    def of(cls, error: PretrainkitError | OSError | MemoryError) -> Failure:
+        """An error as it is told to the parent."""
+        if isinstance(error, PretrainkitError):
+            return cls(error.found, error.where, error.needed, error.action)
+        if isinstance(error, OSError):
+            return cls(f"{error.strerror or error}", str(error.filename or ""))
+        return cls("out of memory", action="use fewer --workers, or set --max-doc-bytes")

@@ -4,39 +4,38 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import tempfile
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from itertools import islice
+from collections.abc import Iterable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
-import xxhash
 
-from pretrainkit.data.chunks import Span, Unit
-from pretrainkit.data.documents import Batch, RecordRules, Reject, parse_text, read_lines_between
-from pretrainkit.data.encoder import Encoder, FastEncoder, ReferenceEncoder, finish, one_thread
+from pretrainkit.data.chunks import Unit
+from pretrainkit.data.documents import Batch, RecordRules, Reject, parse_text
+from pretrainkit.data.encoder import Encoder, EngineSpec, finish
 from pretrainkit.data.parts import HeldChunk, PartWriter, Place, write_at
-from pretrainkit.data.proof import SAMPLE_BYTES, first_difference, hard_strings
-from pretrainkit.data.results import BadRecord, ChunkResult, KeyResult, SpanResult
+from pretrainkit.data.proof import Answers, ask, first_difference
+from pretrainkit.data.results import BadRecord, ChunkResult, Difference, Failure, KeyResult, SpanResult
 from pretrainkit.data.sources import Source
-from pretrainkit.data.streams import BLOCK_BYTES, PieceHash, read_blocks
-from pretrainkit.data.tables import read_rows
+from pretrainkit.data.spans import read_span
 from pretrainkit.errors import DataError
+
+HOLD_BYTES = 48 << 20
+"""A chunk with more ids than this goes to the part file at once instead of waiting in memory for its place."""
 
 
 @dataclass(frozen=True)
 class Setup:
     """All that a worker needs to know before its first piece."""
 
+    engine: EngineSpec
+    verify_all: bool
+    """Compare every text with what tokenizers gives."""
     sources: list[Source]
     folder: Path
     name: str
-    json_path: str
-    engine: str
-    verify_all: bool
+    """Begins the names of its part files; a worker's number is added."""
     special_tokens: dict[str, int]
     special_tokens_in_text: str
     num_ids: int
@@ -48,163 +47,58 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Difference:
-    """fastokens gave other ids than tokenizers."""
+class Encoders:
+    """Loaded tokenizers."""
 
-    found: str
-
-
-@dataclass(frozen=True)
-class Failure:
-    """An error of the machine or the input, to be raised again by the parent."""
-
-    found: str
-    where: str = ""
-    needed: str = ""
-    action: str = ""
-
-
-HOLD_BYTES = 48 << 20
-"""A chunk with more ids than this goes to the part file at once instead of waiting in memory for its place."""
+    encoder: Encoder
+    reference: Encoder | None = None
+    """Hugging Face tokenizers, when every text is compared with it."""
 
 
 class _Stop(Exception):
     """Carries a report that ends this worker's chunk."""
 
 
-def serve(connection: Connection, inherited: Iterable[Connection]) -> None:
-    """Serve one parent until it is gone. `inherited` are other workers' ends, closed at once."""
-    for other in inherited:
-        other.close()
-    # Ctrl-C and a scheduler's SIGTERM reach the whole group; the parent decides what then happens.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    one_thread()
-    worker: _Worker | None = None
-    early: FastEncoder | None = None
+def serve(connection: Connection, setup: Setup, encoders: Encoders, number: int) -> None:
+    """Serve one parent until it is gone."""
     try:
+        worker = _Worker(setup, encoders, number)
         while True:
             kind, *details = connection.recv()
-            if kind == "load":
-                early = _load_early(*details)
-                continue
+            reply: object
             try:
-                reply: object = None
-                if kind == "setup":
-                    try:
-                        worker = _Worker(details[0], early)
-                    except Exception as error:  # whatever a Rust library thinks of a tokenizer
-                        if details[0].engine != "fastokens":
-                            raise
-                        reply = Difference(f"it does not load this tokenizer: {error}")
-                else:
-                    assert worker is not None
-                    data = (connection.recv_bytes(),) if kind == "block" else ()
-                    reply = getattr(worker, kind)(*data, *details)
+                data = (connection.recv_bytes(),) if kind == "block" else ()
+                reply = getattr(worker, kind)(*data, *details)
             except _Stop as stop:
                 reply = stop.args[0]
-            except DataError as error:
-                reply = Failure(error.found, error.where, error.needed, error.action)
-            except OSError as error:
-                reply = Failure(f"{error.strerror or error}", str(error.filename or ""))
-            except MemoryError:
-                reply = Failure("out of memory", action="use fewer --workers, or set --max-doc-bytes")
+            except (DataError, OSError, MemoryError) as error:
+                reply = Failure.of(error)
             connection.send((kind, reply))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         os._exit(1)  # the parent was killed
 
 
-def _load_early(json_path: str, special_tokens: bool) -> FastEncoder | None:
-    """Load a tokenizer while the parent still checks the request; what is wrong with it is said at the setup."""
-    try:
-        return FastEncoder(json_path, special_tokens=special_tokens)
-    except Exception:
-        return None
-
-
-def prove_engine(setup: Setup, units: list[Unit]) -> Difference | None:
-    """What `fastokens` does differently from `tokenizers` on hard strings and a sample of these units, if anything."""
-    try:
-        with tempfile.TemporaryDirectory(prefix="pretrainkit-proof-") as folder:
-            return _Worker(replace(setup, folder=Path(folder))).prove(units)
-    except (DataError, OSError):
-        raise
-    except Exception as error:  # whatever a Rust library thinks of a tokenizer
-        return Difference(f"it does not load this tokenizer: {error}")
-
-
 class _Worker:
-    def __init__(self, setup: Setup, early: FastEncoder | None = None) -> None:
+    def __init__(self, setup: Setup, encoders: Encoders, number: int) -> None:
         self.setup = setup
         self.dtype = np.dtype(setup.dtype)
         self.held: dict[tuple[int, int], HeldChunk] = {}
-        self.parts = PartWriter(setup.folder, setup.name, len(setup.rules.keys))
-        special = setup.special_tokens_in_text != "plain"
-        self.encoder: Encoder
-        if setup.engine == "tokenizers":
-            self.encoder = ReferenceEncoder(setup.json_path, special_tokens=special)
-        elif early is not None and early.json_path == setup.json_path:
-            self.encoder = early
-        else:
-            self.encoder = FastEncoder(setup.json_path, special_tokens=special)
-        self.reference: Encoder | None = None
-        if setup.verify_all and setup.engine == "fastokens":
-            self.reference = ReferenceEncoder(setup.json_path, special_tokens=special)
+        self.parts = PartWriter(setup.folder, f"{setup.name}{number}", len(setup.rules.keys))
+        self.encoder, self.reference = encoders.encoder, encoders.reference
         self.is_special = np.zeros(setup.num_ids, dtype=bool)
         self.is_special[list(setup.special_tokens.values())] = True
 
-    def prove(self, units: list[Unit]) -> Difference | None:
-        """Compare the engine with Hugging Face tokenizers on hard strings and on a sample of these units."""
-        setup = self.setup
-        special = setup.special_tokens_in_text != "plain"
-        reference = ReferenceEncoder(setup.json_path, special_tokens=special)
-        texts = hard_strings(setup.special_tokens)
-        for unit in units:
-            texts += self._sample(unit)
-        found = first_difference(self.encoder, reference, texts)
+    def compare(self, answers: Answers) -> Difference | None:
+        """Whether this engine gives the same ids as Hugging Face tokenizers."""
+        found = first_difference(self.encoder, answers)
         return Difference(found) if found else None
-
-    def _sample(self, unit: Unit) -> Iterator[str]:
-        room = SAMPLE_BYTES
-        for batch in islice(self._sample_batches(unit), 4):
-            for texts in zip(*batch.texts, strict=True):
-                for text in texts:
-                    yield text[:room]
-                    room -= len(text.encode())
-                    if room <= 0:
-                        return
-
-    def _sample_batches(self, unit: Unit) -> Iterator[Batch]:
-        setup = self.setup
-        for span in unit.spans:
-            source = setup.sources[span.source]
-            if unit.is_stream:
-                for data, _ in islice(read_blocks(source, PieceHash()), 1):
-                    yield from parse_text(source, data[: data.rfind(b"\n", 0, 1 << 17) + 1 or None], True, setup.rules)
-            elif source.format in ("parquet", "arrow"):
-                yield from read_rows(source, span.begin, span.end, setup.rules)
-            else:
-                end = min(span.end, span.begin + 2 * SAMPLE_BYTES)
-                data, _, _ = read_lines_between(source.path, span.begin, end)
-                yield from parse_text(source, data, span.begin == 0, setup.rules)
 
     def unit(self, number: int, unit: Unit) -> ChunkResult:
         """Encode a unit that this worker reads itself."""
         disk_bytes = sum(span.num_bytes for span in unit.spans)
-        return self._encode(number, 0, disk_bytes, [(span.source, *self._read(span)) for span in unit.spans])
-
-    def _read(self, span: Span) -> tuple[list[str], int, Iterable[Batch]]:
-        """Digests of the span's pieces, its decompressed bytes, and its records."""
-        setup, source = self.setup, self.setup.sources[span.source]
-        if source.format in ("parquet", "arrow"):
-            return _piece_digests(source, span), span.num_bytes, read_rows(source, span.begin, span.end, setup.rules)
-        if source.format == "txt-file":
-            whole = Path(source.path).read_bytes()
-            return _piece_digests(source, span), len(whole), parse_text(source, whole, True, setup.rules)
-        data, nominal, _ = read_lines_between(source.path, span.begin, span.end)
-        if len(nominal) != span.end - span.begin:
-            raise DataError("the file became shorter while it was read", where=source.path)
-        return [xxhash.xxh3_128_hexdigest(nominal)], len(data), parse_text(source, data, span.begin == 0, setup.rules)
+        sources, rules = self.setup.sources, self.setup.rules
+        spans = [(span.source, *read_span(sources[span.source], span, rules)) for span in unit.spans]
+        return self._encode(number, 0, disk_bytes, spans)
 
     def block(self, data: bytes, number: int, block: int, source: int, disk_bytes: int) -> ChunkResult:
         """Encode a block of a stream that the parent has read."""
@@ -281,11 +175,9 @@ class _Worker:
     def _ids(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
         ids, offsets = self.encoder.encode(texts)
         if self.reference is not None:
-            wanted, wanted_offsets = self.reference.encode(texts)
-            if not (np.array_equal(ids, wanted) and np.array_equal(offsets, wanted_offsets)):
-                raise _Stop(
-                    Difference(first_difference(self.encoder, self.reference, texts) or "ids changed on repetition")
-                )
+            answers = ask(self.reference, texts)
+            if not (np.array_equal(ids, answers.ids) and np.array_equal(offsets, answers.offsets)):
+                raise _Stop(Difference(first_difference(self.encoder, answers) or "ids changed on repetition"))
         return ids, np.diff(offsets)
 
     def _check_range(self, ids: np.ndarray) -> None:
@@ -297,15 +189,6 @@ class _Worker:
                 needed=f"ids up to {limit}",
                 action="leave --dtype out: the tokenizer's largest id decides",
             )
-
-
-def _piece_digests(source: Source, span: Span) -> list[str]:
-    digests = []
-    with Path(source.path).open("rb", buffering=0) as file:
-        file.seek(span.first_piece * BLOCK_BYTES)
-        for _ in range(span.first_piece, span.end_piece):
-            digests.append(xxhash.xxh3_128_hexdigest(file.read(BLOCK_BYTES)))
-    return digests
 
 
 def _reject_line(source: int, reject: Reject) -> bytes:

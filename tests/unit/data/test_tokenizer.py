@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pretrainkit.data.encoder import FastEncoder, ReferenceEncoder, finish
-from pretrainkit.data.proof import first_difference, hard_strings
+from pretrainkit.data.proof import ask, first_difference, hard_strings
 from pretrainkit.data.tokenizer import load_tokenizer
 from pretrainkit.errors import RequestError
 
@@ -70,12 +70,12 @@ def test_both_engines_agree_on_hard_strings_and_the_proof_sees_a_difference(
     assert strings == hard_strings(["<|begin|>", "<|end|>"])
     fast = FastEncoder(str(tokenizer_folder / "tokenizer.json"), special_tokens=special_tokens)
     reference = ReferenceEncoder(str(tokenizer_folder / "tokenizer.json"), special_tokens=special_tokens)
-    assert first_difference(fast, reference, strings) == ""
+    assert first_difference(fast, ask(reference, strings)) == ""
     other = json.loads((tokenizer_folder / "tokenizer.json").read_text())
     other["normalizer"] = {"type": "NFC"}
     (tmp_path / "tokenizer.json").write_text(json.dumps(other))
     changed_reference = ReferenceEncoder(str(tmp_path / "tokenizer.json"), special_tokens=special_tokens)
-    assert "tokenizers gives" in first_difference(fast, changed_reference, strings)
+    assert "tokenizers gives" in first_difference(fast, ask(changed_reference, strings))
 
 
 @pytest.mark.parametrize(("bos", "eod"), [(None, None), (0, None), (None, 9), (0, 9)])
