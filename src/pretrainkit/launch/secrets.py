@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY")
 """Environment variables whose values are never written anywhere."""
@@ -46,6 +49,36 @@ def hide_token_from_process_list() -> None:
     before = sys.orig_argv[: len(sys.orig_argv) - len(words)]
     environment = {**os.environ, "HF_TOKEN": token}
     os.execve(sys.executable, [*before, *kept], environment)
+
+
+_SECRET_NAME = re.compile(r"TOKEN$|API_KEY|SECRET|PASSWORD|PASSWD")
+_PASSED_ON = re.compile(r"(HF|HUGGING_FACE|HUGGINGFACE|WANDB|MLFLOW|NCCL|DATASET|TRANSFORMERS|TOKENIZERS)_")
+"""Variables of the one who submits that mean the job, too."""
+
+
+def without_tokens(environment: Mapping[str, str]) -> dict[str, str]:
+    """An environment without variables that hold tokens or passwords."""
+    return {name: value for name, value in environment.items() if not is_secret(name)}
+
+
+def is_secret(name: str) -> bool:
+    """Whether a variable of this name holds a token or password."""
+    return name in TOKEN_VARIABLES or bool(_SECRET_NAME.search(name))
+
+
+def passed_on(environment: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """The variables that a job gets from the environment of the one who submits it: (plain ones, secret ones)."""
+    meant = {name: value for name, value in sorted(environment.items()) if _PASSED_ON.match(name)}
+    secret = {name: value for name, value in meant.items() if is_secret(name)}
+    return {name: value for name, value in meant.items() if name not in secret}, secret
+
+
+def write_secrets(path: Path, secrets: Mapping[str, str]) -> None:
+    """Write a file of bash that exports tokens; from its first moment only its owner can read it."""
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.writelines(f"export {name}={shlex.quote(value)}\n" for name, value in secrets.items())
 
 
 def masked(text: str, environment: Mapping[str, str] | None = None) -> str:

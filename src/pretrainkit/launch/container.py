@@ -1,0 +1,156 @@
+"""The container of a job: which image, what of the host is in it, and the command that starts something inside."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pretrainkit.config.launch import DEFAULT_PYXIS_IMAGE, LaunchConfig
+from pretrainkit.errors import RequestError
+
+_SCHEME = re.compile(r"[a-z][a-z-]*://")
+
+
+@dataclass(frozen=True)
+class Mount:
+    """A host folder or file in the container."""
+
+    source: str
+    target: str
+    read_only: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.source}:{self.target}" + (":ro" if self.read_only else "")
+
+
+@dataclass(frozen=True)
+class Container:
+    """What a job runs in."""
+
+    runtime: str
+    """pyxis or apptainer."""
+    image: str
+    """An absolute path, or a name in a registry as the runtime spells it."""
+    mounts: tuple[Mount, ...]
+    nv: bool
+    """Whether Apptainer brings in the host's NVIDIA driver."""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the image is a file or folder."""
+        return self.image.startswith("/")
+
+    def apptainer_options(self) -> list[str]:
+        """Options of `apptainer exec`. The home and the caller's environment stay outside: neither packages in
+        ~/.local nor a PYTHONPATH of the host can take the place of the image's; what the job needs is exported."""
+        binds = [word for mount in self.mounts for word in ("--bind", str(mount))]
+        return ["--cleanenv", "--no-home", *(["--nv"] if self.nv else []), *binds]
+
+    def pyxis_options(self) -> list[str]:
+        """Options of `srun` beside image, mounts and work folder."""
+        return ["--no-container-mount-home"]
+
+
+def container_of(config: LaunchConfig, *, needs: Iterable[Path], on_gpu: bool) -> Container | None:
+    """The container that a job asks for; None: it runs on the host.
+
+    Args:
+        needs: folders and files that the job reads or writes; they are mounted where they are.
+
+    Raises:
+        RequestError: every missing mount, a missing image, or a runtime that the executor doesn't have.
+    """
+    runtime = _runtime(config)
+    if runtime == "none":
+        return None
+    image = config.container_image
+    if image is None and runtime == "pyxis":
+        image = DEFAULT_PYXIS_IMAGE
+    if not image:
+        raise RequestError(f"none for {runtime}", needed="a file, folder or registry name", where="--container_image")
+    if runtime == "pyxis" and config.executor != "slurm":
+        raise RequestError(
+            "pyxis is a part of Slurm", needed="apptainer or none", where=f"--container_runtime with {config.executor}"
+        )
+    return Container(
+        runtime=runtime,
+        image=_image(image, runtime),
+        mounts=_mounts(config.container_mounts, needs),
+        nv=on_gpu if config.nv is None else config.nv,
+    )
+
+
+def _runtime(config: LaunchConfig) -> str:
+    if config.container_runtime != "auto":
+        return config.container_runtime
+    if config.container_image == "" or not config.is_scheduled:
+        return "none"
+    if config.executor == "slurm":
+        return "pyxis"
+    return "apptainer" if config.container_image else "none"
+
+
+def _image(image: str, runtime: str) -> str:
+    """The image as the runtime spells it: an absolute path, or the name in a registry."""
+    path = Path(image).expanduser()
+    if path.exists():
+        if path.is_dir() and runtime == "pyxis":
+            raise RequestError(
+                f"{image} is a folder", needed="a .sqsh file or a registry name for pyxis", where="--container_image"
+            )
+        return str(path.absolute())
+    looks_like_path = image.startswith(("/", "./", "../", "~")) or path.suffix in (".sif", ".sqsh", ".sqfs", ".img")
+    if looks_like_path and not _SCHEME.match(image):
+        raise RequestError(f"no image {path.absolute()}", needed="an existing file", where="--container_image")
+    if runtime == "apptainer":
+        return image if _SCHEME.match(image) else f"docker://{image.replace('#', '/', 1)}"
+    name = _SCHEME.sub("", image)
+    registry, slash, rest = name.partition("/")
+    # Without '#', some versions of enroot look for every name at Docker Hub.
+    is_registry = slash and "#" not in name and ("." in registry or ":" in registry or registry == "localhost")
+    return f"{registry}#{rest}" if is_registry else name
+
+
+def _mounts(texts: Iterable[str], needs: Iterable[Path]) -> tuple[Mount, ...]:
+    """Mounts as asked for, and those of what the job needs where none of them brings it. Raises RequestError."""
+    by_target: dict[str, Mount] = {}
+    problems = []
+    for text in texts:
+        try:
+            mount = parse_mount(text)
+        except RequestError as problem:
+            problems.append(problem)
+        else:
+            by_target[mount.target] = mount
+    for path in needs:
+        # Symbolic links lead to where things are: both names must exist inside.
+        for need in dict.fromkeys([str(path.absolute()), str(path.resolve())]):
+            if not any(_is_below(need, mount) for mount in by_target.values()):
+                by_target[need] = Mount(need, need)
+    if problems:
+        raise RequestError.of_all(problems)
+    return tuple(by_target.values())
+
+
+def _is_below(path: str, mount: Mount) -> bool:
+    """Whether a mount brings a path to its own place."""
+    return mount.source == mount.target and (path == mount.source or path.startswith(mount.source.rstrip("/") + "/"))
+
+
+def parse_mount(text: str) -> Mount:
+    """A mount from SOURCE[:TARGET[:ro]]. Raises RequestError for another form or a source that isn't there."""
+    source, *rest = text.split(":")
+    path = Path(source).expanduser().absolute()
+    if len(rest) > 2 or (len(rest) == 2 and rest[1] not in ("ro", "rw")):
+        raise RequestError(f"{text!r}", needed="SOURCE[:TARGET[:ro]]", where="--container_mounts")
+    if not path.exists():
+        raise RequestError(f"no {path} here to mount", needed="an existing folder or file", where="--container_mounts")
+    target = rest[0] if rest and rest[0] else str(path)
+    if not target.startswith("/"):
+        raise RequestError(f"{text!r}", needed="an absolute target", where="--container_mounts")
+    if "," in str(path) + target:
+        raise RequestError(f"{text!r} has a comma", needed="paths without commas", where="--container_mounts")
+    return Mount(str(path), os.path.normpath(target), len(rest) == 2 and rest[1] == "ro")

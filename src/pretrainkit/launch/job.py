@@ -1,0 +1,155 @@
+"""A job for a scheduler: everything its scripts are rendered from, whatever the scheduler. Pure."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pretrainkit.config.launch import DEFAULT_SLURM_ACCOUNT, DEFAULT_SLURM_PARTITION, LaunchConfig
+from pretrainkit.errors import RequestError
+from pretrainkit.launch.container import Container
+
+DEFAULT_ACCOUNT_OPTIONS = {"pbs": "-A", "sge": "-P"}
+_MAX_NAME = 64
+
+
+@dataclass(frozen=True)
+class Array:
+    """Tasks of a job array, counted from 0 whatever the scheduler counts from."""
+
+    indices: tuple[int, ...]
+    """Tasks to run, ascending."""
+    count: int
+    """Tasks in all, of which these may be some that are run again."""
+    at_once: int | None = None
+    """Most tasks that run at a time."""
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """First and last of every run of consecutive tasks."""
+        ranges: list[tuple[int, int]] = []
+        for index in self.indices:
+            if ranges and index == ranges[-1][1] + 1:
+                ranges[-1] = (ranges[-1][0], index)
+            else:
+                ranges.append((index, index))
+        return ranges
+
+    def __str__(self) -> str:
+        text = ",".join(str(first) if first == last else f"{first}-{last}" for first, last in self.ranges)
+        return text + (f"%{self.at_once}" if self.at_once else "")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is submitted."""
+
+    name: str
+    folder: Path
+    """Absolute folder of this submission: scripts, logs, the source that runs."""
+    work_dir: Path
+    """Where the command runs."""
+    command: tuple[str, ...]
+    """Program and arguments, of every node or array task."""
+    config: LaunchConfig
+    container: Container | None
+    environment: dict[str, str] = field(default_factory=dict)
+    """Variables inside the container."""
+    on_gpu: bool = False
+    num_nodes: int = 1
+    ranks_per_node: int = 1
+    time_limit: str | None = None
+    """[D-]HH:MM:SS"""
+    warning_s: int = 60
+    """How long before the end of its time the scheduler is to send a signal."""
+    array: Array | None = None
+    secrets: Path | None = None
+    """File with mode 600 that exports tokens."""
+
+    @property
+    def account(self) -> str | None:
+        """Who pays; an empty one is none."""
+        default = DEFAULT_SLURM_ACCOUNT if self.config.executor == "slurm" else None
+        return (default if self.config.account is None else self.config.account) or None
+
+    @property
+    def account_words(self) -> list[str]:
+        """Words of the submit command of PBS and Grid Engine that name the account."""
+        option = self.config.account_option or DEFAULT_ACCOUNT_OPTIONS[self.config.executor]
+        return [option, self.account] if self.account else []
+
+    @property
+    def partition(self) -> str | None:
+        """Partition or queue; an empty one is none."""
+        asked = self.config.partition
+        if not self.on_gpu and self.config.cpu_partition is not None:
+            asked = self.config.cpu_partition
+        default = DEFAULT_SLURM_PARTITION if self.config.executor == "slurm" else None
+        return (default if asked is None else asked) or None
+
+    @property
+    def resources(self) -> list[str]:
+        """Resource requests with their numbers filled in; the scheduler's own where the site names none."""
+        config = self.config
+        texts = config.resources if self.on_gpu else config.cpu_resources
+        if not texts and self.on_gpu and config.executor == "slurm":
+            texts = ("gpus-per-node={num_gpus}",)
+        if not texts and config.executor == "pbs":
+            cpus = ":ncpus={num_cpus}" if config.cpus_per_task else ""
+            texts = (f"select={{num_nodes}}{cpus}" + (":ngpus={num_gpus}" if self.on_gpu else ""),)
+        return [self._filled(text, "resources") for text in texts]
+
+    @property
+    def scheduler_options(self) -> list[str]:
+        """Further lines of the header."""
+        return [self._filled(text, "scheduler_options") for text in self.config.scheduler_options]
+
+    def _filled(self, text: str, where: str) -> str:
+        numbers = {
+            "num_nodes": self.num_nodes,
+            "num_gpus": self.ranks_per_node,
+            "num_ranks": self.num_nodes * self.ranks_per_node,
+            "num_cpus": self.config.cpus_per_task or 1,
+        }
+
+        def number(match: re.Match[str]) -> str:
+            if match[1] not in numbers:
+                raise RequestError(f"{{{match[1]}}} in {text!r}", needed=f"one of {', '.join(numbers)}", where=where)
+            return str(numbers[match[1]])
+
+        return re.sub(r"\{(\w+)\}", number, text)
+
+
+def safe_name(text: str) -> str:
+    """A job name that every scheduler takes: letters, digits, '_', '-', '.', with a letter in front."""
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "_", text).strip("_.-") or "job"
+    return (name if name[0].isalpha() else f"j{name}")[:_MAX_NAME]
+
+
+def parse_array(text: str, count: int | None) -> Array:
+    """An array from '0-9', '3,7', '0-20:2' or any of them with '%4' behind.
+
+    Args:
+        count: tasks in all where that is known; else the array must begin with 0 and leave none out.
+
+    Raises:
+        RequestError: another form, or an array that doesn't say how many tasks there are.
+    """
+    body, percent, limit = text.partition("%")
+    where, form = "--array", "0-9, 3,7 or 0-20:2, with %4 behind for at most 4 at once"
+    indices: set[int] = set()
+    for part in body.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+)(?::(\d+))?)?", part.strip())
+        if not match or (match[3] and int(match[3]) == 0):
+            raise RequestError(f"{text!r}", needed=form, where=where)
+        first, last = int(match[1]), int(match[2] or match[1])
+        indices |= set(range(first, last + 1, int(match[3] or 1)))
+    if not indices or (percent and not (limit.isdigit() and int(limit))):
+        raise RequestError(f"{text!r}", needed=form, where=where)
+    ordered = tuple(sorted(indices))
+    if count is not None and ordered[-1] >= count:
+        raise RequestError(f"task {ordered[-1]} of {count}", needed=f"tasks from 0 to {count - 1}", where=where)
+    if count is None and ordered == tuple(range(len(ordered))):
+        count = len(ordered)
+    return Array(ordered, count or ordered[-1] + 1, int(limit) if limit else None)

@@ -1,0 +1,93 @@
+"""The job of a pretraining run: what its nodes run, and what of the disk they need."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from pretrainkit.config.launch import LaunchConfig
+from pretrainkit.config.schema import ResolvedRun
+from pretrainkit.errors import RequestError
+from pretrainkit.launch.container import container_of
+from pretrainkit.launch.job import Job
+from pretrainkit.launch.plan import NODE_MODULE
+from pretrainkit.launch.scripts import CODE
+from pretrainkit.launch.secrets import is_secret, passed_on
+from pretrainkit.launch.submit import SECRETS
+from pretrainkit.units import parse_duration
+
+JOBS = "jobs"
+"""Folder of an experiment with its jobs' folders."""
+_LEAST_WARNING_S = 60
+_MOST_WARNING_S = 65535
+"""sbatch's bound."""
+
+
+def job_of(run: ResolvedRun, *, folder: Path, run_file: Path, train_script: Path) -> Job:
+    """The job that trains a run. Raises RequestError for what can't be had: mounts, image, runtime, variables."""
+    config, experiment_dir = run.config.launch, Path(run.experiment_dir)
+    check_environment(config)
+    script = folder / CODE / train_script.parent.name / train_script.name
+    node = ["--ranks", config.num_gpus, "--experiment_dir", experiment_dir, "--job_dir", folder]
+    node += ["--num_nodes", config.num_nodes]
+    node += ["--slots_per_gpu", config.slots_per_gpu] if config.slots_per_gpu else []
+    container = container_of(config, needs=_needs(run), on_gpu=run.accelerator == "gpu")
+    plain, secret = passed_on(os.environ)
+    command = [python_of(config, container is not None), "-m", NODE_MODULE, *node, "--", script, "--run", run_file]
+    environment = {
+        **plain,
+        # All that a rank reads is on disk; a node without network must not wait for the hub.
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if run.accelerator == "cpu" and config.num_nodes == 1:
+        environment["GLOO_SOCKET_IFNAME"] = "lo"
+    margin_s = parse_duration(run.config.training.time_margin)
+    return Job(
+        name=run.config.experiment,
+        folder=folder,
+        work_dir=experiment_dir,
+        command=tuple(map(str, command)),
+        config=config,
+        container=container,
+        environment=environment,
+        on_gpu=run.accelerator == "gpu",
+        num_nodes=config.num_nodes,
+        ranks_per_node=config.num_gpus,
+        time_limit=run.config.training.time_limit,
+        warning_s=int(min(max(margin_s, _LEAST_WARNING_S), _MOST_WARNING_S)),
+        secrets=folder / SECRETS if secret else None,
+    )
+
+
+def python_of(config: LaunchConfig, in_container: bool) -> str:
+    """The job's Python: as asked for, the image's, or this one."""
+    return config.python or ("python3" if in_container else sys.executable)
+
+
+def check_environment(config: LaunchConfig) -> None:
+    """Refuse tokens among the variables that are written to run.json and scripts."""
+    secret = [name for name in config.environment if is_secret(name)]
+    if secret:
+        raise RequestError(
+            f"{', '.join(secret)}: it would stand in files and command lines",
+            action="export it before the start: tokens of this environment reach the job by a file only you can read",
+            where="--env",
+        )
+
+
+def _needs(run: ResolvedRun) -> list[Path]:
+    """What a node of the run reads and writes."""
+    folders = [Path(run.experiment_dir), _with_blobs(Path(run.hf_folder))]
+    folders += [Path(prefix).parent for prefix in run.dataset.prefixes]
+    if run.initial_checkpoint:
+        folders.append(Path(run.initial_checkpoint))
+    if run.config.launch.cache_dir:
+        folders.append(Path(os.path.expandvars(run.config.launch.cache_dir)).expanduser())
+    return list(dict.fromkeys(folders))
+
+
+def _with_blobs(folder: Path) -> Path:
+    """A model's folder; in the hub's cache its files are links into a folder beside."""
+    return folder.parent.parent if folder.parent.name == "snapshots" else folder

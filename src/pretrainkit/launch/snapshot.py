@@ -1,0 +1,23 @@
+"""The source that a job runs: a copy made when it is submitted, so that later edits don't reach jobs that wait."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pretrainkit
+
+_IGNORED = shutil.ignore_patterns("__pycache__", "*.pyc", ".*", "*.egg-info")
+
+
+def copy_source(target: Path, script: Path) -> Path:
+    """Copy this package and the folder of a command's script; gives the copy of the script.
+
+    The layout is that of the checkout: target/src/pretrainkit, target/FOLDER/script.py. What is uncommitted is
+    copied with the rest; `source.py` tells what that is.
+    """
+    package = Path(pretrainkit.__file__).parent
+    shutil.copytree(package, target / "src" / package.name, ignore=_IGNORED)
+    folder = target / script.parent.name
+    shutil.copytree(script.parent, folder, ignore=_IGNORED)
+    return folder / script.name
