@@ -19,10 +19,10 @@ def weights_fingerprint(folder: Path) -> str:
     for path in sorted(folder.glob("*.safetensors")):
         size = path.stat().st_size
         with path.open("rb") as file:
-            header_bytes = 8 + int.from_bytes(file.read(8), "little")
+            header_bytes = min(size, 8 + int.from_bytes(file.read(8), "little"))
             digest.update(f"{size} ".encode())
             file.seek(0)
-            digest.update(file.read(min(header_bytes, size)))
+            digest.update(file.read(header_bytes))
             for sample in range(SAMPLES):
                 file.seek(header_bytes + (size - header_bytes) * sample // SAMPLES)
                 digest.update(file.read(SAMPLE_BYTES))

@@ -227,3 +227,13 @@ def test_training_with_experts_is_refused(config: RunConfig, facts: RunFacts) ->
     assert "--hf_model_id: a model with 8 experts a layer (mixtral)" in told(
         config, dataclasses.replace(facts, model=experts)
     )
+
+
+def test_parity_at_start_can_be_required_only_where_there_is_something_to_compare(
+    config: RunConfig, facts: RunFacts
+) -> None:
+    required = changed(config, training__start_parity="require")
+    assert "--start_parity: require, for a run from random weights" in told(required, facts)
+    from_weights = changed(required, nemo_model="/checkpoint")
+    assert "not at hand" in told(from_weights, facts)
+    assert not told(from_weights, dataclasses.replace(facts, hf_weights="/models/llama"))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pretrainkit.checkpoint.fingerprint import weights_fingerprint
 from pretrainkit.errors import RequestError
 from pretrainkit.launch import hub, weights
 from pretrainkit.models.registry import read_shape
@@ -81,3 +82,20 @@ def test_the_folder_with_the_source_config_has_the_converters_name() -> None:
     from pretrainkit.checkpoint.detect import HF_SOURCE
 
     assert weights.HF_SOURCE == HF_SOURCE
+
+
+def test_a_converted_checkpoint_knows_the_weights_it_was_made_from(hf_folder: Path, tmp_path: Path) -> None:
+    folder = with_weights(hf_folder, tmp_path / "model")
+    initial = weights.locate(str(folder), tmp_path)
+    assert weights.hf_weights(initial, hf_folder) == folder
+    checkpoint = tmp_path / "checkpoint"
+    for name in ("weights", "context"):
+        (checkpoint / name).mkdir(parents=True)
+    converted = weights.locate(str(checkpoint), tmp_path)
+    assert weights.hf_weights(converted, folder) is None, "it may have been trained"
+    report = {"source_fingerprint": weights_fingerprint(folder)}
+    (checkpoint / weights.CONVERSION_REPORT).write_text(json.dumps(report))
+    assert weights.hf_weights(converted, folder) == folder
+    assert weights.hf_weights(converted, hf_folder) is None, "it has no weights"
+    (folder / "model.safetensors").write_bytes(b"changed")
+    assert weights.hf_weights(converted, folder) is None, "it has others"
