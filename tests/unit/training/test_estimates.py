@@ -1,0 +1,144 @@
+"""Estimates against peaks that were measured on an H100 80GB, and how a run is made to fit."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from pretrainkit.config.schema import (
+    DataConfig,
+    DatasetFacts,
+    ModelShape,
+    ParallelConfig,
+    Recompute,
+    ResolvedRun,
+    RunConfig,
+    TrainingConfig,
+)
+from pretrainkit.errors import RequestError
+from pretrainkit.training.estimates import Implementation, cheapest_recompute, estimate, fits, parameters
+from pretrainkit.training.settle import with_estimates
+
+LLAMA_1B = ModelShape("llama", 16, 2048, 8192, 32, 8, 64, 128256, 131072, 5e5, 1e-5, True)
+LLAMA_8B = ModelShape("llama", 32, 4096, 14336, 32, 8, 128, 128256, 131072, 5e5, 1e-5, False)
+FUSED = Implementation("fused", fused_swiglu=True, fused_cross_entropy=True)
+FP32_LOGITS = Implementation("plain", fused_swiglu=True, fused_cross_entropy=False)
+PLAIN = Implementation("plain", fused_swiglu=False, fused_cross_entropy=False)
+
+
+def run_of(
+    shape: ModelShape, *, tensor: int = 1, pipeline: int = 1, data_parallel: int = 1, layers: int = 0, **settings: Any
+) -> ResolvedRun:
+    shape = dataclasses.replace(shape, num_layers=layers or shape.num_layers)
+    training = TrainingConfig(**{"global_batch_size": 32 * data_parallel, "micro_batch_size": 1, **settings})
+    return ResolvedRun(
+        config=RunConfig(
+            data=DataConfig(sequence_length=4096),
+            parallel=ParallelConfig(tensor, pipeline),
+            training=training,
+        ),
+        model=shape,
+        dataset=DatasetFacts(("/a",), (), 1, 1, None, "h"),
+        experiment_dir="/x",
+        hf_folder="/h",
+        initial_checkpoint=None,
+        accelerator="gpu",
+        precision="bf16",
+        world_size=tensor * pipeline * data_parallel,
+        data_parallel_size=data_parallel,
+        sequence_parallel=tensor > 1,
+        max_steps=1000,
+        lr_warmup_steps=1,
+        lr_decay_steps=2,
+        min_lr=0.0,
+        samples_per_epoch=1,
+        padded_vocab_size=128256,
+        gpu_name="NVIDIA H100 80GB HBM3",
+    )
+
+
+def test_parameters_are_those_of_the_published_models() -> None:
+    assert parameters(LLAMA_1B, 128256) == 1_235_814_400
+    assert parameters(LLAMA_8B, 128256) == 8_030_261_248
+
+
+MEASURED = {
+    "1B, 2 sequences, fp32 logits": (run_of(LLAMA_1B, micro_batch_size=2), FP32_LOGITS, 38.2),
+    "1B, 2 sequences, all fused": (run_of(LLAMA_1B, micro_batch_size=2), FUSED, 30.9),
+    "8B, TP=2 with SP, all fused": (run_of(LLAMA_8B, tensor=2), FUSED, 74.9),
+}
+
+
+@pytest.mark.parametrize(("run", "implementation", "peak_gib"), MEASURED.values(), ids=MEASURED.keys())
+def test_memory_is_within_a_tenth_of_the_measured_peak(
+    run: ResolvedRun, implementation: Implementation, peak_gib: float
+) -> None:
+    assert estimate(run, implementation).memory_gib == pytest.approx(peak_gib, rel=0.1)
+
+
+@pytest.mark.parametrize(("layers", "fit"), [(12, True), (16, False)])
+def test_what_fitted_fits_and_what_did_not_does_not(layers: int, fit: bool) -> None:
+    run = run_of(LLAMA_8B, layers=layers)
+    assert fits(run, estimate(run, FUSED)) is fit
+
+
+def test_optimizer_state_is_shared_by_data_parallel_ranks_and_activations_are_not() -> None:
+    one, four = (estimate(run_of(LLAMA_8B, data_parallel=copies), FUSED) for copies in (1, 4))
+    assert four.weights_gib == pytest.approx(one.weights_gib * (6 + 12 / 4) / 18, rel=0.01)
+    assert (four.activations_gib, four.logits_gib) == (one.activations_gib, one.logits_gib)
+
+
+def test_the_first_pipeline_stage_holds_a_microbatch_of_each_stage() -> None:
+    whole, first = (estimate(run_of(LLAMA_8B, pipeline=stages), FUSED) for stages in (1, 4))
+    assert first.activations_gib == pytest.approx(whole.activations_gib, rel=0.01)
+    assert first.weights_gib < whole.weights_gib / 3
+
+
+def test_recomputation_takes_as_few_layers_as_fit() -> None:
+    run = cheapest_recompute(run_of(LLAMA_8B, data_parallel=8, micro_batch_size=2), FUSED)
+    count = run.recompute.num_layers
+    assert run.recompute.granularity == "full" and 0 < count < 32 and fits(run, estimate(run, FUSED))
+    less = dataclasses.replace(run, recompute=Recompute("full", count - 1))
+    assert not fits(less, estimate(less, FUSED))
+    assert cheapest_recompute(run_of(LLAMA_1B), FUSED).recompute == Recompute()
+
+
+@pytest.mark.parametrize("recompute", [Recompute("selective"), Recompute("full", 16)], ids=["selective", "full"])
+def test_recomputation_trades_memory_for_time(recompute: Recompute) -> None:
+    run = run_of(LLAMA_1B, micro_batch_size=4)
+    kept, again = (estimate(each, PLAIN) for each in (run, dataclasses.replace(run, recompute=recompute)))
+    assert again.activations_gib < kept.activations_gib / 1.5
+    assert (
+        again.step_time_s and kept.step_time_s and kept.step_time_s < again.step_time_s <= kept.step_time_s * 4.01 / 3
+    )
+
+
+def test_time_follows_from_flops_peak_and_the_assumed_share() -> None:
+    found = estimate(run_of(LLAMA_1B, micro_batch_size=4), FUSED)
+    assert found.mfu == 0.53 and found.step_time_s and found.gpu_hours
+    assert 32 * 4096 / found.step_time_s == pytest.approx(63_500, rel=0.02)
+    assert found.gpu_hours == pytest.approx(found.step_time_s * 1000 / 3600, abs=0.1)
+
+
+def test_an_unknown_card_has_no_limit_and_no_time() -> None:
+    run = dataclasses.replace(run_of(LLAMA_8B, micro_batch_size=16), gpu_name="Some Card")
+    found = estimate(run, FUSED)
+    assert fits(run, found) and (found.gpu_memory_gib, found.step_time_s, found.gpu_hours) == (None, None, None)
+
+
+def test_a_run_that_can_not_fit_is_refused_with_what_would() -> None:
+    with pytest.raises(RequestError, match=r"GiB on the fullest GPU(.|\n)*use -T 2 -P 1 on 2 GPUs \(\d") as refused:
+        with_estimates(run_of(LLAMA_8B))
+    assert "79.6 GiB" in str(refused.value)
+
+
+def test_a_fixed_recomputation_that_is_too_little_is_refused_with_auto() -> None:
+    with pytest.raises(RequestError, match="--recompute auto"):
+        with_estimates(run_of(LLAMA_8B, tensor=4, micro_batch_size=16, recompute="none"))
+
+
+def test_the_chosen_recomputation_is_in_the_run() -> None:
+    run = with_estimates(run_of(LLAMA_8B, tensor=2, micro_batch_size=4))
+    assert run.recompute.granularity == "full" and run.estimates and run.estimates.memory_gib < 79.6

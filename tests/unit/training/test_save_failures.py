@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import errno
+import os
+
+import pytest
+
+from pretrainkit.training.save_failures import failure_of, wait_s
+
+
+def os_error(number: int) -> OSError:
+    return OSError(number, os.strerror(number), "/checkpoints/step_1")
+
+
+@pytest.mark.parametrize(
+    ("number", "is_full", "is_lasting"),
+    [
+        (errno.EIO, False, False),
+        (errno.ESTALE, False, False),
+        (errno.ETIMEDOUT, False, False),
+        (errno.ENOSPC, True, True),
+        (errno.EDQUOT, True, True),
+        (errno.EACCES, False, True),
+        (errno.EROFS, False, True),
+    ],
+    ids=lambda value: errno.errorcode.get(value, "") if isinstance(value, int) and value > 1 else str(value),
+)
+def test_passing_errors_are_told_from_lasting_ones(number: int, is_full: bool, is_lasting: bool) -> None:
+    failure = failure_of(os_error(number))
+    assert (failure.errno, failure.is_full, failure.is_lasting) == (number, is_full, is_lasting)
+    assert failure.message.startswith(errno.errorcode[number])
+
+
+def test_the_system_error_is_found_behind_others_and_in_their_text() -> None:
+    wrapped = RuntimeError("Worker failure")
+    wrapped.__cause__ = os_error(errno.ENOSPC)
+    told = RuntimeError("Worker failure: [Errno 28] No space left on device")
+    assert failure_of(wrapped).is_full and failure_of(told).is_full
+    assert failure_of(RuntimeError("something else")).errno is None
+
+
+def test_advice_for_a_full_disk_has_the_numbers() -> None:
+    advice = failure_of(os_error(errno.ENOSPC)).advice(2**30, 3 * 2**30)
+    assert "1.0 GiB are free, a checkpoint takes 3.0 GiB" in advice and "--keep_last" in advice
+
+
+def test_waits_grow() -> None:
+    assert [wait_s(attempt) for attempt in (1, 2, 3)] == [1, 4, 16]
