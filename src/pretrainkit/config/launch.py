@@ -74,6 +74,8 @@ class LaunchConfig:
     """Jobs in a row, each of which goes on where its predecessor's time was over."""
     requeue: bool = False
     """Put a job whose time is over back into the queue, as often as it takes."""
+    check_nodes: bool = True
+    """Look at each node of a job before the ranks start; a bad node ends the job, by name."""
     login_host: str | None = None
     """Login node on which Slurm's commands are run, by ssh; it must see the same files; unset: this machine."""
     login_user: str | None = None

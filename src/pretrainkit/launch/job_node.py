@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pretrainkit import files, logs
 from pretrainkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED_AFTER_SAVING, PretrainkitError, RequestError
-from pretrainkit.launch import agent, allocation, experiment
+from pretrainkit.launch import agent, allocation, experiment, node_check
 from pretrainkit.launch.follow import Follower
 from pretrainkit.launch.machine import count_cpus
 from pretrainkit.launch.meeting import Head, Meeting, own_address
@@ -78,6 +78,8 @@ def _run_head(arguments: argparse.Namespace, requests: StopRequests, meeting: Me
     try:
         _report_ready(meeting, arguments)
         meeting.wait_for_all()
+        if problem := _check_network(meeting, arguments, where):
+            raise PretrainkitError(problem, action="exclude the node from the job, or tell its administrators")
     except PretrainkitError as error:
         meeting.report_failure()
         write_outcome(log_dir, Outcome(EXIT_FAILED, None, str(error)))
@@ -104,6 +106,8 @@ def _run_other(arguments: argparse.Namespace, requests: StopRequests, meeting: M
     _report_ready(meeting, arguments)
     if not meeting.wait_for_go():
         return EXIT_FAILED
+    if _check_network(meeting, arguments, where):
+        return EXIT_FAILED
     log_dir = Path(head.log_dir)
     write_everything_to(log_dir / f"node_{meeting.node}.log")
     logs.configure()
@@ -111,12 +115,35 @@ def _run_other(arguments: argparse.Namespace, requests: StopRequests, meeting: M
 
 
 def _report_ready(meeting: Meeting, arguments: argparse.Namespace, problem: str = "") -> None:
-    meeting.report_ready(problem or _check_node(arguments))
+    """Say what the preflight finds wrong with this node, or that it may start its ranks."""
+    if arguments.check and not problem:
+        report = node_check.check_node(_check_request(arguments))
+        for line in report.describe().splitlines():
+            log.info("%s", line)
+        problem = "; ".join(report.problems)
+    meeting.report_ready(problem)
 
 
-def _check_node(arguments: argparse.Namespace) -> str:
-    """What the preflight finds wrong with this node; empty when it may start its ranks."""
-    return ""
+def _check_network(meeting: Meeting, arguments: argparse.Namespace, where: agent.Rendezvous | None) -> str:
+    """What is wrong with the connections of the nodes, the same text on all; empty when nothing is."""
+    if not arguments.check or where is None:
+        return ""
+    check = node_check.check_connections(
+        _check_request(arguments), where.address, where.port, node=where.node, hosts=meeting.hosts
+    )
+    if meeting.is_head:
+        log.info("%s", check.describe())
+    return check.found if check.is_failed else ""
+
+
+def _check_request(arguments: argparse.Namespace) -> node_check.NodeCheckRequest:
+    # Ranks on the CPU need no fabric of a machine: that a small all-reduce works is then no news.
+    return node_check.NodeCheckRequest(
+        ranks=arguments.ranks,
+        accelerator=arguments.accelerator,
+        output_dir=arguments.experiment_dir,
+        collectives=arguments.accelerator == "gpu",
+    )
 
 
 def _run_ranks(

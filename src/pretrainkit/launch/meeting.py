@@ -98,6 +98,11 @@ class Meeting:
             raise PretrainkitError("; ".join(bad), action="exclude the node from the job, or tell its administrators")
         (self.folder / "go").touch()
 
+    @property
+    def hosts(self) -> list[str]:
+        """The nodes' names, once all are ready."""
+        return [str(files.read_json(self.folder / f"ready_{node}.json")["host"]) for node in range(self.num_nodes)]
+
     def wait_for_go(self) -> bool:
         """Another node's wait until all are ready; False when the start was given up."""
         self._wait(lambda: self._has("go") or self._has("failed"), 2 * MEETING_S, "node 0 has not said go")

@@ -30,7 +30,8 @@ def job_of(run: ResolvedRun, *, folder: Path, run_file: Path, train_script: Path
     check_environment(config)
     script = folder / CODE / train_script.parent.name / train_script.name
     node = ["--ranks", config.num_gpus, "--experiment_dir", experiment_dir, "--job_dir", folder]
-    node += ["--num_nodes", config.num_nodes]
+    node += ["--num_nodes", config.num_nodes, "--accelerator", run.accelerator]
+    node += [] if config.check_nodes else ["--no_check"]
     node += ["--slots_per_gpu", config.slots_per_gpu] if config.slots_per_gpu else []
     container = container_of(config, needs=_needs(run), on_gpu=run.accelerator == "gpu")
     plain, secret = passed_on(os.environ)

@@ -20,4 +20,7 @@ def copy_source(target: Path, script: Path) -> Path:
     shutil.copytree(package, target / "src" / package.name, ignore=_IGNORED)
     folder = target / script.parent.name
     shutil.copytree(script.parent, folder, ignore=_IGNORED)
+    constraints = package.parents[1] / "constraints.txt"
+    if constraints.is_file():  # a checkout: the preflight of a node compares with it
+        shutil.copyfile(constraints, target / constraints.name)
     return folder / script.name
