@@ -31,6 +31,22 @@ class WorkerDied(DataError):
     """A process ended without being told to."""
 
 
+@contextlib.contextmanager
+def _one_numpy_thread() -> Iterator[None]:
+    """Keep numpy, which a spawned process imports, from starting threads: that process forks."""
+    names = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(dict.fromkeys(names, "1"))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
 class WorkerPool:
     """Workers that each serve one connection, and the two processes of `template`.
 
@@ -54,7 +70,8 @@ class WorkerPool:
             (REFERENCE, run_reference, (reference_end, [*ours, *([template_end, *ends] if forkable else [])])),
         ):
             process = context.Process(target=target, args=arguments, name=NAMES[number], daemon=True)
-            process.start()
+            with _one_numpy_thread() if not forkable else contextlib.nullcontext():
+                process.start()
             self._processes[number] = process
         for end in (template_end, reference_end, *ends):
             end.close()
