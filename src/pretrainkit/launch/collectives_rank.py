@@ -168,8 +168,10 @@ def _pair(trial: Trial, device: Any, findings: _Findings) -> None:
 
 
 def pair_of(kind: str, node: int, num_nodes: int) -> tuple[int, int] | None:
-    """The pair of a node in a round: (0, 1), (2, 3), ... when even; (1, 2), (3, 4), ... when odd."""
+    """The pair of a node in a round: (0, 1), (2, 3), ... when even; (1, 2), (3, 4), ... and (last, 0) when odd."""
     first = node - (node % 2 if kind == "even" else (node + 1) % 2)
+    if kind == "odd" and first in (-1, num_nodes - 1) and num_nodes % 2 == 0 and num_nodes > 2:
+        return num_nodes - 1, 0
     return (first, first + 1) if first >= 0 and first + 1 < num_nodes else None
 
 

@@ -12,7 +12,9 @@ from pretrainkit.launch import collectives
 from pretrainkit.launch.node_probes import (
     CONSTRAINTS,
     FAILED,
+    QUICK_WRITE_BYTES,
     SKIPPED,
+    WRITE_BYTES,
     Check,
     check_clock,
     check_disk,
@@ -81,8 +83,9 @@ class NodeReport:
 
 def check_node(request: NodeCheckRequest) -> NodeReport:
     """Look at this node alone. A check that itself breaks is a failure of the node, not an exception."""
+    write_bytes = WRITE_BYTES if request.collectives else QUICK_WRITE_BYTES
     probes: dict[str, Callable[[], Check]] = {
-        "disk": lambda: check_disk(request.output_dir, needed_bytes=request.needed_bytes),
+        "disk": lambda: check_disk(request.output_dir, needed_bytes=request.needed_bytes, write_bytes=write_bytes),
         "clock": lambda: check_clock(request.output_dir),
         "limits": check_limits,
         "packages": lambda: check_packages(request.constraints),

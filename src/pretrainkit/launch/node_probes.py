@@ -25,6 +25,8 @@ CONSTRAINTS = Path(__file__).parents[3] / "constraints.txt"
 """The tested versions, where the package runs from a checkout."""
 WRITE_BYTES = 256 * 2**20
 """Most that is written to measure a disk."""
+QUICK_WRITE_BYTES = 16 * 2**20
+"""The same for a quick check, which is about whether it can be written at all."""
 WRITE_S = 2.0
 """Longest time of writing; flushing comes on top."""
 SLOW_WRITE = 50 * 2**20
@@ -118,13 +120,13 @@ def _gpu_words(gpus: list[dict[str, Any]]) -> str:
     return f"{kinds}, driver {gpus[0]['driver']}"
 
 
-def check_disk(folder: Path, *, needed_bytes: int) -> Check:
+def check_disk(folder: Path, *, needed_bytes: int, write_bytes: int = WRITE_BYTES) -> Check:
     """Whether the output folder can be written, has room, and how fast it takes what is flushed to it."""
     name = "disk"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(folder).free
-        rate = _write_rate(folder, min(WRITE_BYTES, free // 10))
+        rate = _write_rate(folder, min(write_bytes, free // 10))
     except OSError as error:
         return Check(name, FAILED, f"{folder}: {error.strerror or error}", "mount it on this node, or free space")
     found = f"{format_bytes(free)} free, takes {format_bytes(rate)}/s"

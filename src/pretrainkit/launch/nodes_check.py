@@ -8,7 +8,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,8 @@ def find_place(
 def check_nodes(request: NodeCheckRequest, place: Place) -> tuple[list[NodeReport], Check | None]:
     """The reports of all nodes, and how they reach each other (None for one node); the same on every node."""
     report = check_node(request)
+    if place.hosts:
+        report = replace(report, host=place.hosts[place.node])
     if place.num_nodes == 1:
         return [report], None
     folder = request.output_dir / f".check_node-{place.meeting}"
