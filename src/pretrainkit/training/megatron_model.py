@@ -19,6 +19,7 @@ from torch import Tensor
 
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.training.expert_layers import expert_config_fields, torch_expert_layer_spec
+from pretrainkit.training.kernels import Kernels, config_fields
 from pretrainkit.training.layer_spec import torch_layer_spec
 from pretrainkit.training.model_config import scaled_inverse_frequencies, transformer_config_fields
 
@@ -37,14 +38,18 @@ def build_model(
     sequence_length: int,
     precision: str = "fp32",
     with_transformer_engine: bool = False,
+    kernels: Kernels | None = None,
 ) -> GPTModel:
-    """This rank's part of the model, with random weights."""
+    """This rank's part of the model, with random weights; `kernels`, if any, are installed already."""
     tensor_parallel_size = parallel_state.get_tensor_model_parallel_world_size()
     fields = transformer_config_fields(shape, precision=precision)
     if shape.num_experts:
         fields |= expert_config_fields(shape, tensor_parallel_size=tensor_parallel_size)
         fields["expert_model_parallel_size"] = parallel_state.get_expert_model_parallel_world_size()
     config = TransformerConfig(**fields, tensor_model_parallel_size=tensor_parallel_size)
+    if kernels:
+        for name, value in config_fields(kernels, qk_norm=shape.qk_norm).items():
+            setattr(config, name, value)
     if with_transformer_engine:
         spec: Any = get_gpt_layer_with_transformer_engine_spec(
             num_experts=shape.num_experts or None, qk_layernorm=shape.qk_norm

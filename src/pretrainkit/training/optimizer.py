@@ -44,7 +44,7 @@ class FusedAdamW(torch.optim.Optimizer):
                     self.state[param]["exp_avg"] = torch.zeros_like(param)
                     self.state[param]["exp_avg_sq"] = torch.zeros_like(param)
             # The kernel counts each parameter's step itself, so it gets the number before this one.
-            steps = [torch.tensor(float(step - 1), device=param.device) for param in params]
+            steps = list(torch.full((len(params),), float(step - 1), device=params[0].device))
             adamw(
                 params,
                 [param.grad for param in params],

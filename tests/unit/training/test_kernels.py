@@ -65,6 +65,7 @@ def test_transformer_engines_layers_keep_their_own_rotation() -> None:
         "apply_rope_fusion": True,
         "fused_single_qkv_rope": False,
         "bias_activation_fusion": True,
+        "bias_dropout_fusion": False,
         "gradient_accumulation_fusion": True,
     }
 

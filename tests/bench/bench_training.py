@@ -1,0 +1,275 @@
+"""Training speed on GPUs: plain torch, our fused kernels, NeMo with Transformer Engine, in one run on the same cards.
+
+    python tests/bench/bench_training.py [--model 1b] [--paths plain,fused,te] [--rounds 3] [--steps 10]
+        [--sequence_length 4096] [--micro_batch_size 4] [--global_batch_size 16] [--gpus 1 --tp 1 --pp 1 --cp 1]
+
+plain: --layer_spec torch --fused_kernels off; fused: --layer_spec torch --fused_kernels auto; te: --layer_spec te
+--fused_kernels off, which is what NeMo does by itself where Transformer Engine is installed. Each measurement is a
+run of the trainer of its own: random weights of the model's shape, English text byte by byte, no checkpoints. The
+paths take turns, `--rounds` times. Prints Markdown; a figure is the median over the rounds of the median over the steps
+after the third. The ranks of plain and fused are forks of a process without Transformer Engine, since importing
+NeMo takes longer than the steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import multiprocessing
+import os
+import pydoc_data.topics
+import shutil
+import socket
+import statistics
+import sys
+import tempfile
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PATHS = {"plain": ("torch", "off"), "fused": ("torch", "auto"), "te": ("te", "off"), "te_fused": ("te", "auto")}
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "hidden_act": "silu",
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "1b": LLAMA
+    | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64}
+    | {"tie_word_embeddings": True},
+    "8b": LLAMA
+    | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "head_dim": 128}
+    | {"tie_word_embeddings": False},
+}
+FIRST_STEPS = 3  # compilation, allocation
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One run of the trainer."""
+
+    tokens_per_s: float
+    mfu: float | None
+    peak_gib: float
+    losses: list[float]
+
+
+def main() -> int:
+    arguments = build_parser().parse_args()
+    if not torch.cuda.is_available():
+        print("bench_training: no GPU on this machine, nothing measured")
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        write_inputs(Path(folder), arguments)
+        measured: dict[str, list[Measurement]] = {path: [] for path in arguments.paths.split(",")}
+        for _ in range(arguments.rounds):
+            for path, runs in measured.items():
+                runs.append(measure(path, arguments, Path(folder)))
+                print(f"{path}: {runs[-1].tokens_per_s:,.0f} tokens/s", file=sys.stderr, flush=True)
+    print(table(measured, arguments))
+    if arguments.losses:
+        Path(arguments.losses).write_text(json.dumps({path: runs[0].losses for path, runs in measured.items()}))
+    return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="1b", choices=MODELS)
+    parser.add_argument("--layers", type=int, help="fewer layers than the model has")
+    parser.add_argument("--paths", default="plain,fused")
+    for name, default in (
+        ("rounds", 3),
+        ("steps", 10),
+        ("sequence_length", 4096),
+        ("micro_batch_size", 4),
+        ("global_batch_size", 16),
+        *(("gpus", 1), ("tp", 1), ("pp", 1), ("cp", 1)),
+    ):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--recompute", default="none")
+    parser.add_argument("--losses", help="write every path's losses of the first round to this JSON file")
+    return parser
+
+
+def write_inputs(folder: Path, arguments: argparse.Namespace) -> None:
+    """The model's folder with a tokenizer of bytes, and the text as a pair."""
+    import numpy as np
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    from pretrainkit.data.indexed import IndexedDatasetWriter
+
+    shape = MODELS[arguments.model]
+    model = folder / "model"
+    model.mkdir()
+    layers = arguments.layers or shape["num_hidden_layers"]
+    (model / "config.json").write_text(json.dumps(shape | {"num_hidden_layers": layers}))
+    ids = {character: number for number, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=ids | {"<|end|>": 256}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.save(str(model / "tokenizer.json"))
+    (model / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>"})
+    )
+    with IndexedDatasetWriter(folder / "text", np.dtype(np.int32)) as writer:
+        for _, text in sorted(pydoc_data.topics.topics.items()):
+            writer.add_document([*text.encode(), 256])
+
+
+def measure(path: str, arguments: argparse.Namespace, folder: Path) -> Measurement:
+    """Train once on all ranks, and read what the trainer recorded."""
+    experiment = folder / "experiment"
+    shutil.rmtree(experiment, ignore_errors=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # Transformer Engine looks at CUDA when it is imported, after which a process can't be forked.
+    method = "spawn" if path.startswith("te") else "forkserver"
+    context: Any = multiprocessing.get_context(method)
+    if method == "forkserver":
+        os.environ["PYTHONPATH"] = os.pathsep.join((str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")))
+        context.set_forkserver_preload(["trainer_without_te"])
+    ranks = [
+        context.Process(target=train_rank, args=(path, arguments, str(folder), rank, port))
+        for rank in range(arguments.gpus)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    if any(process.exitcode for process in ranks):
+        tails = "\n".join(log.read_text(errors="replace")[-3000:] for log in sorted(folder.glob("rank*.log")))
+        raise SystemExit(f"{path}: a rank failed\n{tails}")
+    return read_measurement(experiment)
+
+
+def train_rank(path: str, arguments: argparse.Namespace, folder: str, rank: int, port: int) -> None:
+    """One rank of one run."""
+    log = os.open(f"{folder}/rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(arguments.gpus),
+        "LOCAL_WORLD_SIZE": str(arguments.gpus),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "HF_HUB_OFFLINE": "1",
+    }
+    try:
+        torch.cuda.set_device(rank)
+        from pretrainkit.training import nemo, start_plan
+
+        nemo.Checkpoints._save = lambda *_, **__: None  # this measures steps, not the disk
+        run = resolve_run(path, arguments, Path(folder))
+        plan = start_plan.plan_start(run)
+        if rank == 0:
+            start_plan.prepare(run, plan)
+        nemo.train(run, plan, rank=rank, local_world_size=arguments.gpus)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    os._exit(0)  # what the libraries do at exit is not measured
+
+
+def resolve_run(path: str, arguments: argparse.Namespace, folder: Path) -> Any:
+    """The resolved run of one measurement."""
+    from pretrainkit.config.resolve import MachineFacts, RunFacts, resolve
+    from pretrainkit.config.schema import RunConfig
+    from pretrainkit.launch.dataset import read_dataset
+    from pretrainkit.models.registry import read_shape
+
+    default, change = RunConfig(), dataclasses.replace
+    layer_spec, fused_kernels = PATHS[path]
+    config = change(
+        default,
+        experiment="experiment",
+        experiments_dir=str(folder),
+        data=change(
+            default.data, dataset_path=f"{folder}/text", sequence_length=arguments.sequence_length, split="1,0,0"
+        ),
+        parallel=change(
+            default.parallel,
+            tensor_model_parallel_size=arguments.tp,
+            pipeline_model_parallel_size=arguments.pp,
+            context_parallel_size=arguments.cp,
+        ),
+        optimizer=change(default.optimizer, lr_warmup_steps=2),
+        training=change(
+            default.training,
+            max_steps=arguments.steps,
+            micro_batch_size=arguments.micro_batch_size,
+            global_batch_size=arguments.global_batch_size,
+            val_interval=0,
+            layer_spec=layer_spec,
+            fused_kernels=fused_kernels,
+            recompute=arguments.recompute,
+        ),
+        launch=change(default.launch, num_gpus=arguments.gpus, accelerator="gpu"),
+    )
+    dataset = read_dataset(config.data.dataset_path, config.data.split)
+    facts = RunFacts(
+        machine=MachineFacts(num_gpus=arguments.gpus, num_cpus=os.cpu_count() or 1),
+        experiment_dir=str(folder / "experiment"),
+        model=read_shape(folder / "model"),
+        hf_folder=str(folder / "model"),
+        tokenizer_largest_id=256,
+        dataset=dataset.facts,
+        split_tokens=dataset.split_tokens,
+        dataset_tokenizers=dataset.tokenizers,
+    )
+    return resolve(config, facts)
+
+
+def read_measurement(experiment: Path) -> Measurement:
+    """The medians over the steps after the first ones."""
+    records = [json.loads(line) for line in (experiment / "metrics.jsonl").read_text().splitlines()]
+    steps = [record for record in records if "loss" in record]
+    counted = steps[FIRST_STEPS:]
+
+    def median(name: str) -> float:
+        return statistics.median(record[name] for record in counted)
+
+    return Measurement(
+        tokens_per_s=median("tokens_per_second"),
+        mfu=median("mfu") if counted[0].get("mfu") else None,
+        peak_gib=max(record["peak_memory_gib"] for record in steps),
+        losses=[record["loss"] for record in steps],
+    )
+
+
+def table(measured: dict[str, list[Measurement]], arguments: argparse.Namespace) -> str:
+    """Markdown: the machine, then a row for each path."""
+    lines = [
+        f"{arguments.gpus} x {torch.cuda.get_device_name()}, torch {torch.__version__}, {arguments.rounds} rounds of "
+        f"{arguments.steps} steps: {' '.join(sys.argv[1:])}",
+        "",
+        "| path | tokens/s, median (min to max) | MFU % | peak GiB on rank 0 | first loss | last loss |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
+    for path, runs in measured.items():
+        rates = [run.tokens_per_s for run in runs]
+        mfus = [100 * run.mfu for run in runs if run.mfu]
+        mfu = f"{statistics.median(mfus):.1f}" if mfus else "-"
+        lines.append(
+            f"| {path} | {statistics.median(rates):,.0f} ({min(rates):,.0f} to {max(rates):,.0f}) | {mfu} "
+            f"| {max(run.peak_gib for run in runs):.1f} | {runs[0].losses[0]:.4f} | {runs[0].losses[-1]:.4f} |"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
