@@ -43,8 +43,12 @@ class Bound:
     largest: float
 
 
-BOUNDS = {"fp32": Bound(1e-4, 1e-3), "bf16": Bound(0.05, 1.0)}
-"""By the precision that Megatron computes in; Hugging Face computes in fp32, from the same rounded weights."""
+BOUNDS = {"fp32": Bound(1e-4, 1e-3), "bf16": Bound(0.15, 2.0)}
+"""By the precision that Megatron computes in; Hugging Face computes in fp32, from the same rounded weights.
+
+Measured with SmolLM2-135M on CPU: Megatron differs by 7e-7 and at most 2e-6 in fp32, by 0.057 and at most 0.43 in bf16
+(transformers in bf16 by 0.070 and 0.50); two query heads of one layer exchanged by 0.24, a doubled rotary base by 0.25.
+"""
 
 
 @dataclass(frozen=True)
