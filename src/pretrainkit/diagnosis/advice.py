@@ -1,0 +1,286 @@
+"""What to do about each cause, in words: the title, what was seen, the flag or line to change."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from pretrainkit.diagnosis.statistics import Interval
+
+if TYPE_CHECKING:
+    from pretrainkit.diagnosis.causes import Cause
+    from pretrainkit.diagnosis.evidence import Evidence, Shown
+
+CHECKED = {
+    "data": "waiting for data",
+    "loader": "loader: workers, pinned memory, prefetching",
+    "packing": "padding",
+    "micro_batch_x2": "micro batch",
+    "micro_batch_x4": "micro batch x4",
+    "attention": "attention kernel",
+    "tf32": "TF32",
+    "bf16": "bf16",
+    "fused_optimizer": "fused optimizer",
+    "threads": "CPU threads",
+    "cpu_binding": "CPU binding",
+    "logging": "logging and reading values in the loop",
+    "checkpoint_writes": "saving",
+    "anomaly_detection": "anomaly detection",
+    "deterministic": "deterministic algorithms",
+    "recomputation": "activation recomputation",
+    "compile": "torch.compile",
+    "no_gradient_exchange": "exchange of gradients",
+    "debug_variables": "debug variables",
+}
+"""Probe -> what it checks, in the report."""
+
+
+def _cause(*args: Any, **kwargs: Any) -> Cause:
+    from pretrainkit.diagnosis.causes import Cause
+
+    return Cause(*args, **kwargs)
+
+
+def tokenizing(share: Interval, gain: str, where: str, tokenizer_share: float) -> Cause:
+    """Text is made into tokens while the model waits."""
+    return _cause(
+        "tokenizing",
+        "text is tokenized inside the loop",
+        share,
+        f"{tokenizer_share:.0%} of the time for data is spent in a tokenizer, at {where}",
+        "tokenize once, before training: tools/preprocess_data.py (.bin/.idx) or tools/pack_dataset.py (Arrow)",
+        f"with the same batches ready-made: {gain}",
+    )
+
+
+def loader(shown: Shown, gain: str, now: dict[str, Any], where: str, kind: str) -> Cause:
+    """The loader could deliver faster with other settings."""
+    flag = {
+        "prefetch": f"prefetch_factor={4 * (now.get('prefetch_factor') or 2)}",
+        "pinned_memory": "pin_memory=True",
+    }.get(shown.probe, f"num_workers={shown.probe.rpartition('_')[2]}")
+    name = {"prefetch": "prefetch", "pinned_memory": "pinned_memory"}.get(shown.probe, "workers")
+    change = f"DataLoader(..., {flag})"
+    if kind == "experiment" and name == "workers":
+        change = f"--num_workers {flag.partition('=')[2]}"
+    return _cause(
+        name,
+        f"data is fetched by {now.get('num_workers', 0)} workers",
+        shown.share,
+        f"the loop waits for batches, most of all at {where}",
+        change + (", persistent_workers=True" if name == "workers" and not now.get("persistent_workers") else ""),
+        f"with {flag}: {gain}",
+        evidence=shown.to_json(),
+    )
+
+
+def reading(share: Interval, gain: str, where: str, now: dict[str, Any]) -> Cause:
+    """Data comes too slowly, whatever the loader's settings."""
+    return _cause(
+        "data",
+        "data comes slower than the model takes it",
+        share,
+        f"{now.get('num_workers', 0)} workers; most of the waiting is at {where}",
+        "make the samples cheaper to read: decode and clean once, before training; store token ids "
+        "(tools/preprocess_data.py), on a local or striped file system",
+        f"with the same batches ready-made: {gain}",
+    )
+
+
+def micro_batch(shown: Shown, gain: str, rank: Evidence) -> Cause:
+    """Samples that are computed together are faster, each, than alone."""
+    factor = int(shown.probe[-1])
+    per_step = rank.micro_batches_per_step
+    is_option = per_step < 2
+    size = rank.rank["kept"]["samples"]
+    change = f"micro batch {size:g} -> {size * factor:g}"
+    change += (
+        ": a larger global batch, which changes the training; or the same with shorter runs of the loop"
+        if is_option
+        else f", gradient accumulation {per_step:g} -> {max(1, per_step / factor):g}: the same global batch"
+    )
+    return _cause(
+        "larger_batch" if is_option else "micro_batch",
+        "micro batches are too small for the processor",
+        shown.share,
+        f"{size:g} samples of a micro batch take almost as long as {size * factor:g}",
+        change,
+        f"time per sample, {factor} micro batches joined: {gain}",
+        is_option,
+        evidence=shown.to_json(),
+    )
+
+
+def of_switch(shown: Shown, gain: str, rank: dict[str, Any]) -> Cause:
+    """The cause that a switch has shown."""
+    detail = rank["switches"][shown.probe]["detail"]
+    title, why, change = _TEXTS[shown.probe]
+    facts: dict[str, Any] = {
+        "detail": detail,
+        "attention": ", ".join((rank.get("profile") or {}).get("attention", {})) or "none",
+        "padding": "",
+        "shapes": len({tuple(batch["shape"]) for batch in rank["observed"]["batches"]}),
+        "loggers": "; ".join([*rank["observed"]["loggers"], *rank["observed"]["reads"]][:4]) or detail,
+    }
+    seen = [batch for batch in rank["observed"]["batches"] if batch["tokens"]]
+    if seen:
+        share = 1 - sum(batch["real_tokens"] for batch in seen) / sum(batch["tokens"] for batch in seen)
+        facts["padding"] = f"{share:.0%}"
+    return _cause(
+        shown.probe,
+        title,
+        shown.share,
+        why.format(**facts),
+        change.format(**facts),
+        f"with the change: {gain}",
+        shown.probe in ("bf16", "compile", "recomputation"),
+        evidence=shown.to_json(),
+    )
+
+
+_TEXTS: dict[str, tuple[str, str, str]] = {
+    # probe: title, what was seen, change
+    "packing": (
+        "padding is computed",
+        "{padding} of the tokens are padding, in {shapes} different shapes",
+        "pack samples into full rows (tools/pack_dataset.py, or .bin/.idx), or sort by length within a window",
+    ),
+    "attention": (
+        "a slow attention kernel is used",
+        "attention runs as {attention}",
+        'use {detail}: attn_implementation="sdpa", no sdpa_kernel(MATH), no dense mask where is_causal=True will do',
+    ),
+    "tf32": (
+        "TF32 is off",
+        "float32 matrix products run without tensor cores",
+        'torch.set_float32_matmul_precision("high")',
+    ),
+    "bf16": (
+        "float32 instead of bf16",
+        "the model computes in float32",
+        'with torch.autocast("cuda", torch.bfloat16): around the forward pass (Trainer: bf16=True)',
+    ),
+    "fused_optimizer": (
+        "the optimizer runs parameter by parameter",
+        "its step takes a visible part of the time",
+        "torch.optim.AdamW(..., fused=True)",
+    ),
+    "threads": (
+        "a wrong number of CPU threads",
+        "it could compute with {detail}",
+        "OMP_NUM_THREADS (torchrun sets 1 where it is not set), or torch.set_num_threads: {detail}",
+    ),
+    "cpu_binding": (
+        "the process is bound to too few cores",
+        "it could use {detail}",
+        "taskset, numactl or the scheduler's --cpus-per-task: {detail}",
+    ),
+    "logging": (
+        "logging holds up every step",
+        "in every step: {loggers}",
+        "log every 10 to 100 steps; keep values on the device (no .item(), no print) until then",
+    ),
+    "checkpoint_writes": (
+        "saving holds up the steps",
+        "files were saved in the steps that were watched",
+        "save less often",
+    ),
+    "anomaly_detection": (
+        "autograd's anomaly detection is on",
+        "torch.is_anomaly_enabled()",
+        "remove torch.autograd.set_detect_anomaly(True)",
+    ),
+    "deterministic": (
+        "deterministic algorithms are forced",
+        "torch.are_deterministic_algorithms_enabled()",
+        "remove torch.use_deterministic_algorithms(True)",
+    ),
+    "recomputation": (
+        "activations are computed twice",
+        "torch.utils.checkpoint is used",
+        "turn recomputation off, or on for fewer layers, if memory allows",
+    ),
+    "compile": (
+        "torch.compile is not used",
+        "the model's layers run operator by operator",
+        "for layer in model.layers: layer.compile()",
+    ),
+}
+
+
+def slow_rank(share: Interval, gain: str, ranks: list[Evidence], slowest: int, own_s: list[float]) -> Cause:
+    """One rank is slower than the others, which wait for it."""
+    spent = [_phases(rank) for rank in ranks]
+    others = [item for number, item in enumerate(spent) if number != slowest]
+    phase = max(
+        (name for name in spent[slowest] if name not in ("communication", "backward_passes")),
+        key=lambda name: spent[slowest][name] - sum(item.get(name, 0.0) for item in others) / len(others),
+        default="compute",
+    )
+    rank = ranks[slowest].rank
+    places = Counter[str]()
+    for sample in rank["observed"]["samples"]:
+        if sample["phase"] == phase:
+            places[sample["where"]] += sample["count"]
+    where = f", most of it at {places.most_common(1)[0][0]}" if places else ""
+    return _cause(
+        "slow_rank",
+        f"rank {slowest} on {rank['host']} is slower than the others",
+        share,
+        f"by itself it takes {own_s[slowest]:.3g} s a step, the others "
+        f"{min(value for number, value in enumerate(own_s) if number != slowest):.3g} s and more; "
+        f"it loses the time in {phase}{where}",
+        f"look at rank {slowest}: its data, its GPU's clocks and neighbours, its cores",
+        f"were it as fast as the others: {gain}",
+        evidence={"rank": slowest, "own_step_s": own_s, "phase": phase},
+    )
+
+
+def _phases(rank: Evidence) -> dict[str, float]:
+    """Seconds of each phase of a step, where the rank runs free if there are such windows."""
+    windows = rank.windows("no_gradient_exchange") or rank.as_is()
+    spent: Counter[str] = Counter()
+    for window in windows:
+        spent.update({name: seconds / window["steps"] / len(windows) for name, seconds in window["phases_s"].items()})
+    return dict(spent)
+
+
+def communication(shown: Shown, gain: str, num_ranks: int) -> Cause:
+    """Exchanging gradients takes time even for the slowest rank."""
+    return _cause(
+        "communication",
+        "ranks spend time on exchanging gradients",
+        shown.share,
+        f"{num_ranks} ranks, DistributedDataParallel",
+        "exchange less often (gradient accumulation under no_sync()), larger buckets, bf16 gradients; "
+        "check the network (NCCL_DEBUG=INFO)",
+        f"without the exchange: {gain}",
+        is_option=True,
+        evidence=shown.to_json(),
+    )
+
+
+def debug_variables(share: Interval, gain: str, names: dict[str, str]) -> Cause:
+    """Environment variables for finding faults are on."""
+    listed = " ".join(f"{name}={value}" for name, value in names.items())
+    return _cause(
+        "debug_variables",
+        "debug settings are left on",
+        share,
+        f"in the environment: {listed}",
+        f"unset {' '.join(names)}",
+        f"without them: {gain}",
+    )
+
+
+def run_micro_batch(shown: Shown, gain: str, size: int, larger: int) -> Cause:
+    """A run of this project whose micro batches are too small."""
+    return _cause(
+        "micro_batch",
+        "micro batches are too small for the processor",
+        shown.share,
+        f"the run was started with --micro_batch_size {larger} in turn with {size}",
+        f"--micro_batch_size {larger} (the global batch stays as it is)",
+        f"with it: {gain}",
+        evidence=shown.to_json(),
+    )

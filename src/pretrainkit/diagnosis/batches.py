@@ -1,0 +1,162 @@
+"""What a batch holds, and the same samples arranged otherwise: packed without padding, or in larger micro batches.
+
+A batch is what a DataLoader yields: tensors in dicts, lists and tuples. Token batches are dicts (or objects
+like them) with `input_ids` or `tokens` [b, s]; padding is where `attention_mask` is 0, or without one where labels are
+ignored (-100) from some position on to the end of the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+IDS = ("input_ids", "tokens")
+IGNORED_LABEL = -100
+
+
+def copied(batch: Any) -> Any:
+    """New containers around the same tensors: a loop may take things out of the ones it gets."""
+    if isinstance(batch, dict) or (isinstance(batch, Mapping) and hasattr(batch, "data")):
+        items = {name: copied(value) for name, value in batch.items()}
+        return items if type(batch) is dict else _like(batch, items)
+    if type(batch) in (list, tuple):
+        return type(batch)(copied(value) for value in batch)
+    return batch
+
+
+def _like(batch: Any, items: dict[str, Any]) -> Any:
+    try:
+        return type(batch)(items)
+    except TypeError:
+        return items
+
+
+def tensors_of(batch: Any) -> list[torch.Tensor]:
+    """All tensors in a batch."""
+    if torch.is_tensor(batch):
+        return [batch]
+    if isinstance(batch, Mapping):
+        return [tensor for value in batch.values() for tensor in tensors_of(value)]
+    if isinstance(batch, (list, tuple)):
+        return [tensor for value in batch for tensor in tensors_of(value)]
+    return []
+
+
+def num_bytes(batch: Any) -> int:
+    """Memory of a batch's tensors."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(batch))
+
+
+def token_ids(batch: Any) -> torch.Tensor | None:
+    """[b, s] token ids, if it is a batch of them."""
+    if not isinstance(batch, Mapping):
+        return None
+    for name in IDS:
+        ids: Any = batch.get(name)
+        if torch.is_tensor(ids) and ids.dim() == 2 and not ids.is_floating_point():
+            return ids
+    return None
+
+
+def real_tokens(batch: Any) -> torch.Tensor | None:
+    """[b, s] bool: which tokens are no padding; None when it isn't a batch of tokens."""
+    ids = token_ids(batch)
+    if ids is None:
+        return None
+    mask = batch.get("attention_mask")
+    if torch.is_tensor(mask) and mask.shape == ids.shape:
+        return mask.bool()
+    labels = batch.get("labels")
+    if torch.is_tensor(labels) and labels.shape == ids.shape:
+        learnt = labels != IGNORED_LABEL
+        # Only ignored labels that go on to the end of the row are padding; prompts are ignored, too.
+        return learnt.flip(1).cumsum(1).flip(1) > 0
+    return torch.ones_like(ids, dtype=torch.bool)
+
+
+def num_samples(batch: Any) -> int:
+    """Rows of the batch: the first dimension of its first tensor."""
+    for tensor in tensors_of(batch):
+        if tensor.dim():
+            return int(tensor.shape[0])
+    return 1
+
+
+def measure(batch: Any) -> dict[str, Any]:
+    """Samples, tokens, real tokens, shape, and the rows' real lengths of one batch."""
+    ids, real = token_ids(batch), real_tokens(batch)
+    if ids is None or real is None:
+        shape = next((list(tensor.shape) for tensor in tensors_of(batch)), [])
+        return {"samples": num_samples(batch), "tokens": 0, "real_tokens": 0, "shape": shape, "lengths": []}
+    lengths = real.sum(1).tolist()
+    return {
+        "samples": int(ids.shape[0]),
+        "tokens": ids.numel(),
+        "real_tokens": int(sum(lengths)),
+        "shape": list(ids.shape),
+        "lengths": lengths,
+    }
+
+
+def can_be_packed(batch: Any) -> bool:
+    """Whether the batch has padding, and nothing but tensors [b, s] that belong to its tokens."""
+    ids, real = token_ids(batch), real_tokens(batch)
+    if ids is None or real is None or bool(real.all()):
+        return False
+    return all(tensor.shape == ids.shape for tensor in tensors_of(batch))
+
+
+def packed(batch: Any) -> Any:
+    """The batch's real tokens one after the other in full rows of the same width; what is left over is dropped."""
+    ids, real = token_ids(batch), real_tokens(batch)
+    assert ids is not None and real is not None
+    total = int(real.sum())
+    width = min(ids.shape[1], total)
+    rows = total // width
+
+    def arrange(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[real][: rows * width].reshape(rows, width)
+
+    return _like_mapping(batch, {name: arrange(value) for name, value in batch.items()})
+
+
+def merged(batches: list[Any]) -> Any:
+    """Several batches as one, along the first dimension; rows of other widths are padded at the right."""
+    first = batches[0]
+    if torch.is_tensor(first):
+        return _concatenated(batches, 0)
+    if isinstance(first, Mapping):
+        values = {
+            name: _concatenated([batch[name] for batch in batches], IGNORED_LABEL if name == "labels" else 0)
+            if torch.is_tensor(value)
+            else merged([batch[name] for batch in batches])
+            for name, value in first.items()
+        }
+        return _like_mapping(first, values)
+    if isinstance(first, (list, tuple)):
+        return type(first)(merged(list(parts)) for parts in zip(*batches, strict=True))
+    return first
+
+
+def can_be_merged(batches: list[Any]) -> bool:
+    """Whether every tensor has a first dimension that counts samples."""
+    rows = [num_samples(batch) for batch in batches]
+    return all(
+        tensor.dim() > 0 and tensor.shape[0] == count
+        for batch, count in zip(batches, rows, strict=True)
+        for tensor in tensors_of(batch)
+    )
+
+
+def _concatenated(tensors: list[torch.Tensor], fill: int) -> torch.Tensor:
+    if tensors[0].dim() == 2:
+        width = max(tensor.shape[1] for tensor in tensors)
+        tensors = [F.pad(tensor, (0, width - tensor.shape[1]), value=fill) for tensor in tensors]
+    return torch.cat(tensors)
+
+
+def _like_mapping(batch: Any, items: dict[str, Any]) -> Any:
+    return items if type(batch) is dict else _like(batch, items)

@@ -1,0 +1,220 @@
+"""One rank of a program that is being diagnosed: knows its state, and follows the plan step by step."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pretrainkit.diagnosis import batches
+from pretrainkit.diagnosis.loop import Loop
+from pretrainkit.diagnosis.phases import PhaseClock
+from pretrainkit.diagnosis.spec import Spec, read_spec
+from pretrainkit.diagnosis.streams import Source, Stream
+
+LARGEST_SET_BYTES = 2 << 30
+"""Memory that batches kept for replaying may take."""
+
+
+def install() -> None:
+    """Begin to watch this process, if it was started by the diagnosis. Called right after torch is imported."""
+    spec = read_spec()
+    if spec:
+        from pretrainkit.diagnosis import guard, hooks
+
+        session = Session(spec)
+        hooks.install(session)
+        if spec.source != "experiment":
+            guard.install(session, Path(spec.folder) / "outputs")
+
+
+class Session:
+    """The state of one rank under diagnosis; what the hooks call and the probes change."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+        self.clock = PhaseClock()
+        self.loop = Loop()
+        self.notes: list[str] = []
+        self.last_loader: Any = None
+        self.epochs_begun = 0
+        self.saw_checkpoint_time = False
+        self.observed: dict[str, float] = {}
+        """Share of each phase in the time, as it was seen in one window."""
+        self.attention_kinds: dict[str, int] = {}
+        """Attention implementation -> calls in a profile of the loop."""
+        self.attention_alone: list[dict[str, Any]] = []
+        self.seen_modules: list[Any] = []
+        self.stop_looking_for_modules: Callable[[], None] = lambda: None
+        self.is_watching_reads = False
+        # What probes switch:
+        self.source: Source | None = None
+        self.silenced: frozenset[str] = frozenset()
+        self.stale_reads = False
+        self.no_recomputation = False
+        self.attention_context: Callable[[], Any] | None = None
+        self.forward_context: Callable[[], Any] | None = None
+        # Of the window that is measured:
+        self.recorded: list[Any] | None = None
+        self.measure_batches = False
+        self.batch_facts: list[dict[str, Any]] = []
+        self.micro_batches = 0
+        self.step = 0
+        self._main_thread = threading.get_ident()
+        self._backward_since_step = 0
+        self._plan: Generator[None, dict[str, float], None] | None = None
+        self._result: dict[str, Any] = {}
+        self._is_over = False
+
+    # What the hooks call
+
+    def is_main_thread(self) -> bool:
+        """Whether the caller runs where the loop does."""
+        return threading.get_ident() == self._main_thread
+
+    def stream(self, loader: Any, make_iterator: Callable[[], Any]) -> Stream:
+        """What the loop gets for iter(loader)."""
+        from pretrainkit.diagnosis import hooks
+
+        hooks.install_late(self)
+        return Stream(self, loader, make_iterator)
+
+    def got(self, batch: Any) -> None:
+        """The loop was given a batch to train on."""
+        self.micro_batches += 1
+        if self.recorded is not None and sum(map(batches.num_bytes, self.recorded)) < LARGEST_SET_BYTES:
+            self.recorded.append(batches.copied(batch))
+        if self.measure_batches:
+            with self.clock.phase("data"):
+                self.batch_facts.append(batches.measure(batch))
+
+    def forward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run an outermost module."""
+        if self.forward_context is None:
+            return call(*args, **kwargs)
+        with self.forward_context():
+            return call(*args, **kwargs)
+
+    def before_backward(self) -> None:
+        """A backward pass begins."""
+        if self.is_main_thread():
+            self._backward_since_step += 1
+            if self.last_loader is not None and self.loop.loader is None:
+                self.loop.loader = self.last_loader
+
+    def before_optimizer(self, optimizer: Any) -> None:
+        """An optimizer begins its step."""
+        if not any(known is optimizer for known in self.loop.optimizers):
+            self.loop.optimizers.append(optimizer)
+        self.loop.saw("optimizer")
+
+    def after_optimizer(self, optimizer: Any) -> None:
+        """The first optimizer that steps after a backward pass ends a step of the loop."""
+        if not self._backward_since_step or self._is_over or not self.is_main_thread():
+            return
+        spent = self.clock.end_step()
+        spent["backward_passes"] = self._backward_since_step
+        self._backward_since_step = 0
+        self.step += 1
+        if self._plan is None:
+            from pretrainkit.diagnosis.plan import make_plan
+
+            self._plan = make_plan(self)
+            next(self._plan)
+        try:
+            self._plan.send(spent)
+        except StopIteration:
+            self._is_over = True
+            self.finish()
+        self.clock.end_step()
+
+    # What the plan calls
+
+    @property
+    def rank(self) -> int:
+        """Of this process."""
+        return int(os.environ.get("RANK", "0"))
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return int(os.environ.get("WORLD_SIZE", "1"))
+
+    @property
+    def num_cpus(self) -> int:
+        """This rank's part of the machine's cores."""
+        return max(1, self.spec.num_cpus // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        for module in self.seen_modules:
+            for parameter in module.parameters():
+                return parameter.device
+        return torch.device("cpu")
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the model is on a CUDA device."""
+        return self.device.type == "cuda"
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all that was asked of it."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
+    def write(self, **parts: Any) -> None:
+        """Add to this rank's result and put it on disk whole."""
+        if "ended" not in self._result:
+            self._result |= {"rank": self.rank, "world_size": self.world_size, "host": socket.gethostname()}
+        self._result |= parts
+        path = Path(self.spec.folder) / f"rank_{self.rank}.json"
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(self._result, default=str), encoding="utf-8")
+        temporary.replace(path)
+
+    def agree(self, value: Any) -> Any:
+        """Rank 0's value, on all ranks."""
+        if self.world_size == 1 or not torch.distributed.is_initialized():
+            return value
+        with self.clock.phase("other"):
+            values = [value]
+            device = self.device if torch.distributed.get_backend() == "nccl" else None
+            torch.distributed.broadcast_object_list(values, src=0, device=device)
+        return values[0]
+
+    def mark(self, probe: str) -> None:
+        """Say which change is being tried, so that a program that it breaks tells."""
+        (Path(self.spec.folder) / f"trying_{self.rank}").write_text(probe, encoding="utf-8")
+
+    def time_the_checkpoint(self) -> None:
+        """Ask a run of this project to save and end, and write down how long saving took."""
+        import atexit
+        import signal
+
+        self.clock.end_step()
+        atexit.register(lambda: self.write(checkpoint_s=self.clock.end_step().get("checkpoint", 0.0)))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def finish(self) -> None:
+        """End the program at once, before it writes anything of its own."""
+        self.write(ended=True, notes=self.notes)
+        if self.spec.time_checkpoint and self.spec.source == "experiment":
+            return
+        import multiprocessing
+
+        for worker in multiprocessing.active_children():
+            worker.terminate()
+        if self.world_size > 1 and torch.distributed.is_initialized():
+            # A rank that is gone breaks the collectives of those that are still on their way here.
+            torch.distributed.barrier()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)

@@ -1,0 +1,141 @@
+"""A run beside others: a baseline measured on the same card, and another experiment with more or less data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pretrainkit.config.run_file import read_run, to_json
+from pretrainkit.config.schema import ResolvedRun
+from pretrainkit.errors import RequestError
+
+SHAPE = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "vocab_size")
+"""Fields that must be equal for two models to be as fast."""
+AGREEING = 0.1
+"""Difference of two speeds that is no difference."""
+
+
+def read_baselines(folder: Path) -> list[dict[str, Any]]:
+    """All baselines in a folder of JSON files. Raises RequestError for one that isn't readable."""
+    found = []
+    for path in sorted(folder.glob("*.json")):
+        try:
+            value = json.loads(path.read_text(encoding="utf-8"))
+            found += [{**value, **measured, "file": path.name} for measured in value.pop("measured")]
+        except (ValueError, KeyError, TypeError) as error:
+            raise RequestError(f"not a baseline: {error}", where=str(path), needed="model, device, measured") from error
+    return found
+
+
+def against_baseline(run: ResolvedRun, speed: dict[str, Any], folder: Path) -> dict[str, Any] | None:
+    """The nearest baseline of the same model, card and sequence length; None when there is none."""
+    training = run.config.training
+    same = [
+        item
+        for item in read_baselines(folder)
+        if all(item["model"].get(name) == getattr(run.model, name) for name in SHAPE)
+        and item["device"] == speed["device"]
+        and item["ranks"] == run.world_size
+        and item["sequence_length"] == run.config.data.sequence_length
+        and item["precision"] == run.precision
+    ]
+    if not same:
+        return None
+
+    def distance(item: dict[str, Any]) -> float:
+        # The fastest way to train is the one to compare with, among those with the nearest micro batch.
+        return abs(item["micro_batch_size"] - training.micro_batch_size) - item["tokens_per_second"] / 1e9
+
+    nearest = min(same, key=distance)
+    now = speed["effective_tokens_per_second"]["value"]
+    return {
+        **{
+            name: nearest[name]
+            for name in ("name", "file", "layers", "micro_batch_size", "global_batch_size", "versions")
+        },
+        "tokens_per_second": nearest["tokens_per_second"],
+        "mfu": nearest.get("mfu"),
+        "ratio": now / nearest["tokens_per_second"],
+    }
+
+
+def against_experiment(run: ResolvedRun, folder: Path, other_folder: Path) -> dict[str, Any]:
+    """Two runs: how much longer one takes, and how much of that is more data and how much is slower training.
+
+    Raises RequestError when the other has no run.json or no records.
+    """
+    from pretrainkit.launch.experiment import changes
+    from pretrainkit.training.history import read_history
+
+    other = read_run(other_folder / "run.json")
+    rates = [read_history(path).tokens_per_second for path in (folder, other_folder)]
+    if None in rates:
+        raise RequestError(
+            "no step was recorded", where=str((folder, other_folder)[rates.index(None)] / "metrics.jsonl")
+        )
+    own_rate, other_rate = (float(rate or 0.0) for rate in rates)
+    own_tokens, other_tokens = tokens_of(run), tokens_of(other)
+    return {
+        "experiment": str(other_folder),
+        "tokens": {"this": own_tokens, "other": other_tokens, "ratio": own_tokens / other_tokens},
+        "dataset_tokens": {"this": run.dataset.num_tokens, "other": other.dataset.num_tokens},
+        "dataset_documents": {"this": run.dataset.num_documents, "other": other.dataset.num_documents},
+        "tokens_per_second": {"this": own_rate, "other": other_rate, "ratio": own_rate / other_rate},
+        "total_time_s": {
+            "this": own_tokens / own_rate,
+            "other": other_tokens / other_rate,
+            "ratio": own_tokens / own_rate / (other_tokens / other_rate),
+        },
+        "verdict": verdict(own_tokens / other_tokens, other_rate / own_rate),
+        "changed": {name: list(values) for name, values in changes(to_json(other), to_json(run)).items()},
+    }
+
+
+def tokens_of(run: ResolvedRun) -> float:
+    """Tokens that a run trains on in all."""
+    return float(run.max_steps * run.config.training.global_batch_size * run.config.data.sequence_length)
+
+
+def verdict(more_tokens: float, slower: float) -> str:
+    """In words: the time of two runs differs by so much data, and by so much speed."""
+    data = "as many tokens" if abs(more_tokens - 1) < 1e-3 else f"{more_tokens:.3g} times the tokens"
+    if abs(slower - 1) < AGREEING:
+        return f"{data} at the same speed: {more_tokens * slower:.3g} times as long, all of it the amount of data"
+    kind = "slower" if slower > 1 else "faster"
+    factor = max(slower, 1 / slower)
+    return f"{data}, and {factor:.3g} times {kind} per token: {more_tokens * slower:.3g} times as long in all"
+
+
+def agreement(experiment: Path | None, scratch: Path, windows: list[list[int]], step_s: float) -> dict[str, Any]:
+    """The step time of our windows beside what the run itself wrote to metrics.jsonl for the same steps, and before.
+
+    Args:
+        experiment: folder of the run that is diagnosed.
+        scratch: folder of its copy that was measured.
+        windows: first step and number of steps of each window of the run as it is.
+        step_s: seconds of a step by our windows.
+    """
+    from pretrainkit.training.history import read_history
+
+    history = read_history(scratch)
+    by_step = {point.step: point.tokens_per_second for point in history.steps}
+    run = read_run(scratch / "run.json")
+    tokens = run.config.training.global_batch_size * run.config.data.sequence_length
+    recorded = [
+        sum(tokens / by_step[step] for step in range(first, first + count)) / count
+        for first, count in windows
+        if all(step in by_step for step in range(first, first + count))
+    ]
+    middle = sorted(recorded)[len(recorded) // 2] if recorded else None
+    before = None
+    if experiment is not None and (experiment / "metrics.jsonl").is_file():
+        before = read_history(experiment).tokens_per_second
+    return {
+        "windows": len(recorded),
+        "recorded_step_time_s": middle,
+        "measured_step_time_s": step_s,
+        "difference": None if middle is None else step_s / middle - 1,
+        "tokens_per_second_of_the_run": before,
+        "tokens_per_second_now": tokens / step_s,
+    }

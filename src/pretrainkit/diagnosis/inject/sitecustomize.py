@@ -1,0 +1,81 @@
+"""Read by Python at its start where diagnose_speed.py put this folder on PYTHONPATH: hooks torch once it is imported.
+
+The folder takes itself off the path again, so that a sitecustomize of the environment is not lost.
+"""
+# Every process of the program pays for what is imported here.
+# ruff: noqa: PTH100, PTH120
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+class _TorchHook(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Imports torch as usual, then lets the diagnosis patch it, before any code of the program has seen it."""
+
+    def __init__(self) -> None:
+        self._loader: Any = None
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return None
+        self._loader = spec.loader
+        spec.loader = self
+        return spec
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        created: ModuleType | None = self._loader.create_module(spec)
+        return created
+
+    def exec_module(self, module: ModuleType) -> None:
+        # Relative lookups in torch expect its own loader.
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        from pretrainkit.diagnosis.child import install
+
+        install()
+
+
+def _is_worker() -> bool:
+    # Spawned workers of a loader have this in their command line; forked ones never come here.
+    return any("multiprocessing" in word and ("spawn" in word or "forkserver" in word) for word in sys.orig_argv)
+
+
+def _keep_unset(names: list[str]) -> None:
+    """Take variables out of the environment, and let the program's own assignments to them pass without effect."""
+    environ: Any = type(os.environ)
+    assign = environ.__setitem__
+
+    def guarded(self: Any, name: str, value: str) -> None:
+        if name not in names:
+            assign(self, name, value)
+
+    environ.__setitem__ = guarded
+    for name in names:
+        os.environ.pop(name, None)
+
+
+if os.environ.get("PRETRAINKIT_DIAGNOSIS_UNSET"):
+    _keep_unset(os.environ["PRETRAINKIT_DIAGNOSIS_UNSET"].split(","))
+if os.environ.get("PRETRAINKIT_DIAGNOSIS") and not _is_worker():
+    sys.meta_path.insert(0, _TorchHook())
+
+sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != HERE]
+_own = importlib.machinery.PathFinder.find_spec("sitecustomize", sys.path)
+if _own is not None and _own.loader is not None:
+    _own.loader.exec_module(importlib.util.module_from_spec(_own))

@@ -1,0 +1,151 @@
+"""Starts the program with the hooks in it, and collects what its ranks have written."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pretrainkit
+from pretrainkit.diagnosis.machine import Watch
+from pretrainkit.diagnosis.program import Program
+from pretrainkit.diagnosis.spec import SPEC_VARIABLE, UNSET_VARIABLE, Spec
+from pretrainkit.errors import EXIT_STOPPED_AFTER_SAVING, PretrainkitError
+from pretrainkit.logs import get_logger
+
+INJECTED = Path(__file__).with_name("inject")
+MOST_RETRIES = 4
+"""Starts after a probe has broken the program, each without that probe."""
+TAIL_CHARACTERS = 3000
+GRACE_S = 15
+
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one start of the program has given."""
+
+    ranks: list[dict[str, Any]]
+    """Each rank's results, by rank."""
+    machine: dict[str, Any]
+    folder: Path
+    broken: tuple[str, ...] = ()
+    """Probes that the program doesn't bear."""
+
+
+@dataclass(frozen=True)
+class Starter:
+    """Starts one program again and again."""
+
+    program: Program
+    spec: Spec
+    scratch: Path
+    longest_s: float
+    starts: list[Path] = field(default_factory=list)
+
+    def measure(self, *, unset: tuple[str, ...] = (), changes: dict[str, Any] | None = None, **spec: Any) -> Measured:
+        """One measurement; `changes` are of a run's training settings, `unset` variables are taken away.
+
+        Raises PretrainkitError with the end of the program's output when it fails for another reason than a probe.
+        """
+        excluded: tuple[str, ...] = self.spec.excluded
+        for _ in range(MOST_RETRIES):
+            folder = self.scratch / f"start_{len(self.starts)}"
+            self.starts.append(folder)
+            folder.mkdir(parents=True)
+            asked = dataclasses.replace(self.spec, folder=str(folder), excluded=excluded, **spec)
+            asked.write(folder / "spec.json")
+            with Watch() as watch:
+                exit_code = self._run(folder, unset, changes or {})
+            ranks = _read_ranks(folder)
+            tried = {path.read_text() for path in folder.glob("trying_*")} - {""}
+            if ranks and all(rank.get("ended") for rank in ranks):
+                return Measured(ranks, watch.result(), folder, tuple(set(excluded) - set(self.spec.excluded)))
+            if not tried:
+                if exit_code == 0 and ranks and all("windows" in rank for rank in ranks):
+                    log.warning("the program ended before all was measured")
+                    return Measured(ranks, watch.result(), folder)
+                raise _failed(self.program, folder, exit_code, bool(ranks))
+            log.warning("the program fails with %s: it is started again without", ", ".join(sorted(tried)))
+            excluded = (*excluded, *sorted(tried))
+        raise _failed(self.program, folder, exit_code, True)
+
+    def _run(self, folder: Path, unset: tuple[str, ...], changes: dict[str, Any]) -> int:
+        paths = [str(INJECTED), str(Path(pretrainkit.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+        # What the program's own paths were; a script's folder is added by Python itself.
+        if self.program.kind == "module":
+            paths.insert(1, str(Path.cwd()))
+        environment = {
+            **os.environ,
+            **self.program.start_environment(),
+            SPEC_VARIABLE: str(folder / "spec.json"),
+            "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        }
+        if unset:
+            environment[UNSET_VARIABLE] = ",".join(unset)
+        command = self.program.start_command(folder, changes)
+        with (folder / "output.log").open("wb") as output:
+            try:
+                process = subprocess.Popen(
+                    command, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+                )
+            except OSError as error:
+                raise PretrainkitError(
+                    f"can't be started: {error.strerror}", where=command[0], needed="a command that trains"
+                ) from error
+            try:
+                return process.wait(self.longest_s)
+            except subprocess.TimeoutExpired:
+                raise PretrainkitError(
+                    f"the program took longer than {self.longest_s:.0f} s",
+                    action="see its output; --longest_s allows more",
+                    where=str(folder / "output.log"),
+                ) from None
+            finally:
+                _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the program and all that it has started and that is still in its session."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+        except (ProcessLookupError, PermissionError):
+            break
+        end_s = time.monotonic() + GRACE_S
+        while time.monotonic() < end_s and process.poll() is None:
+            time.sleep(0.05)
+    process.wait()
+
+
+def _read_ranks(folder: Path) -> list[dict[str, Any]]:
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("rank_*.json")]
+    ranks: list[dict[str, Any]] = sorted(found, key=lambda rank: rank["rank"])
+    return ranks if not ranks or len(ranks) == ranks[0]["world_size"] else []
+
+
+def _failed(program: Program, folder: Path, exit_code: int, has_trained: bool) -> PretrainkitError:
+    logs = [
+        folder / "output.log",
+        *sorted(folder.glob("logs/attempt_1/*.err")),
+        *sorted(folder.glob("logs/attempt_1/node.log")),
+    ]
+    tail = ""
+    for path in logs:
+        if path.is_file() and path.stat().st_size:
+            tail = path.read_text(encoding="utf-8", errors="replace")[-TAIL_CHARACTERS:]
+    if exit_code in (0, EXIT_STOPPED_AFTER_SAVING) and not has_trained:
+        return PretrainkitError(
+            "the program ended before it had trained enough steps, or no step was seen",
+            needed="a loop with backward() and a torch optimizer's step(), of some dozens of steps",
+            action="give it more steps or data; its output:\n" + tail,
+            where=program.name,
+        )
+    return PretrainkitError(f"the program failed with exit code {exit_code}:\n{tail}", where=program.name)

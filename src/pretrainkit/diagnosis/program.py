@@ -1,0 +1,144 @@
+"""The program that is diagnosed, as commands that can be started with other settings: the three kinds of source."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pretrainkit.config.run_file import read_run, write_run
+from pretrainkit.config.schema import ResolvedRun, TrackingConfig
+from pretrainkit.errors import RequestError
+from pretrainkit.launch.machine import count_cpus
+
+LONGEST_STEPS = 1_000_000
+"""Steps that a run is told to do: more than any diagnosis needs."""
+_ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
+
+
+@dataclass(frozen=True)
+class Program:
+    """What is started, once for each measurement."""
+
+    kind: str
+    """experiment, script or module."""
+    name: str
+    command: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+    """Variables that the command line sets in front of the command."""
+    run: ResolvedRun | None = None
+    train_script: Path | None = None
+
+    def start_command(self, scratch: Path, changes: dict[str, Any]) -> list[str]:
+        """The command of one start; a run writes its outputs to `scratch`, and takes `changes` of its training."""
+        if self.run is None:
+            return list(self.command)
+        assert self.train_script
+        run_file = _scratch_run(self.run, scratch, changes)
+        logs = scratch / "logs" / "attempt_1"
+        logs.mkdir(parents=True)
+        return [
+            *(sys.executable, "-m", "pretrainkit.launch.node", "--ranks", str(self.run.world_size)),
+            *("--experiment_dir", str(run_file.parent), "--log_dir", str(logs), "--", str(self.train_script)),
+            *("--run", str(run_file)),
+        ]
+
+    def start_environment(self) -> dict[str, str]:
+        """Variables that the program needs; the user's own win, as in a real start."""
+        if self.run is None:
+            return self.environment
+        from pretrainkit.launch.plan import plan_launch
+
+        plan = plan_launch(
+            self.run, run_file=Path(), log_dir=Path(), train_script=self.train_script or Path(), num_cpus=count_cpus()
+        )
+        return {name: value for name, value in plan.environment.items() if name not in os.environ}
+
+
+def of_experiment(folder: Path, train_script: Path) -> Program:
+    """A run of this project, by its folder. Raises RequestError when it can't be started on this machine."""
+    run_file = folder / "run.json"
+    if not run_file.is_file():
+        raise RequestError(
+            "no run.json here", needed="the folder of an experiment of pretraining/pretrain.py", where=str(folder)
+        )
+    run = read_run(run_file)
+    launch = run.config.launch
+    if launch.num_nodes > 1:
+        raise RequestError(
+            f"the run takes {launch.num_nodes} nodes, the diagnosis starts ranks on this one",
+            action="diagnose the same run made for one node (its --data_parallel part changes, not its speed per rank)",
+            where=str(run_file),
+        )
+    missing = [
+        prefix for prefix in run.dataset.prefixes if not (Path(prefix).exists() or Path(f"{prefix}.idx").exists())
+    ]
+    if missing:
+        raise RequestError(f"its data is gone: {missing[0]}", action="put it back there", where=str(run_file))
+    return Program("experiment", folder.resolve().name, run=run, train_script=train_script.resolve())
+
+
+def of_script(command_line: str) -> Program:
+    """A command that trains, such as 'OMP_NUM_THREADS=4 torchrun --nproc_per_node 2 train.py --lr 1e-4'."""
+    words = shlex.split(command_line)
+    environment = {}
+    while words and _ASSIGNMENT.match(words[0]):
+        name, _, value = words.pop(0).partition("=")
+        environment[name] = value
+    if not words:
+        raise RequestError(
+            "no command", needed="'python train.py ...' or 'torchrun ... train.py ...'", where="--script"
+        )
+    if words[0].endswith(".py"):
+        words.insert(0, sys.executable)
+    return Program("script", command_line, tuple(words), environment)
+
+
+def of_module(name: str) -> Program:
+    """A function pkg:function that gives model, loader and optimizer."""
+    if not re.fullmatch(r"[\w.]+:\w+", name):
+        raise RequestError(f"{name!r}", needed="pkg.module:function", where="--module")
+    return Program("module", name, (sys.executable, "-m", "pretrainkit.diagnosis.module_loop", name))
+
+
+def _scratch_run(run: ResolvedRun, scratch: Path, changes: dict[str, Any]) -> Path:
+    """Write the run.json of the same run in another folder: random weights, no end, nothing saved or evaluated."""
+    folder = scratch / "experiment"
+    training = dataclasses.replace(
+        run.config.training,
+        max_steps=LONGEST_STEPS,
+        save_interval=LONGEST_STEPS,
+        val_interval=0,
+        time_limit=None,
+        restart_limit=0,
+        **changes,
+    )
+    config = dataclasses.replace(
+        run.config, experiments_dir=str(scratch), experiment=folder.name, training=training, tracking=TrackingConfig()
+    )
+    changed = dataclasses.replace(
+        run, config=config, experiment_dir=str(folder), initial_checkpoint=None, max_steps=LONGEST_STEPS
+    )
+    folder.mkdir(parents=True)
+    write_run(folder / "run.json", changed)
+    return folder / "run.json"
+
+
+def larger_micro_batch(run: ResolvedRun) -> dict[str, Any] | None:
+    """The change to a run with twice the micro batch and the same global batch, if there is one."""
+    training = run.config.training
+    doubled = 2 * training.micro_batch_size
+    if training.global_batch_size % (doubled * run.data_parallel_size):
+        return None
+    return {"micro_batch_size": doubled}
+
+
+def words_of(command: Sequence[str]) -> str:
+    """A command as one would type it."""
+    return shlex.join(command)

@@ -1,0 +1,67 @@
+"""What the diagnosing process asks of the training processes that it starts, handed over in one JSON file."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+UNSET_VARIABLE = "PRETRAINKIT_DIAGNOSIS_UNSET"
+"""Environment variable with names, divided by commas, that the program finds unset and can't set."""
+SPEC_VARIABLE = "PRETRAINKIT_DIAGNOSIS"
+"""Environment variable with the path of the file; without it the hooks do nothing."""
+
+FULL, SPEED_ONLY = "full", "speed_only"
+"""Plans: all probes that can be switched within a process, or a few windows of the program as it is."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One measurement of one training program."""
+
+    folder: str
+    """Where each rank writes rank_K.json; absolute."""
+    plan: str = FULL
+    source: str = "script"
+    """experiment, script or module."""
+    num_cpus: int = 1
+    """Cores that all ranks of this machine have together."""
+    cpu_ids: tuple[int, ...] = ()
+    """Which cores these are."""
+    warmup_steps: int = 4
+    window_s: float = 0.15
+    """A window holds as many steps as fit into this, at least 2."""
+    longest_window_steps: int = 16
+    rounds: int = 6
+    """Pairs of windows of each probe, before those that show something are measured again."""
+    confirming_rounds: int = 12
+    budget_s: float = 120.0
+    """No new round is begun after so much time in the windows of one process."""
+    excluded: tuple[str, ...] = ()
+    """Probes to leave out."""
+    only: tuple[str, ...] = ()
+    """If given, the probes to make, no others."""
+    time_checkpoint: bool = False
+    """Let the program save once at the end; only a run of this project can be told to."""
+    compile: bool | None = None
+    """Probe torch.compile; None: on CUDA alone, where it needs no C++ compiler."""
+
+    def wants(self, probe: str) -> bool:
+        """Whether a probe is to be made."""
+        return probe not in self.excluded and (not self.only or probe in self.only)
+
+    def write(self, path: Path) -> None:
+        """Write the file that `read_spec` reads."""
+        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+
+def read_spec() -> Spec | None:
+    """The spec that this process was started with, if any."""
+    path = os.environ.get(SPEC_VARIABLE)
+    if not path:
+        return None
+    value: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
+    fields: dict[str, Any] = {name: tuple(item) if isinstance(item, list) else item for name, item in value.items()}
+    return Spec(**fields)

@@ -1,0 +1,99 @@
+"""What windows that were measured in turn say: how much time a change saves, and how sure that is.
+
+A neighbour on the machine only ever adds time, and adds it to some steps much and to others nothing. So speed is
+read off the undisturbed steps: the lower quartile over the rounds, of each step of a window by itself. Rounds
+alternate between the two settings, so that both have seen the same quiet and busy times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+CONFIDENCE = 0.95
+RESAMPLES = 1000
+UNDISTURBED = 0.25
+"""Quantile over the rounds that is taken for a step without disturbance."""
+
+Rounds = Sequence[Sequence[float]]
+"""For each round, the seconds of each step of its window; the same steps in every round."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate with its confidence interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def scaled(self, factor: float) -> Interval:
+        """The interval of `factor` (above 0) times the quantity."""
+        return Interval(self.value * factor, self.low * factor, self.high * factor)
+
+    def to_json(self) -> dict[str, float]:
+        """The numbers, rounded to what they are worth."""
+        return {"value": round(self.value, 5), "low": round(self.low, 5), "high": round(self.high, 5)}
+
+
+def saved_share(before_s: Rounds, after_s: Rounds, *, confidence: float = CONFIDENCE) -> Interval:
+    """Share of the time that a change saves: 1 - after / before; negative when it costs time.
+
+    Round i of both was measured one after the other. The interval is found by resampling the rounds, and widened
+    for how few they are.
+    """
+    assert len(before_s) == len(after_s) and before_s
+    before, after = _matrix(before_s), _matrix(after_s)
+    count = len(before)
+    drawn = np.random.default_rng(count).integers(0, count, (RESAMPLES, count))
+    logs = np.log(_undisturbed(after[drawn]) / _undisturbed(before[drawn]))
+    centre = float(np.log(_undisturbed(after) / _undisturbed(before)))
+    low, high = np.quantile(logs, [(1 - confidence) / 2, (1 + confidence) / 2])
+    widening = 1 + 4 / count
+    low, high = min(centre, centre + (low - centre) * widening), max(centre, centre + (high - centre) * widening)
+    return Interval(1 - float(np.exp(centre)), 1 - float(np.exp(high)), 1 - float(np.exp(low)))
+
+
+def paired_share(before_s: Rounds, after_s: Rounds) -> float:
+    """The same share from the median over the rounds of whole windows' ratios: a second opinion."""
+    ratios = [sum(after) / sum(before) for before, after in zip(before_s, after_s, strict=True)]
+    return 1 - float(np.median(ratios))
+
+
+def noise_of(windows_s: Rounds) -> float:
+    """The share by which as many windows of one and the same setting could seem to differ: what can't be seen here."""
+    if len(windows_s) < 4:
+        return 1.0
+    seconds = _matrix(windows_s)
+    drawn = np.random.default_rng(0).integers(0, len(seconds), (2, RESAMPLES, len(seconds)))
+    first, second = _undisturbed(seconds[drawn[0]]), _undisturbed(seconds[drawn[1]])
+    return float(np.quantile(np.abs(1 - second / first), CONFIDENCE))
+
+
+def typical_s(windows_s: Rounds) -> Interval:
+    """Seconds of a whole window: the median over the rounds, with an interval by resampling."""
+    totals = np.asarray([sum(window) for window in windows_s], float)
+    drawn = np.random.default_rng(len(totals)).integers(0, len(totals), (RESAMPLES, len(totals)))
+    medians = np.median(totals[drawn], axis=1)
+    low, high = np.quantile(medians, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return Interval(float(np.median(totals)), float(low), float(high))
+
+
+def undisturbed_s(windows_s: Rounds) -> float:
+    """Seconds of a whole window without disturbance."""
+    return float(_undisturbed(_matrix(windows_s)))
+
+
+def _matrix(rounds: Rounds) -> NDArray[np.float64]:
+    """[rounds, steps] seconds; whole windows where the rounds have different numbers of steps."""
+    if len({len(window) for window in rounds}) > 1:
+        rounds = [[sum(window)] for window in rounds]
+    return np.asarray(rounds, np.float64)
+
+
+def _undisturbed(seconds: NDArray[np.float64]) -> NDArray[np.float64]:
+    """[..., rounds, steps] -> [...]"""
+    return np.asarray(np.quantile(seconds, UNDISTURBED, axis=-2).sum(axis=-1))

@@ -1,0 +1,99 @@
+"""Windows of steps, timed: the one way in which this package measures speed."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Generator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from pretrainkit.diagnosis import phases
+
+if TYPE_CHECKING:
+    from pretrainkit.diagnosis.child import Session
+
+Steps = Generator[None, dict[str, float], Any]
+"""Lets the program run: each bare `yield` lasts one step and gives the seconds of its phases."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """Some steps in a row, timed from end to end with the device waited for."""
+
+    probe: str
+    is_changed: bool
+    """Measured with the probe's change, or as before it."""
+    round: int
+    first_step: int
+    steps: int
+    micro_batches: int
+    wall_s: float
+    steps_s: list[float]
+    """Each step by itself; on a GPU only their sum is known, since steps are not waited for."""
+    cpu_s: float
+    """CPU time of the process, all its threads."""
+    phases_s: dict[str, float]
+
+    def to_json(self) -> dict[str, Any]:
+        """All fields."""
+        return asdict(self)
+
+
+def measure(
+    session: Session, probe: str, *, is_changed: bool, number: int, steps: int, settle_steps: int
+) -> Generator[None, dict[str, float], Window]:
+    """Let `settle_steps` pass, then time `steps`."""
+    for _ in range(settle_steps):
+        yield
+    session.synchronize()
+    session.micro_batches = 0
+    begin_s, begin_cpu_s, first_step = time.perf_counter(), time.process_time(), session.step + 1
+    spent: dict[str, float] = {}
+    steps_s, since_s = [], begin_s
+    for _ in range(steps):
+        for name, seconds in (yield).items():
+            spent[name] = spent.get(name, 0.0) + seconds
+        now_s = time.perf_counter()
+        steps_s.append(now_s - since_s)
+        since_s = now_s
+    session.synchronize()
+    if session.on_gpu:
+        steps_s = [time.perf_counter() - begin_s]
+    window = Window(
+        probe=probe,
+        is_changed=is_changed,
+        round=number,
+        first_step=first_step,
+        steps=steps,
+        micro_batches=session.micro_batches,
+        wall_s=time.perf_counter() - begin_s,
+        steps_s=steps_s,
+        cpu_s=time.process_time() - begin_cpu_s,
+        phases_s=spent,
+    )
+    session.saw_checkpoint_time |= spent.get(phases.CHECKPOINT, 0.0) > 0
+    return window
+
+
+WARM_UP_S = 0.5
+MOST_WARM_UP_STEPS = 40
+
+
+def warm_up(session: Session) -> Generator[None, dict[str, float], int]:
+    """Let the program get going; gives the number of steps of a window."""
+    times: list[float] = []
+    begin_s = time.perf_counter()
+    while len(times) < session.spec.warmup_steps or (
+        session.agree(time.perf_counter() - begin_s < WARM_UP_S) and len(times) < MOST_WARM_UP_STEPS
+    ):
+        session.synchronize()
+        step_begin_s = time.perf_counter()
+        yield
+        session.synchronize()
+        times.append(time.perf_counter() - step_begin_s)
+        if len(times) == 2:
+            session.stop_looking_for_modules()
+    step_s = statistics.quantiles(times[len(times) // 2 :], n=4)[0]
+    fitting = round(session.spec.window_s / step_s)
+    return int(session.agree(max(2, min(session.spec.longest_window_steps, fitting))))
