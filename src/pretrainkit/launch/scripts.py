@@ -247,6 +247,8 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
+        comment_start_string="{##",  # bash has ${#words[@]}
+        comment_end_string="##}",
         autoescape=False,  # this is bash, not HTML: words are quoted by the filters
     )
     environment.filters["quote"] = lambda word: shlex.quote(str(word))
