@@ -169,6 +169,55 @@ def test_a_kill_at_any_moment_leaves_no_wrong_pair_and_the_next_run_ends_right(
     assert digest(tmp_path) == undisturbed
 
 
+KILLED_AT = """
+import os, signal, sys
+sys.path.insert(0, {tools!r})
+import preprocess_data
+
+left = int(sys.argv.pop(1))
+
+def count(event, arguments):
+    global left
+    if event in ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.truncate"):
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+sys.addaudithook(count)
+sys.exit(preprocess_data.main(sys.argv[1:]))
+"""
+
+
+def test_a_kill_at_any_change_of_a_folder_is_mended_by_the_same_command(tmp_path: Path, tokenizer_folder: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"text": "some text"}\n{"txt": 1}\n{"text": "more"}\n')
+    arguments = ["--input", "in.jsonl", "--output-prefix", "out", "--tokenizer-model", str(tokenizer_folder)]
+    arguments += ["--append-eod", "--workers", "1", "--on-error", "skip", "--quiet"]
+    killed = [sys.executable, "-c", KILLED_AT.format(tools=str(ROOT / "tools"))]
+    right, moment = None, -1
+    while True:
+        moment += 2  # every second one: they come in pairs that differ little, and a start takes half a second
+        process = subprocess.run([*killed, str(moment), *arguments], cwd=tmp_path, capture_output=True, text=True)
+        if process.returncode == 0:
+            break
+        assert process.returncode == -signal.SIGKILL, process.stderr
+        before = digest(tmp_path)
+        again = subprocess.run(
+            [sys.executable, ROOT / "tools/preprocess_data.py", *arguments],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+        )
+        assert again.returncode == 0, f"killed at {moment}: {again.stderr}"
+        right = right or digest(tmp_path)
+        assert digest(tmp_path) == right
+        assert before in (None, right)
+        names = {path.name for path in tmp_path.iterdir()} - {"in.jsonl"}
+        assert names == {"out.rejects.jsonl", *(f"out_text_document.{k}" for k in ("bin", "idx", "manifest.json"))}
+        for name in names:
+            (tmp_path / name).unlink()
+    assert moment > 10
+
+
 def test_a_killed_worker_is_named_and_its_work_is_done_again(
     start: Start, tmp_path: Path, corpus: Path, undisturbed: str
 ) -> None:

@@ -16,6 +16,7 @@ from pretrainkit.data.journal import Journal, Order
 from pretrainkit.data.output import Output, copy_from_part, part_holds
 from pretrainkit.data.parts import remove_part
 from pretrainkit.data.results import ChunkResult
+from pretrainkit.errors import DataError
 from pretrainkit.logs import get_logger
 
 LOGGER = get_logger(__name__)
@@ -66,6 +67,12 @@ class Assembly:
         for number, output in enumerate(self._outputs):
             if number < state.finished:
                 output.commit()
+                if not output.is_committed():
+                    raise DataError(
+                        "this finished output was removed while others were not finished",
+                        where=output.prefixes[0],
+                        action="run again with --no-resume",
+                    )
                 if number >= state.committed:
                     self._journal.add_committed(number)
         self._current = state.finished

@@ -12,6 +12,7 @@ Nothing is flushed to disk before the end; a state that lost data in a power cut
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -23,7 +24,7 @@ import orjson
 
 from pretrainkit.data.results import ChunkResult
 from pretrainkit.errors import RequestError
-from pretrainkit.files import write_json
+from pretrainkit.files import leftovers, temporary_name, write_json
 from pretrainkit.logs import get_logger
 
 LOGGER = get_logger(__name__)
@@ -142,9 +143,27 @@ class Journal:
         os.close(self._lock)
 
     def remove(self) -> None:
-        """The work is done: remove the state."""
-        shutil.rmtree(self.folder)
-        self.close()
+        """The work is done: remove the state. What a kill leaves here is known by its name as done."""
+        done = temporary_name(self.folder)
+        shutil.rmtree(done, ignore_errors=True)
+        self.folder.rename(done)
+        self.close()  # first: NFS keeps a folder in which a removed file is open
+        _remove_done(done)
+
+
+def clear_done(folder: Path) -> bool:
+    """Remove what is left of states whose processes were killed after their work was done; whether there was any."""
+    found = leftovers(folder)
+    for done in found:
+        _remove_done(done)
+    return bool(found)
+
+
+def _remove_done(done: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):  # two processes may clear it at once
+        for path in done.iterdir():
+            path.unlink(missing_ok=True)
+        done.rmdir()
 
 
 def _same_request(path: Path, request: dict[str, Any]) -> bool:

@@ -6,7 +6,8 @@ It is written last, so it is also the mark that the pair is complete. Data made 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -120,8 +121,19 @@ def decode_record(kind: type[T], value: dict[str, Any], form: str, parts: Mappin
 
     Raises ValueError, TypeError, KeyError or AttributeError when it isn't one.
     """
-    if value.pop("format") != form:
-        raise ValueError(f"not of the format {form}")
+    found = value.pop("format", None)
+    if found != form:
+        writer = f", written by pretrainkit {value['pretrainkit_version']}" if "pretrainkit_version" in value else ""
+        raise ValueError(
+            f"its format is {found!r}{writer}; this is pretrainkit {version('pretrainkit')}, which reads {form!r}"
+        )
+    missing = [
+        entry.name
+        for entry in fields(cast(Any, kind))
+        if entry.name not in value and entry.default is MISSING and entry.default_factory is MISSING
+    ]
+    if missing:
+        raise ValueError(f"it lacks {', '.join(missing)}")
     value["tokenizer"] = TokenizerRecord(**value["tokenizer"])
     for name, part in parts.items():
         value[name] = tuple(part(**entry) for entry in value[name])
@@ -142,4 +154,8 @@ def read_manifest(prefix: Path | str) -> Manifest | None:
         value["notes"] = tuple(value.get("notes", ()))
         return decode_record(Manifest, value, FORMAT, {"inputs": InputFile})
     except (ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:
-        raise DataError(f"not a readable manifest: {error}", where=str(path)) from error
+        raise DataError(
+            f"not a readable manifest: {error}",
+            where=str(path),
+            action="use the version of pretrainkit that wrote it, or make the data again",
+        ) from error

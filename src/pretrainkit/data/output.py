@@ -260,6 +260,10 @@ class Output:
             _replace(self.path(k, "manifest.json"), manifest_path(prefix))
             fsync_path(Path(prefix).parent)
 
+    def is_committed(self) -> bool:
+        """Whether all files have their final names."""
+        return all(p.exists() for prefix in self.prefixes for p in (bin_path(prefix), manifest_path(prefix)))
+
 
 def _replace(source: Path, target: Path) -> None:
     with contextlib.suppress(FileNotFoundError):  # there is none, or an earlier process, cut off here, renamed it

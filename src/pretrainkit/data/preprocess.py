@@ -14,14 +14,14 @@ from pretrainkit.data import encoder
 from pretrainkit.data.assembly import Assembly
 from pretrainkit.data.encoder import EngineSpec
 from pretrainkit.data.feeder import BlockTask, Feeder, UnitTask
-from pretrainkit.data.journal import Journal, finished_outputs
+from pretrainkit.data.journal import Journal, clear_done, finished_outputs
 from pretrainkit.data.manifest import Manifest
 from pretrainkit.data.output import Output
 from pretrainkit.data.pool import WorkerPool
 from pretrainkit.data.progress import Progress
 from pretrainkit.data.proof import Question
 from pretrainkit.data.record import OutputRecorder
-from pretrainkit.data.request import Plan, Request, check_outputs, make_plan
+from pretrainkit.data.request import Plan, Request, check_outputs, is_written, make_plan
 from pretrainkit.data.results import BadRecord, ChunkResult, Difference, Failure
 from pretrainkit.data.worker import Setup
 from pretrainkit.errors import EXIT_STOPPED_AFTER_SAVING, DataError, PretrainkitError
@@ -51,8 +51,14 @@ def preprocess(request: Request) -> list[Manifest]:
     with WorkerPool(request.workers) as pool:  # first of all: nothing here must have threads before the fork
         _load_early(request, pool)
         plan = make_plan(request)
-        check_outputs(plan, finished_outputs(plan.state_folder, plan.identity()) if request.resume else 0)
-        journal = Journal(plan.state_folder, plan.identity(), resume=request.resume)
+        identity = plan.identity()
+        if clear_done(plan.state_folder) and is_written(plan):
+            LOGGER.info("all of it is written already")
+            return OutputRecorder(plan, "").manifests()
+        finished = finished_outputs(plan.state_folder, identity)
+        is_all = finished == len(plan.outputs)
+        check_outputs(plan, finished if request.resume or is_all else 0)
+        journal = Journal(plan.state_folder, identity, resume=request.resume or is_all)
         try:
             with _signals():
                 manifests = _with_best_engine(plan, journal, pool)
@@ -141,6 +147,9 @@ class _Run:
     def run(self) -> list[Manifest]:
         if self.journal.is_resumed:
             self.assembly.resume()
+            if self.assembly.is_complete:
+                LOGGER.info("all of it was finished before")
+                return self.recorder.manifests()
             LOGGER.info("continuing unfinished work: %d pieces are done", len(self.assembly.done))
         self._start_workers()
         self.feeder = Feeder(

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 
 from pretrainkit.data import chunks, encoder
 from pretrainkit.data.documents import RecordRules
 from pretrainkit.data.indexed import bin_path, idx_path, optimal_dtype
-from pretrainkit.data.manifest import FORMAT, manifest_path
+from pretrainkit.data.manifest import FORMAT, manifest_path, read_manifest
 from pretrainkit.data.sources import Source, resolve_inputs
 from pretrainkit.data.streams import BLOCK_BYTES
 from pretrainkit.data.tokenizer import TokenizerFile, load_tokenizer
@@ -88,12 +89,12 @@ class Plan:
     @property
     def eod_id(self) -> int | None:
         """Id that ends every document."""
-        return self.tokenizer.eod_id if self.request.append_eod else None
+        return self.tokenizer.need_eod("--append-eod") if self.request.append_eod else None
 
     @property
     def bos_id(self) -> int | None:
         """Id that begins every document."""
-        return self.tokenizer.bos_id if self.request.add_bos else None
+        return self.tokenizer.need_bos("--add-bos") if self.request.add_bos else None
 
     def useful_workers(self) -> int:
         """More than these would load a tokenizer, a second for a large one, for less than a piece of text each."""
@@ -126,7 +127,10 @@ def make_plan(request: Request) -> Plan:
     """Check a request and work out what it means. Raises RequestError; writes nothing."""
     _check_flags(request)
     tokenizer = load_tokenizer(request.tokenizer_model, request.eod_token)
-    _check_tokenizer(request, tokenizer)
+    if request.append_eod:
+        tokenizer.need_eod("--append-eod")
+    if request.add_bos:
+        tokenizer.need_bos("--add-bos")
     sources = resolve_inputs(request.inputs, request.text_documents)
     prefix = request.output_prefix
     if request.per_file:
@@ -161,7 +165,9 @@ def make_plan(request: Request) -> Plan:
     part = f".shard-{request.shard[0]:05d}-of-{request.shard[1]:05d}" if request.shard and request.per_file else ""
     state_folder = Path(f"{prefix.rstrip('/')}{part}.partial")
     chosen = {number: units[number] for number in range(begin, end)}
-    return Plan(request, tokenizer, sources, outputs, chosen, dtype, state_folder)
+    plan = Plan(request, tokenizer, sources, outputs, chosen, dtype, state_folder)
+    _check_dtype(plan)
+    return plan
 
 
 def _shard_files(
@@ -198,17 +204,26 @@ def _check_flags(request: Request) -> None:
         raise RequestError.of_all(problems)
 
 
-def _check_tokenizer(request: Request, tokenizer: TokenizerFile) -> None:
-    if request.append_eod and tokenizer.eod_id is None:
-        raise RequestError(
-            "--append-eod, but this tokenizer names no EOS token",
-            where=request.tokenizer_model,
-            action="name the token that ends a document with --eod-token",
-        )
-    if request.add_bos and tokenizer.bos_id is None:
-        raise RequestError("--add-bos, but this tokenizer names no BOS token", where=request.tokenizer_model)
-    if request.dtype == "uint16" and max(tokenizer.eod_id or 0, tokenizer.bos_id or 0) > np.iinfo(np.uint16).max:
+def _check_dtype(plan: Plan) -> None:
+    if plan.dtype == np.uint16 and max(plan.eod_id or 0, plan.bos_id or 0) > np.iinfo(np.uint16).max:
         raise RequestError("EOD or BOS has an id that 16 bits can't hold", where="--dtype uint16", needed="int32")
+
+
+def is_written(plan: Plan) -> bool:
+    """Whether all outputs are there, made by this very request from files of the same sizes."""
+    flags = orjson.loads(orjson.dumps(plan.flags()))
+    sizes = {source.path: source.num_bytes for source in plan.sources}
+    for prefix in (prefix for output in plan.outputs for prefix in output.prefixes):
+        manifest = read_manifest(prefix) if all(path.exists() for path in _files_of(prefix)) else None
+        if manifest is None or manifest.flags != flags or manifest.tokenizer.sha256 != plan.tokenizer.sha256:
+            return False
+        if any(sizes.get(file.path) != file.num_bytes for file in manifest.inputs):
+            return False
+    return True
+
+
+def _files_of(prefix: str) -> tuple[Path, Path, Path]:
+    return bin_path(prefix), idx_path(prefix), manifest_path(prefix)
 
 
 def check_outputs(plan: Plan, committed: int) -> None:
@@ -218,7 +233,7 @@ def check_outputs(plan: Plan, committed: int) -> None:
         str(path)
         for output in plan.outputs[committed:]
         for prefix in output.prefixes
-        for path in (bin_path(prefix), idx_path(prefix), manifest_path(prefix))
+        for path in _files_of(prefix)
         if path.exists()
     ]
     if existing and not plan.request.overwrite:

@@ -18,7 +18,13 @@ from pretrainkit.data.sources import Source, resolve_inputs
 from pretrainkit.data.tokenizer import TokenizerFile, load_tokenizer
 from pretrainkit.errors import RequestError
 
-ARRAY_VARIABLES = {"SLURM_ARRAY_TASK_ID": 0, "PBS_ARRAY_INDEX": 0, "PBS_ARRAYID": 0, "SGE_TASK_ID": 1}
+ARRAY_VARIABLES = {
+    "PRETRAINKIT_ARRAY_INDEX": 0,
+    "SLURM_ARRAY_TASK_ID": 0,
+    "PBS_ARRAY_INDEX": 0,
+    "PBS_ARRAYID": 0,
+    "SGE_TASK_ID": 1,
+}
 """Variable that holds a task's id, and the id of the first shard's task. Grid Engine has no task 0."""
 MAX_SHARDS = 100_000
 """As many as names of five digits."""
@@ -148,14 +154,9 @@ def _special_ids(request: ShardRequest, tokenizer: TokenizerFile) -> tuple[tuple
                 action="give --special_tokens none, and --append_eod if documents need an end",
             ) from error
     if request.append_eod:
-        if tokenizer.eod_id is None:
-            raise RequestError(
-                "--append_eod, but this tokenizer names no EOS token",
-                where=request.model_id,
-                action="name the token that ends a document with --eod_token",
-            )
-        if tokenizer.eod_id not in last:
-            last = (*last, tokenizer.eod_id)
+        eod_id = tokenizer.need_eod("--append_eod")
+        if eod_id not in last:
+            last = (*last, eod_id)
     return first, last
 
 

@@ -54,6 +54,22 @@ class TokenizerFile:
         """Ids run from 0 to num_ids - 1."""
         return self.largest_id + 1
 
+    def need_eod(self, asked_by: str) -> int:
+        """The id that ends a document; RequestError, which tells what asked for it, when it names none."""
+        if self.eod_id is None:
+            raise RequestError(
+                f"{asked_by}, but this tokenizer names no EOS token",
+                where=self.name,
+                action="name the token that ends a document with --eod-token",
+            )
+        return self.eod_id
+
+    def need_bos(self, asked_by: str) -> int:
+        """The id that begins a document; RequestError, which tells what asked for it, when it names none."""
+        if self.bos_id is None:
+            raise RequestError(f"{asked_by}, but this tokenizer names no BOS token", where=self.name)
+        return self.bos_id
+
 
 def load_tokenizer(name: Path | str, eod_token: str | None = None) -> TokenizerFile:
     """Read a tokenizer: a folder with tokenizer.json, such a file itself, or a hub id or older folder.
