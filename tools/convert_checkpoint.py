@@ -16,6 +16,7 @@ from pathlib import Path
 
 from pretrainkit.cli import Parser, run_command
 from pretrainkit.errors import EXIT_DONE, EXIT_FAILED, RequestError
+from pretrainkit.launch.tool_job import add_job_flags, or_submit
 from pretrainkit.units import format_bytes, format_duration, parse_bytes
 
 
@@ -65,6 +66,7 @@ def build_parser() -> Parser:
     running.add_argument("--json", action="store_true", help="print the report as JSON")
     running.add_argument("--verbose", action="store_true", help="log more")
     running.add_argument("--quiet", action="store_true", help="log warnings only")
+    add_job_flags(parser)
     return parser
 
 
@@ -127,7 +129,7 @@ def run(arguments: argparse.Namespace) -> int:
 def main(argv: list[str] | None = None) -> int:
     """Entry point."""
     parser = build_parser()
-    return run_command(run, parser, argv)
+    return run_command(or_submit(run, __file__, argv), parser, argv)
 
 
 if __name__ == "__main__":

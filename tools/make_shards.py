@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from pretrainkit.cli import Parser, run_command
+from pretrainkit.launch.tool_job import add_job_flags, or_submit
 
 
 def build_parser() -> Parser:
@@ -53,6 +54,7 @@ def build_parser() -> Parser:
     running.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes")
     running.add_argument("--json", action="store_true", help="print the records as JSON")
     running.add_argument("--quiet", action="store_true", help="only warnings and the result")
+    add_job_flags(parser, has_array=True)
     return parser
 
 
@@ -100,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; gives the exit code."""
-    return run_command(run, build_parser(), argv)
+    return run_command(or_submit(run, __file__, argv, has_array=True), build_parser(), argv)
 
 
 if __name__ == "__main__":

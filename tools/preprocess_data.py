@@ -12,6 +12,7 @@ import os
 import sys
 
 from pretrainkit.cli import Parser, run_command
+from pretrainkit.launch.tool_job import add_job_flags, or_submit
 
 
 def build_parser() -> Parser:
@@ -70,6 +71,7 @@ def build_parser() -> Parser:
         parser.add_argument(option, nargs="?", const="1", help=argparse.SUPPRESS)
     # Megatron's flag for what is always so here.
     parser.add_argument("--keep-sequential-samples", action="store_true", help=argparse.SUPPRESS)
+    add_job_flags(parser, has_array=True)
     return parser
 
 
@@ -114,7 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; gives the exit code."""
-    return run_command(run, build_parser(), argv)
+    return run_command(or_submit(run, __file__, argv, has_array=True), build_parser(), argv)
 
 
 if __name__ == "__main__":

@@ -81,6 +81,7 @@ def problems_of(config: RunConfig, facts: RunFacts) -> list[RequestError]:
     if values:
         return values
     return [
+        *_executor(config),
         *_machine(config, facts),
         *_batch(config),
         *_optimizer(config, facts),
@@ -103,13 +104,20 @@ def _start(config: RunConfig, facts: RunFacts) -> Iterator[RequestError]:
     )
 
 
+def problems_of_launch(config: RunConfig) -> list[RequestError]:
+    """The problems of where and how something is to run, for commands that have nothing else of a run."""
+    return [*_choices(config, "launch."), *_ranges_of(config, "launch."), *_durations(config), *_executor(config)]
+
+
 def flag_of(dotted: str) -> str:
     """How a user names a field: its flag, or its dotted name where it has none."""
     return next((flag.name for flag in FLAGS if flag.field == dotted), dotted)
 
 
-def _choices(config: RunConfig) -> Iterator[RequestError]:
+def _choices(config: RunConfig, prefix: str = "") -> Iterator[RequestError]:
     for dotted, choices in CHOICES.items():
+        if not dotted.startswith(prefix):
+            continue
         value = value_of(config, dotted)
         if value not in choices:
             suggestion = closest(value, choices)
@@ -129,13 +137,17 @@ def _choices(config: RunConfig) -> Iterator[RequestError]:
             )
 
 
-def _ranges(config: RunConfig) -> Iterator[RequestError]:
+def _ranges_of(config: RunConfig, prefix: str = "") -> Iterator[RequestError]:
     for dotted, needed in _RANGES.items():
         value = value_of(config, dotted)
-        if value is None:
+        if value is None or not dotted.startswith(prefix):
             continue
         if not math.isfinite(value) or value < 0 or (needed == _POSITIVE and value == 0):
             yield RequestError(f"{value}", needed=f"{FIELDS[dotted].type.__name__} {needed}", where=flag_of(dotted))
+
+
+def _ranges(config: RunConfig) -> Iterator[RequestError]:
+    yield from _ranges_of(config)
     for dotted in ("optimizer.adam_beta1", "optimizer.adam_beta2"):
         if value_of(config, dotted) >= 1:
             yield RequestError(f"{value_of(config, dotted)}", needed="below 1", where=dotted)
@@ -160,6 +172,33 @@ def _durations(config: RunConfig) -> Iterator[RequestError]:
             f"{config.training.time_limit} leaves no time to train before its margin of {config.training.time_margin}",
             needed="more than --time_margin",
             where="--time_limit",
+        )
+
+
+def _executor(config: RunConfig) -> Iterator[RequestError]:
+    """Settings of launching that can't take effect together."""
+    launch = config.launch
+    if not launch.is_scheduled:
+        for name in ("chain", "requeue"):
+            if value_of(config, f"launch.{name}") not in (1, False):
+                yield RequestError(
+                    "no effect without a scheduler", needed="--executor slurm, pbs or sge", where=f"--{name}"
+                )
+        if launch.container_runtime == "pyxis":
+            yield RequestError("pyxis is a part of Slurm", needed="apptainer or none", where="--container_runtime")
+        return
+    if launch.chain > 1 and launch.requeue:
+        yield RequestError("both ask for further jobs", needed="--chain or --requeue", where="--chain")
+    if (launch.chain > 1 or launch.requeue) and not config.training.time_limit:
+        yield RequestError(
+            "missing",
+            needed="the job's time: without it a run can't save before its time is over",
+            where="--time_limit",
+        )
+    starters = {"slurm": (), "pbs": ("ssh", "pbsdsh", "mpirun"), "sge": ("ssh", "qrsh", "mpirun")}[launch.executor]
+    if starters and launch.node_launcher not in starters:
+        yield RequestError(
+            f"{launch.node_launcher} with {launch.executor}", needed=" or ".join(starters), where="node_launcher"
         )
 
 

@@ -36,6 +36,9 @@ def parse_shard(text: str, environment: Mapping[str, str]) -> tuple[int, int]:
 
 
 def _array(environment: Mapping[str, str], count: int | None) -> tuple[int, int | None]:
+    own = environment.get("PRETRAINKIT_ARRAY_INDEX", "")
+    if own.isdigit():  # a job of ours: counted from 0 in all schedulers, also where only some tasks run again
+        return int(own), count or int(environment["PRETRAINKIT_ARRAY_COUNT"])
     for id_name, first_name, last_name, step_name in ARRAYS:
         value = environment.get(id_name, "")
         if not value.isdigit():

@@ -18,6 +18,7 @@ from pretrainkit.config.split import parse_split, split_bounds
 from pretrainkit.data.indexed import IndexedDataset, bin_path, idx_path
 from pretrainkit.data.manifest import Manifest, read_manifest
 from pretrainkit.data.pairs import find_pairs
+from pretrainkit.data.shard_urls import is_url, names_shards
 from pretrainkit.data.token_documents import PackedRows, is_token_folder, open_token_folder
 from pretrainkit.errors import DataError, RequestError
 
@@ -43,8 +44,8 @@ def read_dataset(dataset_path: str, split: str) -> DatasetReading:
     """Read all that is known about a dataset.
 
     Args:
-        dataset_path: a .bin/.idx prefix, a folder of them, a folder of token shards or a packed set, or
-            'weight path weight path ...' of such.
+        dataset_path: a .bin/.idx prefix, a folder of them, a folder of token shards or a packed set, names of shards
+            (paths or URLs, with `{00000..00009}`), or 'weight path weight path ...' of such.
         split: shares such as '969,30,1'.
 
     Raises:
@@ -99,6 +100,8 @@ def _row_length(readings: list[_PairReading]) -> int | None:
 
 def _parse_blend(dataset_path: str) -> list[tuple[float | None, str]]:
     """(weight, path) of each part of a blend; one part without a weight when it is a single path."""
+    if is_url(dataset_path):  # a pipe's command has words, too
+        return [(None, dataset_path)]
     plain = Path(dataset_path).expanduser()
     words = shlex.split(dataset_path)
     if plain.exists() or idx_path(plain).exists() or bin_path(plain).exists() or len(words) < 2:
@@ -114,12 +117,14 @@ def _parse_blend(dataset_path: str) -> list[tuple[float | None, str]]:
             raise RequestError(f"{word!r} is not a weight", needed=needed, where="--dataset_path") from None
         if not math.isfinite(weight) or weight <= 0:
             raise RequestError(f"weight {word} of {path}", needed=needed, where="--dataset_path")
-        parts.append((weight, str(Path(path).expanduser())))
+        parts.append((weight, path if is_url(path) else str(Path(path).expanduser())))
     return parts
 
 
-def _weighted_pairs(weight: float | None, path: str) -> list[tuple[Path, float | None]]:
+def _weighted_pairs(weight: float | None, path: str) -> list[tuple[Path | str, float | None]]:
     """The prefixes at a path, with their parts of the path's weight, in proportion to their tokens."""
+    if names_shards(path):
+        return [(path if is_url(path) else str(Path(path).absolute()), weight)]
     if is_token_folder(path):
         if any(Path(path).glob("*.idx")):
             raise RequestError(
@@ -147,7 +152,7 @@ class _PairReading:
     row_length: int | None = None
 
 
-def _read_pair(prefix: Path, split: str) -> _PairReading:
+def _read_pair(prefix: Path | str, split: str) -> _PairReading:
     if is_token_folder(prefix):
         return _read_token_folder(prefix, split)
     try:
@@ -175,7 +180,7 @@ def _read_pair(prefix: Path, split: str) -> _PairReading:
     )
 
 
-def _read_token_folder(folder: Path, split: str) -> _PairReading:
+def _read_token_folder(folder: Path | str, split: str) -> _PairReading:
     documents = open_token_folder(folder)
     num_tokens, row_length = int(documents.sequence_lengths.sum(dtype=np.int64)), None
     split_tokens = _split_tokens(documents.sequence_lengths, split)
@@ -213,7 +218,7 @@ def _manifest_digest(manifest: Manifest) -> str:
     return hashlib.sha256(content.encode()).hexdigest()
 
 
-def _files_digest(prefix: Path) -> str:
+def _files_digest(prefix: Path | str) -> str:
     """The same for a pair that tells nothing about itself: of its index, and the ends of its tokens."""
     digest = hashlib.sha256(files.sha256_file(idx_path(prefix)).encode())
     with bin_path(prefix).open("rb") as tokens:

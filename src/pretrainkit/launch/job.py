@@ -61,8 +61,8 @@ class Job:
     ranks_per_node: int = 1
     time_limit: str | None = None
     """[D-]HH:MM:SS"""
-    warning_s: int = 60
-    """How long before the end of its time the scheduler is to send a signal."""
+    warning_s: int | None = None
+    """How long before the end of its time Slurm is to send a signal; None: it sends none."""
     array: Array | None = None
     secrets: Path | None = None
     """File with mode 600 that exports tokens."""

@@ -147,7 +147,9 @@ def _executor(job: Job, *, continues: bool) -> Any:
 
     pattern = "%A_%a" if job.array else "%j"
     log_path = str(job.folder).replace("%", "%%") + f"/slurm-{pattern}.log"
-    parameters: dict[str, Any] = {"output": log_path, "signal": f"USR1@{job.warning_s}"}
+    parameters: dict[str, Any] = {"output": log_path}
+    if job.warning_s is not None:
+        parameters["signal"] = f"USR1@{job.warning_s}"
     for option in [*job.resources, *job.scheduler_options]:
         name, equals, value = option.removeprefix("--").partition("=")
         parameters[name.replace("-", "_")] = value if equals else True

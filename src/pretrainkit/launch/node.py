@@ -38,6 +38,8 @@ GRACE_S = 1800
 """Longest wait for ranks to save and end after a signal (assumed: a large model on a slow file system)."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 """All mean: save and end. Schedulers announce the end of a job by one of the last three."""
+_DEAF_S = 60
+"""Longest time that a rank is given to install its signal handler: it does so first of all."""
 _POLL_S = 0.1
 
 log = logs.get_logger(__name__)
@@ -142,7 +144,7 @@ def supervise(
         if requests.is_urgent or must_end():
             kill_descendants()
         elif requests.count:
-            _tell_ranks(told)
+            _tell_ranks(told, time.monotonic() - requests.first_s)
     kill_descendants()
     if requests.is_urgent:
         return Outcome(EXIT_FAILED, None, "killed before the ranks had saved")
@@ -151,16 +153,29 @@ def supervise(
     return agent.outcome
 
 
-def _tell_ranks(told: set[int]) -> None:
-    """Pass SIGTERM on, once to each rank; not to a rank's own children, which it needs for saving."""
+def _tell_ranks(told: set[int], waited_s: float) -> None:
+    """Pass SIGTERM on, once to each rank; not to a rank's own children, which it needs for saving.
+
+    A rank that has just been started would die of it: it is told as soon as it listens, or after `_DEAF_S`.
+    """
     import psutil
 
     for rank in psutil.Process().children():
-        if rank.pid not in told:
+        if rank.pid not in told and (_listens(rank.pid) or waited_s > _DEAF_S):
             told.add(rank.pid)
             log.info("process %d is told to save and end", rank.pid)
             with contextlib.suppress(psutil.NoSuchProcess):
                 rank.terminate()
+
+
+def _listens(process: int) -> bool:
+    """Whether a process has a handler for SIGTERM; True where the system doesn't say."""
+    try:
+        status = Path(f"/proc/{process}/status").read_text(encoding="ascii")
+        caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
+    except (OSError, StopIteration):
+        return True
+    return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)
 
 
 if __name__ == "__main__":

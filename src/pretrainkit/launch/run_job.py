@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pretrainkit.config.launch import LaunchConfig
 from pretrainkit.config.schema import ResolvedRun
+from pretrainkit.data.shard_urls import is_url
 from pretrainkit.errors import RequestError
 from pretrainkit.launch.container import container_of
 from pretrainkit.launch.job import Job
@@ -81,7 +82,7 @@ def check_environment(config: LaunchConfig) -> None:
 def _needs(run: ResolvedRun) -> list[Path]:
     """What a node of the run reads and writes."""
     folders = [Path(run.experiment_dir), _with_blobs(Path(run.hf_folder))]
-    folders += [Path(prefix).parent for prefix in run.dataset.prefixes]
+    folders += [Path(prefix).parent for prefix in run.dataset.prefixes if not is_url(prefix)]
     if run.initial_checkpoint:
         folders.append(Path(run.initial_checkpoint))
     if run.config.launch.cache_dir:

@@ -34,15 +34,19 @@ _GIT_TIMEOUT_S = 20
 
 def describe(run: ResolvedRun, command_line: Sequence[str]) -> str:
     """The text of source.txt. Values of token variables are replaced by ***."""
+    data = [f"data {run.dataset.data_hash}", *(f"  {prefix}" for prefix in run.dataset.prefixes), ""]
+    return describe_source(command_line, data)
+
+
+def describe_source(command_line: Sequence[str], data: Sequence[str] = ()) -> str:
+    """The same of a command that trains nothing; `data`: lines about what it reads."""
     parts = [
         f"written {datetime.now(timezone.utc):%Y-%m-%d %H:%M:%S} UTC",
         f"command: {shlex.join(command_line)}",
         f"python {platform.python_version()}",
         *(f"{name} {_version(name)}" for name in PACKAGES),
         "",
-        f"data {run.dataset.data_hash}",
-        *(f"  {prefix}" for prefix in run.dataset.prefixes),
-        "",
+        *data,
         *_repository(Path(__file__).parents[3]),
     ]
     return masked("\n".join(parts) + "\n")

@@ -1,0 +1,178 @@
+"""A tool's own command line as a job of a scheduler: --executor, --array and the flags that say where."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from pretrainkit.config.flags import FLAGS, add_flag, given_flags
+from pretrainkit.config.schema import RunConfig
+from pretrainkit.errors import EXIT_DONE, RequestError
+
+_FLAGS = (
+    *("--executor", "--site", "--account", "--partition", "--cpus_per_task", "--time_limit"),
+    *("--container_runtime", "--container_image", "--container_mounts", "--env"),
+)
+"""Flags of pretrain.py that mean the same for a tool's job."""
+
+
+def add_job_flags(parser: argparse.ArgumentParser, *, has_array: bool = False) -> None:
+    """Add the flags that make a tool's command line a job; `has_array`: it can do one part of its work."""
+    group = parser.add_argument_group("as a job of a scheduler")
+    for flag in FLAGS:
+        if flag.name in _FLAGS:
+            add_flag(group, flag, with_short=False)
+    parser.set_defaults(array=None, job_dir=None, follow=False, dry_run=False)
+    unset = argparse.SUPPRESS
+    if has_array:
+        group.add_argument(
+            "--array",
+            default=unset,
+            metavar="0-9",
+            help="a task for each part of the work; 3,7 does only those again; %%4 behind: at most 4 at once",
+        )
+    group.add_argument("--job_dir", type=Path, default=unset, help="folder of jobs' scripts and logs (jobs/TOOL)")
+    group.add_argument("--follow", action="store_true", default=unset, help="show the job's log until it ends")
+    group.add_argument("--dry_run", action="store_true", default=unset, help="print the scripts, submit nothing")
+
+
+def or_submit(
+    run: Callable[[argparse.Namespace], int],
+    script: str,
+    argv: Sequence[str] | None,
+    *,
+    has_array: bool = False,
+) -> Callable[[argparse.Namespace], int]:
+    """A tool's command: submitted as a job if its flags ask for that, else `run` here and now."""
+
+    def command(arguments: argparse.Namespace) -> int:
+        given = given_flags(arguments)
+        if not given and arguments.array is None and not (arguments.follow or arguments.dry_run):
+            return run(arguments)
+        config = _load(given)
+        if config.launch.is_scheduled:
+            words = without_job_flags(sys.argv[1:] if argv is None else argv, has_array=has_array)
+            return _submit(config, Path(script).resolve(), words, arguments)
+        given_names = [f"--{name}" for name in ("array", "follow", "dry_run") if getattr(arguments, name)]
+        if given_names:
+            raise RequestError(
+                f"{', '.join(given_names)} without a scheduler",
+                needed="--executor slurm, pbs or sge",
+                where="--executor",
+            )
+        return run(arguments)
+
+    return command
+
+
+def without_job_flags(words: Sequence[str], *, has_array: bool) -> list[str]:
+    """A tool's words without the flags of `add_job_flags`."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    add_job_flags(parser, has_array=has_array)
+    known = {option for action in parser._actions for option in action.option_strings}
+    spelled = []
+    for word in words:
+        name, equals, value = word.partition("=")
+        ours = name.replace("-", "_").replace("__", "--", 1)
+        spelled.append(ours + equals + value if name.startswith("--") and ours in known else word)
+    return parser.parse_known_args(spelled)[1]
+
+
+def _load(given: dict[str, object]) -> RunConfig:
+    from pretrainkit.config.checks import problems_of_launch
+    from pretrainkit.config.load import load_config
+
+    config = load_config(flags=given)
+    if problems := problems_of_launch(config):
+        raise RequestError.of_all(problems)
+    return config
+
+
+def _submit(config: RunConfig, script: Path, words: list[str], arguments: argparse.Namespace) -> int:
+    from pretrainkit.launch import schedulers, submit, watch
+    from pretrainkit.launch.container import container_of
+    from pretrainkit.launch.job import Job, parse_array
+    from pretrainkit.launch.run_job import check_environment, python_of
+    from pretrainkit.launch.scripts import CODE
+    from pretrainkit.launch.secrets import passed_on
+    from pretrainkit.launch.snapshot import copy_source
+    from pretrainkit.launch.source import describe_source
+
+    launch = config.launch
+    check_environment(launch)
+    array = None
+    if arguments.array is not None:
+        array = parse_array(arguments.array, parts_of(words))
+        _check_parts(words, script.name, is_whole=array.indices == tuple(range(array.count)))
+    folder = submit.next_folder((arguments.job_dir or Path("jobs") / script.stem).absolute())
+    container = container_of(launch, needs=[folder, *paths_in(words)], on_gpu=False)
+    plain, secret = passed_on(os.environ)
+    code = folder / CODE / script.parent.name / script.name
+    job = Job(
+        name=script.stem,
+        folder=folder,
+        work_dir=Path.cwd(),
+        command=(python_of(launch, container is not None), str(code), *words),
+        config=launch,
+        container=container,
+        environment=plain,
+        time_limit=config.training.time_limit,
+        array=array,
+        secrets=folder / submit.SECRETS if secret else None,
+    )
+    if arguments.dry_run:
+        print(submit.describe(job))
+        return EXIT_DONE
+    submitted = submit.submit(
+        job,
+        copy_source=lambda target: copy_source(target, script),
+        source_text=describe_source([str(script), *words]),
+        secrets=secret,
+    )
+    submit.announce(submitted)
+    if not arguments.follow:
+        return EXIT_DONE
+    return watch.follow(submitted, schedulers.commands_of(launch), is_chain=False, requeues=False)
+
+
+def parts_of(words: Sequence[str]) -> int | None:
+    """How many parts `--shard array/N` says there are; None where it says nothing."""
+    for word in words:
+        if match := re.fullmatch(r"(?:--shard=)?array/(\d+)", word):
+            return int(match[1])
+    return None
+
+
+def _check_parts(words: Sequence[str], tool: str, *, is_whole: bool) -> None:
+    """Refuse an array whose tasks would all do everything, or whose number of parts nothing says."""
+    by_shard = any(word in ("array", "--shard=array") for word in words)
+    if tool == "preprocess_data.py" and not by_shard and parts_of(words) is None:
+        raise RequestError(
+            "every task would do all of the work", action="add --shard array: a part for each task", where="--array"
+        )
+    if by_shard and not is_whole:
+        raise RequestError(
+            "these are some of the tasks, and nothing says of how many",
+            action="say it: --shard array/N, with the N of the first submission",
+            where="--array",
+        )
+
+
+def paths_in(words: Sequence[str]) -> list[Path]:
+    """Folders that a command's words name, so that a container has them: those there are, or the nearest above."""
+    found = [Path.cwd()]
+    for word in words:
+        text = word.partition("=")[2] if word.startswith("--") else word
+        if "/" not in text or "://" in text:
+            continue
+        path = Path(text).expanduser().absolute()
+        while not path.exists():
+            path = path.parent
+        folder = path if path.is_dir() else path.parent
+        if folder != Path(folder.anchor):
+            found.append(folder)
+    return list(dict.fromkeys(found))
