@@ -54,10 +54,16 @@ VOCABULARY = 512
 class Shape:
     """Sizes of model and batches."""
 
-    def __init__(self, scale: str) -> None:
+    def __init__(self, scale: str, plant: str) -> None:
         gpu = scale == "gpu"
         self.hidden, self.heads, self.layers = (1024, 16, 6) if gpu else (96, 4, 1)
         self.length, self.batch = (1024, 16) if gpu else (64, 16)
+        if plant == "launch_blocking":
+            self.batch = 2  # short kernels
+        if plant == "one_thread":
+            self.hidden, self.heads, self.length = 256, 4, 128
+        if plant == "tiny_micro_batch":
+            self.batch = 1
 
 
 class Rows(Dataset):
@@ -160,17 +166,14 @@ def wait_for_a_disk() -> None:
 
 
 def log_step(step: int, model: nn.Module, loss: torch.Tensor, file: Any) -> None:
-    """Norms of all parameters and gradients, read one by one and flushed to disk."""
-    record: dict[str, float] = {"step": step, "loss": loss.item()}
+    """Norms and histograms of all parameters, read one by one and flushed to disk."""
+    record: dict[str, Any] = {"step": step, "loss": loss.item()}
     for name, parameter in model.named_parameters():
         record[f"norm/{name}"] = parameter.detach().norm().item()
-        record[f"largest/{name}"] = parameter.detach().abs().max().item()
-        record[f"spread/{name}"] = parameter.detach().float().std().item()
-        if parameter.grad is not None:
-            record[f"grad/{name}"] = parameter.grad.norm().item()
+        values = parameter.detach().flatten()[:20_000].float().cpu().numpy()
+        record[f"histogram/{name}"] = np.histogram(values, 64)[0].tolist()
     file.write(json.dumps(record) + "\n")
     file.flush()
-    os.fsync(file.fileno())
 
 
 def main() -> None:
@@ -181,7 +184,7 @@ def main() -> None:
     parser.add_argument("--scale", choices=["cpu", "gpu"], default="cpu")
     parser.add_argument("--log", type=Path, default=Path("planted_log.jsonl"))
     arguments = parser.parse_args()
-    plant, shape = arguments.plant, Shape(arguments.scale)
+    plant, shape = arguments.plant, Shape(arguments.scale, arguments.plant)
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     device = torch.device(arguments.device)
     if plant == "launch_blocking":
@@ -200,7 +203,7 @@ def main() -> None:
     accumulate = 16 if plant == "tiny_micro_batch" else 1
     loader = DataLoader(
         Rows(plant, shape, rank),
-        batch_size=1 if plant == "tiny_micro_batch" else shape.batch,
+        batch_size=shape.batch,
         shuffle=True,
         num_workers=0,
         collate_fn=collate,

@@ -53,6 +53,29 @@ def tokenizing(share: Interval, gain: str, where: str, tokenizer_share: float) -
     )
 
 
+def no_workers(share: Interval, tried: Shown | None, gain: str, where: str, kind: str) -> Cause:
+    """The process that trains also reads and decodes, one after the other."""
+    count = tried.probe.rpartition("_")[2] if tried else "2"
+    change = (
+        f"--num_workers {count}"
+        if kind == "experiment"
+        else f"DataLoader(..., num_workers={count}, persistent_workers=True)"
+    )
+    measured = f"with the same batches ready-made: {gain}"
+    if tried:
+        saved = tried.share
+        measured += f"; with {count} workers: -{saved.value:.1%} [{saved.low:.1%} to {saved.high:.1%}]"
+    return _cause(
+        "workers",
+        "data is fetched by the process that trains (0 workers)",
+        share,
+        f"the model waits while a batch is made, most of all at {where}",
+        change,
+        measured,
+        evidence=tried.to_json() if tried else {},
+    )
+
+
 def loader(shown: Shown, gain: str, now: dict[str, Any], where: str, kind: str) -> Cause:
     """The loader could deliver faster with other settings."""
     flag = {

@@ -15,6 +15,7 @@ from pretrainkit.diagnosis.evidence import WORTH_TELLING, Evidence, Shown
 from pretrainkit.diagnosis.statistics import Interval
 
 OPTIONS = ("bf16", "compile", "recomputation", "larger_batch")
+WORKERS = ("workers_2", "workers_4", "workers_8")
 TOKENIZING_SHARE = 0.5
 """Of the time for data that must be spent in a tokenizer for that to be the cause."""
 SLOWER_RANK = 0.05
@@ -130,11 +131,19 @@ def _data(findings: Findings, rank: Evidence, kind: str) -> None:
     where = places.most_common(1)[0][0] if places else "its reading"
     loader = rank.rank["facts"]["loader"] or {}
     tokenizer_share = tokenizing / max(looks, 1)
-    best = _best(rank, ["workers_2", "workers_4", "workers_8", "prefetch", "pinned_memory"])
+    best = _best(rank, [*WORKERS, "prefetch", "pinned_memory"])
     if tokenizer_share >= TOKENIZING_SHARE:
         share = data.share.scaled(tokenizer_share)
         findings.add(advice.tokenizing(share, gain(share), where, tokenizer_share))
         rest = data.share.value - share.value
+    elif not loader.get("num_workers") and loader:
+        tried = best or max(
+            (found for found in map(rank.shown, WORKERS) if found is not None),
+            key=lambda found: found.share.value,
+            default=None,
+        )
+        findings.add(advice.no_workers(data.share, tried, gain(data.share), where, kind))
+        rest = 0.0
     elif best is not None:
         judged(findings, best, lambda: advice.loader(best, gain(best.share), loader, where, kind))
         rest = data.share.value - best.share.value

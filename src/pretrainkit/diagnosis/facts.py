@@ -50,7 +50,7 @@ def of_program(session: Session) -> dict[str, Any]:
         "loader": None if loader is None else _loader(loader),
         "attention": session.loop.attention,
         "recomputation": session.loop.checkpoint_calls > 0,
-        "tf32": torch.get_float32_matmul_precision() != "highest",
+        "tf32": _allows_tf32(),
         "anomaly_detection": torch.is_anomaly_enabled(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "cpus": session.num_cpus,
@@ -58,6 +58,13 @@ def of_program(session: Session) -> dict[str, Any]:
         "loop": [place(code) for code in session.loop.stack("optimizer")],
         "tokenizer": _tokenizer(),
     }
+
+
+def _allows_tf32() -> bool | None:
+    try:
+        return torch.get_float32_matmul_precision() != "highest"
+    except RuntimeError:  # set by both of torch's interfaces for it
+        return None
 
 
 def _model(session: Session) -> dict[str, Any]:

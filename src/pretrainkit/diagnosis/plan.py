@@ -129,6 +129,8 @@ class Plan:
         for number in range(self._spec.rounds + self._spec.confirming_rounds):
             if number >= 4 and not session.agree(self._has_time()):
                 break
+            if number >= self._spec.rounds and not session.agree(self._may_save("data")):
+                break
             session.recorded = []
             before = yield from self._as_is("data", number, self._settling())
             recorded, session.recorded = session.recorded, None
@@ -268,6 +270,10 @@ class Plan:
         # Per micro batch; both windows have as many of them.
         ratio = detail[unit] / kept[unit] if kept[unit] else 1.0
         return saved_share([[step_s * ratio for step_s in window] for window in before], after).value > WORTH_CONFIRMING
+
+    def _may_save(self, name: str) -> bool:
+        before, after = zip(*self._pairs[name], strict=True)
+        return saved_share(before, after).high > WORTH_CONFIRMING
 
     def _has_time(self) -> bool:
         return time.perf_counter() - self._begin_s < self._spec.budget_s
