@@ -61,6 +61,9 @@ def run_template(connection: Connection, workers: list[Connection], inherited: I
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
+    for process in processes:
+        with contextlib.suppress(ChildProcessError):  # its end was told before
+            os.waitpid(process, 0)
 
 
 def _begin(inherited: Iterable[Connection]) -> None:
