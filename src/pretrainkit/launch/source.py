@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
+from pretrainkit import files
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.launch.secrets import masked
 
@@ -22,19 +23,31 @@ PACKAGES = (
     "lightning",
     "transformers",
     "tokenizers",
+    "fastokens",
     "transformer-engine",
+    "liger-kernel",
+    "triton",
     "numpy",
     "omegaconf",
 )
 """Packages whose versions can change a result."""
 MAX_DIFF_BYTES = 2_000_000
 """A longer diff is cut: it holds generated files, not source."""
+SOURCE_SUFFIXES = (".py", ".sh", ".yaml", ".toml", ".txt", ".j2")
+"""Untracked files that are kept whole."""
 _GIT_TIMEOUT_S = 20
 
 
 def describe(run: ResolvedRun, command_line: Sequence[str]) -> str:
     """The text of source.txt. Values of token variables are replaced by ***."""
-    data = [f"data {run.dataset.data_hash}", *(f"  {prefix}" for prefix in run.dataset.prefixes), ""]
+    tokenizer = Path(run.hf_folder) / "tokenizer.json"
+    data = [
+        f"data {run.dataset.data_hash}",
+        *(f"  {prefix}" for prefix in run.dataset.prefixes),
+        f"tokenizer {files.sha256_file(tokenizer) if tokenizer.is_file() else 'without a tokenizer.json'}",
+        f"  {run.hf_folder}",
+        "",
+    ]
     return describe_source(command_line, data)
 
 
@@ -60,14 +73,14 @@ def _version(package: str) -> str:
 
 
 def _repository(root: Path) -> list[str]:
-    """Commit, names of untracked files and the uncommitted diff of the checkout that holds this package."""
+    """Commit, uncommitted diff and untracked files of the checkout that holds this package; of source the text too."""
     if not (root / ".git").exists():
         return ["source: an installed package, not a git checkout"]
     commit = _git(root, "rev-parse", "HEAD")
     if commit is None:
         return ["source: a git checkout that git can't read here"]
     untracked = (_git(root, "ls-files", "--others", "--exclude-standard") or "").split()
-    diff = _git(root, "diff", "HEAD") or ""
+    diff = (_git(root, "diff", "HEAD") or "") + "".join(_as_added(root, name) for name in untracked)
     if len(diff) > MAX_DIFF_BYTES:
         diff = diff[:MAX_DIFF_BYTES] + f"\n[cut: the diff has {len(diff)} characters]"
     return [
@@ -76,6 +89,16 @@ def _repository(root: Path) -> list[str]:
         f"uncommitted changes: {'as follows' if diff else 'none'}",
         *([diff] if diff else []),
     ]
+
+
+def _as_added(root: Path, name: str) -> str:
+    """An untracked source file as a part of a diff; empty for other files."""
+    path = root / name
+    if path.suffix not in SOURCE_SUFFIXES or not path.is_file() or path.stat().st_size > MAX_DIFF_BYTES:
+        return ""
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    added = "".join(f"+{line}\n" for line in lines)
+    return f"--- /dev/null\n+++ b/{name}\n@@ -0,0 +1,{len(lines)} @@\n{added}"
 
 
 def _git(root: Path, *words: str) -> str | None:

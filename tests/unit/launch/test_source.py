@@ -32,9 +32,11 @@ def test_a_clean_checkout_is_its_commit(repository: Path) -> None:
 
 def test_changes_and_new_files_are_kept(repository: Path) -> None:
     (repository / "code.py").write_text("a = 2\n")
-    (repository / "new.py").write_text("")
+    (repository / "new.py").write_text("b = 3\n")
+    (repository / "data.bin").write_bytes(b"\0")
     text = "\n".join(source._repository(repository))
-    assert "untracked: new.py" in text and "-a = 1" in text and "+a = 2" in text
+    assert "untracked: data.bin new.py" in text and "-a = 1" in text and "+a = 2" in text
+    assert "+++ b/new.py\n@@ -0,0 +1,1 @@\n+b = 3" in text and "b/data.bin" not in text
 
 
 def test_a_long_diff_is_cut(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
