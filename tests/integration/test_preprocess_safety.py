@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import hashlib
 import json
@@ -150,23 +151,45 @@ def test_the_order_of_files_is_natural_and_not_that_of_creation(start: Start, tm
 def test_a_kill_at_any_moment_leaves_no_wrong_pair_and_the_next_run_ends_right(
     start: Start, tmp_path: Path, corpus: Path, undisturbed: str
 ) -> None:
-    generator = random.Random(7)
-    continued = 0
-    for _ in range(8):
-        process = start("--input", corpus)
-        time.sleep(generator.uniform(0.2, 1.2))
-        workers = family_of(process.pid)
-        process.kill()
-        _, errors = finish(process)
-        continued += "continuing unfinished work" in errors
-        assert digest(tmp_path) in (None, undisturbed)
-        wait_for(lambda left=workers: not any(Path(f"/proc/{worker}").exists() for worker in left), 20)
-        if digest(tmp_path):
+    """SOAK_KILLS=300 in the environment makes it a soak of some minutes."""
+    wanted, generator = int(os.environ.get("SOAK_KILLS", "8")), random.Random(7)
+    kills = continued = ends = 0
+    while kills < wanted or digest(tmp_path):
+        for path in tmp_path.glob("out_text_document.*"):
+            path.unlink()
+        while True:
+            process = start("--input", corpus, workers=generator.choice([1, 2, 4]))
+            end = time.monotonic() + (generator.uniform(0.1, 2.5) if kills < wanted else 60)
+            while process.poll() is None and time.monotonic() < end:
+                time.sleep(0.01)
+            family = family_of(process.pid)
+            if process.poll() is None:
+                kills += 1
+                victim = generator.choice([process.pid, process.pid, *family])
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(victim, generator.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM]))
+            code, errors = finish(process, 30)
+            continued += "continuing unfinished work" in errors
+            assert digest(tmp_path) in (None, undisturbed)
+            wait_for(lambda left=family: not any(map(is_alive, left)), 20)
+            if code == 0 or (code == 2 and "output exists" in errors):
+                break
+            assert code in (-signal.SIGKILL, 1, 85), errors
+        assert digest(tmp_path) == undisturbed
+        assert not (tmp_path / "out.partial").exists()
+        ends += 1
+        if kills >= wanted:
             break
-    code, errors = finish(start("--input", corpus, *(["--overwrite"] if digest(tmp_path) else [])))
-    assert code == 0, errors
-    assert continued or "continuing unfinished work" in errors or digest(tmp_path)
-    assert digest(tmp_path) == undisturbed
+    print(f"{kills} kills, {continued} continued, {ends} ended: none wrong")
+    assert continued
+
+
+def is_alive(process: int) -> bool:
+    """Whether it is there and no mere entry of an ended one."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 KILLED_AT = """
@@ -261,6 +284,36 @@ def test_a_file_that_can_not_grow_ends_with_its_name_and_can_be_continued(
     assert digest(tmp_path) is None
     code, _ = finish(start("--input", corpus))
     assert (code, digest(tmp_path)) == (0, undisturbed)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 24 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", folder], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting needs root")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_a_full_disk_ends_with_its_name_and_can_be_continued(
+    start: Start, tmp_path: Path, small_disk: Path, corpus: Path, undisturbed: str
+) -> None:
+    arguments = ("--input", corpus, "--output-prefix", small_disk / "out")
+    began = time.monotonic()
+    code, errors = finish(start(*arguments))
+    assert time.monotonic() - began < 10
+    assert code == 1
+    assert "No space left on device" in errors
+    assert str(small_disk / "out.partial") in errors
+    assert "run the same command again" in errors
+    assert [path.name for path in small_disk.iterdir()] == ["out.partial"]
+    subprocess.run(["mount", "-o", "remount,size=200m", small_disk], check=True)
+    code, errors = finish(start(*arguments))
+    assert (code, digest(small_disk)) == (0, undisturbed)
+    assert "continuing unfinished work" in errors
 
 
 def test_lost_data_of_unfinished_work_is_found_and_made_again(

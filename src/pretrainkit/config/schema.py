@@ -66,13 +66,17 @@ class DataConfig:
     """What to train on."""
 
     dataset_path: str = ""
-    """A .bin/.idx prefix, a folder of them, or several with weights: 'weight prefix weight prefix ...'."""
+    """A .bin/.idx prefix, a folder of them, several with weights ('weight prefix weight prefix ...'), or a file
+    that `inspect_data.py blend` wrote."""
     sequence_length: int = 8192
     """Tokens per sample."""
     split: str = "969,30,1"
     """Shares of training, validation and test, by documents; any positive scale."""
     num_workers: int = 2
     """DataLoader worker processes per rank."""
+    shard_cache: str | None = None
+    """Folder for copies of the shards that URLs name, best on a node's own disk; unset: .shard_cache in
+    experiments_dir."""
     reset_attention_mask: bool = False
     """Attention and positions begin anew with every document of a sample, and the loss leaves out the step from one
     document to the next. Sets packed by bestfit are always read so."""

@@ -3,13 +3,13 @@
     {"format": "pretrainkit-blend-1",
      "datasets": [{"name": "ja", "prefix": "/data/ja_text_document", "weight": 0.7, "num_tokens": 123}]}
 
-Weights are shares of the samples and sum to 1.
+Weights are shares of the samples and sum to 1. A prefix that is not absolute counts from the file's folder.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from pretrainkit.data.pairs import find_pairs, read_counts
@@ -102,16 +102,27 @@ def write_blend(path: Path, entries: list[BlendEntry]) -> None:
 
 
 def read_blend(path: Path) -> list[BlendEntry]:
-    """Read the file. Raises RequestError when it is none, or a dataset has changed since it was written."""
+    """Read the file; prefixes come absolute.
+
+    Raises RequestError when it is none, has a weight that is not positive or a dataset twice, or when a dataset has
+    changed since it was written.
+    """
     try:
         value = read_json(path)
         if value["format"] != FORMAT:
-            raise ValueError(f"format {value['format']}")
+            raise ValueError(f"its format is {value['format']!r}, {FORMAT!r} is needed")
         entries = [BlendEntry(**entry) for entry in value["datasets"]]
+        if not entries or not all(math.isfinite(entry.weight) and entry.weight > 0 for entry in entries):
+            raise ValueError("every dataset needs a weight above 0")
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise RequestError(f"not a blend file: {error}", where=str(path)) from error
+        what = f"it lacks {error}" if isinstance(error, KeyError) else error
+        raise RequestError(
+            f"not a blend file: {what}", where=str(path), action="make one with tools/inspect_data.py blend"
+        ) from error
+    entries = [replace(entry, prefix=str((path.parent / entry.prefix).resolve())) for entry in entries]
+    _check([(entry.name, Path(entry.prefix), entry.weight) for entry in entries])
     for entry in entries:
-        found = read_counts(entry.prefix).num_tokens
+        found = read_counts(find_pairs(entry.prefix)[0]).num_tokens
         if found != entry.num_tokens:
             raise RequestError(
                 f"{entry.prefix} has {found} tokens, {entry.num_tokens} when the blend was made",

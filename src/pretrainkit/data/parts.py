@@ -144,5 +144,8 @@ def write_at(path: Path, offset: int, arrays: list[NDArray]) -> None:
 
 
 def _write(file: BinaryIO, view: memoryview) -> None:
-    while len(view):
-        view = view[file.write(view) :]
+    try:
+        while len(view):
+            view = view[file.write(view) :]
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, file.name) from error

@@ -58,24 +58,31 @@ def preprocess(request: Request) -> list[Manifest]:
         finished = finished_outputs(plan.state_folder, identity)
         is_all = finished == len(plan.outputs)
         check_outputs(plan, finished if request.resume or is_all else 0)
-        journal = Journal(plan.state_folder, identity, resume=request.resume or is_all)
-        try:
-            with _signals():
-                manifests = _with_best_engine(plan, journal, pool)
-        except OSError as error:
-            journal.close()
-            raise DataError(
-                error.strerror or str(error),
-                where=str(error.filename or plan.state_folder),
-                action=f"mend it and run the same command again: finished pieces are kept in {plan.state_folder}",
-            ) from error
-        except BaseException:
-            journal.close()
-            raise
-        journal.remove()
+        with _machine_errors(plan.state_folder):
+            journal = Journal(plan.state_folder, identity, resume=request.resume or is_all)
+            try:
+                with _signals():
+                    manifests = _with_best_engine(plan, journal, pool)
+            except BaseException:
+                journal.close()
+                raise
+            journal.remove()
     if not any(manifest.num_documents for manifest in manifests):
         LOGGER.warning("no document was written")
     return manifests
+
+
+@contextmanager
+def _machine_errors(state_folder: Path) -> Iterator[None]:
+    """A full disk and its like, told as an error of ours."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            error.strerror or str(error),
+            where=str(error.filename or state_folder),
+            action=f"mend it and run the same command again: finished pieces are kept in {state_folder}",
+        ) from error
 
 
 def _load_early(request: Request, pool: WorkerPool) -> None:
@@ -208,7 +215,6 @@ class _Run:
                 if worker >= 0:
                     self.in_hand[worker] -= kind not in ("write", "spill")
                 self._take(worker, kind, content)
-            self.progress.show()
 
     def _hand_out(self) -> None:
         while True:

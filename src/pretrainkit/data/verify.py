@@ -119,14 +119,21 @@ def _manifest_problems(dataset: IndexedDataset, manifest: Manifest, checksum: in
 
 
 def _eod_problems(dataset: IndexedDataset, manifest: Manifest) -> list[str]:
-    itemsize = dataset.dtype.itemsize
     for begin in range(0, dataset.num_sequences, BLOCK):
-        lengths = dataset.sequence_lengths[begin : begin + BLOCK]
-        ends = dataset.sequence_pointers[begin : begin + BLOCK] // itemsize + lengths - 1
-        wrong = np.flatnonzero(dataset.tokens[ends] != manifest.tokenizer.eod_id)
-        if wrong.size:
-            return [f"document {begin + int(wrong[0])} does not end with EOD ({manifest.tokenizer.eod_id})"]
-        twice = np.flatnonzero((lengths > 1) & (dataset.tokens[np.maximum(ends - 1, 0)] == manifest.tokenizer.eod_id))
-        if twice.size and manifest.special_tokens_in_text != "encode":
-            return [f"document {begin + int(twice[0])} ends with EOD twice"]
+        found = eod_problem(dataset, manifest, np.arange(begin, min(begin + BLOCK, dataset.num_sequences)))
+        if found:
+            return [found]
     return []
+
+
+def eod_problem(dataset: IndexedDataset, manifest: Manifest, numbers: NDArray[np.int64]) -> str:
+    """Which of these documents does not end with exactly one EOD, in words; empty if none."""
+    eod_id, lengths = manifest.tokenizer.eod_id, dataset.sequence_lengths[numbers]
+    ends = dataset.sequence_pointers[numbers] // dataset.dtype.itemsize + lengths - 1
+    wrong = np.flatnonzero(dataset.tokens[ends] != eod_id)
+    if wrong.size:
+        return f"document {numbers[wrong[0]]} does not end with EOD ({eod_id})"
+    twice = np.flatnonzero((lengths > 1) & (dataset.tokens[np.maximum(ends - 1, 0)] == eod_id))
+    if twice.size and manifest.special_tokens_in_text != "encode":
+        return f"document {numbers[twice[0]]} ends with EOD twice"
+    return ""

@@ -15,15 +15,20 @@ from numpy.typing import NDArray
 from pretrainkit import files
 from pretrainkit.config.schema import DatasetFacts
 from pretrainkit.config.split import parse_split, split_bounds
+from pretrainkit.data.blend import read_blend
 from pretrainkit.data.indexed import IndexedDataset, bin_path, idx_path
 from pretrainkit.data.manifest import Manifest, read_manifest
 from pretrainkit.data.pairs import find_pairs
 from pretrainkit.data.shard_urls import is_url, names_shards
 from pretrainkit.data.token_documents import PackedRows, is_token_folder, open_token_folder
+from pretrainkit.data.verify import eod_problem
 from pretrainkit.errors import DataError, RequestError
 
 _EDGE_BYTES = 1 << 20
 """Bytes hashed at either end of a .bin that has no manifest: enough to tell two files apart, never slow."""
+
+_EOD_DOCUMENTS = 200
+"""Documents, evenly spread, whose end is looked at: a read each, so few."""
 
 
 @dataclass(frozen=True)
@@ -45,11 +50,13 @@ def read_dataset(dataset_path: str, split: str) -> DatasetReading:
 
     Args:
         dataset_path: a .bin/.idx prefix, a folder of them, a folder of token shards or a packed set, names of shards
-            (paths or URLs, with `{00000..00009}`), or 'weight path weight path ...' of such.
+            (paths or URLs, with `{00000..00009}`), 'weight path weight path ...' of such, or a file that
+            `inspect_data.py blend` wrote.
         split: shares such as '969,30,1'.
 
     Raises:
-        RequestError: no complete pair there, damaged files, wrong weights, a prefix named twice.
+        RequestError: no complete pair there, damaged files, wrong weights, a prefix named twice, data that changed
+            since its blend file was written.
     """
     parts = [part for weight, path in _parse_blend(dataset_path) for part in _weighted_pairs(weight, path)]
     prefixes = [prefix for prefix, _ in parts]
@@ -103,6 +110,8 @@ def _parse_blend(dataset_path: str) -> list[tuple[float | None, str]]:
     if is_url(dataset_path):  # a pipe's command has words, too
         return [(None, dataset_path)]
     plain = Path(dataset_path).expanduser()
+    if plain.is_file() and plain.suffix not in (".bin", ".idx", ".tar"):
+        return [(entry.weight, entry.prefix) for entry in read_blend(plain)]
     words = shlex.split(dataset_path)
     if plain.exists() or idx_path(plain).exists() or bin_path(plain).exists() or len(words) < 2:
         return [(None, str(plain))]
@@ -160,16 +169,8 @@ def _read_pair(prefix: Path | str, split: str) -> _PairReading:
         manifest = read_manifest(prefix)
     except DataError as error:
         raise RequestError(error.found, where=error.where, needed=error.needed, action=error.action) from error
-    if manifest and (manifest.bin_bytes, manifest.num_documents) != (
-        bin_path(prefix).stat().st_size,
-        dataset.num_documents,
-    ):
-        raise RequestError(
-            f"its manifest tells of {manifest.num_documents} documents and {manifest.bin_bytes} bytes, the pair has "
-            f"{dataset.num_documents} and {bin_path(prefix).stat().st_size}",
-            action="the manifest is of other data: preprocess again, or copy all three files",
-            where=str(prefix),
-        )
+    if manifest:
+        _check_manifest(prefix, dataset, manifest)
     return _PairReading(
         num_tokens=dataset.num_tokens,
         num_documents=dataset.num_documents,
@@ -178,6 +179,26 @@ def _read_pair(prefix: Path | str, split: str) -> _PairReading:
         tokenizer_sha256=manifest.tokenizer.sha256 if manifest else None,
         digest=_manifest_digest(manifest) if manifest else _files_digest(prefix),
     )
+
+
+def _check_manifest(prefix: Path, dataset: IndexedDataset, manifest: Manifest) -> None:
+    told = manifest.num_documents, manifest.bin_bytes, manifest.dtype
+    found = dataset.num_documents, bin_path(prefix).stat().st_size, dataset.dtype.name
+    if told != found:
+        raise RequestError(
+            "its manifest tells of {} documents, {} bytes and {}, the pair has {}, {} and {}".format(*told, *found),
+            action="the manifest is of other data: preprocess again, or copy all three files",
+            where=str(prefix),
+        )
+    if manifest.append_eod and dataset.num_sequences:
+        numbers = np.linspace(0, dataset.num_sequences - 1, _EOD_DOCUMENTS, dtype=np.int64)
+        if problem := eod_problem(dataset, manifest, numbers):
+            raise RequestError(
+                problem,
+                needed="exactly one EOD at the end of every document, as the manifest says",
+                action="look at it with inspect_data.py verify, and preprocess again",
+                where=str(prefix),
+            )
 
 
 def _read_token_folder(folder: Path | str, split: str) -> _PairReading:

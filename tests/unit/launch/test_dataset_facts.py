@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from pretrainkit.data.blend import make_blend, write_blend
 from pretrainkit.data.indexed import IndexedDatasetWriter
 from pretrainkit.errors import RequestError
 from pretrainkit.launch.dataset import read_dataset
@@ -67,6 +69,26 @@ def test_the_hash_is_of_the_content_not_the_place(dataset_folder: Path, tmp_path
 
     assert hash_of(tmp_path / "copy") == hash_of(dataset_folder)
     assert hash_of(tmp_path / "a") == hash_of(tmp_path / "moved" / "b") != hash_of(tmp_path / "other")
+
+
+def test_a_blend_file_gives_its_weights_and_is_checked_against_the_data(tmp_path: Path) -> None:
+    a, b = write_pair(tmp_path / "a", [10]), write_pair(tmp_path / "b", [30])
+    entries = make_blend([f"ja={a}:0.6", f"en={b}:0.2"])
+    write_blend(tmp_path / "mix.json", entries)
+    facts = read_dataset(str(tmp_path / "mix.json"), "1,0,0").facts
+    assert (facts.prefixes, facts.weights) == ((str(a), str(b)), (pytest.approx(0.75), pytest.approx(0.25)))
+    (tmp_path / "moved").mkdir()
+    write_blend(
+        tmp_path / "moved/mix.json", [replace(entry, prefix=f"../{Path(entry.prefix).name}") for entry in entries]
+    )
+    assert read_dataset(str(tmp_path / "moved/mix.json"), "1,0,0").facts == facts
+    write_pair(tmp_path / "a", [11])
+    assert "11 tokens, 10 when the blend was made" in wrong(str(tmp_path / "mix.json"))
+    for changed, found in (({"weight": -1.0}, "a weight above 0"), ({"prefix": str(b), "num_tokens": 30}, "twice")):
+        write_blend(tmp_path / "mix.json", [replace(entries[0], **changed), entries[1]])  # type: ignore[arg-type]
+        assert found in wrong(str(tmp_path / "mix.json"))
+    (tmp_path / "mix.json").write_text("{}")
+    assert "not a blend file" in wrong(str(tmp_path / "mix.json"))
 
 
 def wrong(path: str) -> str:
