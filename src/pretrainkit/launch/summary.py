@@ -46,16 +46,16 @@ def summarize_estimates(run: ResolvedRun) -> str:
         return "estimates  none on CPU"
     card = f" ({run.gpu_name})" if run.gpu_name else ""
     room = (
-        "unknown; --gpu_name or --gpu_memory_gib tells"
+        "--gpu_name or --gpu_memory_gib says what it has"
         if estimates.gpu_memory_gib is None
-        else f"{estimates.gpu_memory_gib:.1f} GiB{card}"
+        else f"it has {estimates.gpu_memory_gib:.1f} GiB{card}"
     )
     again = {"none": "none", "selective": "the MLPs", "full": f"{recompute.num_layers} layers of each stage"}
     lines = {
         "parameters": format_count(estimates.parameters),
         "memory": f"{estimates.memory_gib:.1f} GiB on the fullest GPU = {estimates.weights_gib:.1f} weights, gradients "
         f"and optimizer + {estimates.activations_gib:.1f} activations + {estimates.logits_gib:.1f} logits; "
-        f"it has {room}",
+        f"{room}",
         "recomputes": again[recompute.granularity],
     }
     if estimates.step_time_s is None or estimates.mfu is None or estimates.gpu_hours is None:
