@@ -168,7 +168,7 @@ def run_blend(arguments: argparse.Namespace) -> int:
         if arguments.total_tokens:
             line += f"  {entry.epochs_of(arguments.total_tokens):.2f} epochs"
         print(line)
-    print(f"--dataset_path {dataset_path(entries)!r}")
+    print(f"--dataset_path {arguments.output}, or for Megatron itself {dataset_path(entries)!r}")
     return 0
 
 

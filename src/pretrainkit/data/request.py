@@ -228,7 +228,7 @@ def _files_of(prefix: str) -> tuple[Path, Path, Path]:
 
 def check_outputs(plan: Plan, committed: int) -> None:
     """Refuse to touch finished outputs, unless --overwrite; the first `committed` ones are this very run's."""
-    folder = Path(plan.outputs[0].prefixes[0]).parent
+    folder = plan.state_folder.parent
     existing = [
         str(path)
         for output in plan.outputs[committed:]
