@@ -20,7 +20,7 @@ import ranks
 from pretrainkit.errors import EXIT_STOPPED_AFTER_SAVING
 from pretrainkit.training import resume
 from pretrainkit.training.records import read_metrics
-from pretrainkit.training.restarts import attempts
+from pretrainkit.training.restarts import attempts, idle_restarts
 
 pytestmark = pytest.mark.integration
 TRIALS = int(os.environ.get("PRETRAINKIT_TRIALS", "2"))
@@ -103,6 +103,42 @@ def test_a_signal_saves_within_a_step(
         saved = newest.step
     started = [attempt.start_step for attempt in attempts(metrics)]
     assert started == sorted(set(started))
+
+
+def test_a_signal_during_an_evaluation_cuts_it_short(
+    tiny: Path, tmp_path: Path, write_tiny_run: Callable[..., Path]
+) -> None:
+    # One evaluation would take minutes.
+    run_file = write_tiny_run(tiny, "evaluating", max_steps=10**6, save_interval=10**6, val_interval=3, val_steps=5000)
+    log = run_file.parent / "rank0.log"
+    (process,) = ranks.start_ranks(ranks.train_until_stopped, 1, [log], run_file=run_file)
+    wait_for_step(run_file.parent, 1, 3)
+    time.sleep(0.5)
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(20)
+    assert process.exitcode == EXIT_STOPPED_AFTER_SAVING, log.read_text()[-3000:]
+    newest = resume.newest_complete(run_file.parent / "checkpoints")
+    assert newest and newest.step == 3
+    records = read_metrics(run_file.parent / "metrics.jsonl")
+    assert not any("val_loss" in record for record in records)  # of some batches it would be another's
+    assert records[-1]["event"] == "stopped" and records[-1]["step"] == 3
+
+
+def test_a_signal_before_the_first_step_ends_at_once_and_is_no_failed_start(
+    tiny: Path, tmp_path: Path, write_tiny_run: Callable[..., Path]
+) -> None:
+    run_file = write_tiny_run(tiny, "early", max_steps=10**6, save_interval=1)
+    log = run_file.parent / "rank0.log"
+    for _ in range(5):
+        (process,) = ranks.start_ranks(ranks.train_until_stopped, 1, [log], run_file=run_file)
+        end = time.monotonic() + DEADLINE_S
+        while not (run_file.parent / "metrics.jsonl").exists() or "kernels" not in log.read_text():
+            assert process.is_alive() and time.monotonic() < end, log.read_text()[-3000:]
+            time.sleep(0.01)
+        os.kill(process.pid, signal.SIGTERM)
+        process.join(DEADLINE_S)
+        assert process.exitcode == EXIT_STOPPED_AFTER_SAVING, log.read_text()[-3000:]
+    assert idle_restarts(run_file.parent / "metrics.jsonl") == 0
 
 
 def test_a_full_disk_ends_the_run_and_leaves_the_last_good_checkpoint(

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from pretrainkit.config.schema import Recompute
+
 pytestmark = pytest.mark.integration
 
 
@@ -28,6 +30,27 @@ def start(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("start") / "nemo"
     convert(tiny, folder)
     return folder
+
+
+RECOMPUTATIONS: dict[str, tuple[Recompute, dict[str, Any]]] = {
+    "the MLPs": (Recompute("selective"), {}),
+    "one layer": (Recompute("full", 1), {}),
+    "all layers": (Recompute("full", 2), {}),
+    "all layers, TP=2 with SP": (Recompute("full", 2), {"tensor": 2, "sequence_parallel": True}),
+    "a layer of each stage": (Recompute("full", 1), {"pipeline": 2}),
+}
+
+
+@pytest.mark.parametrize(("recompute", "layout"), RECOMPUTATIONS.values(), ids=RECOMPUTATIONS.keys())
+def test_recomputation_changes_no_loss_and_no_gradient(
+    tiny: Path, start: Path, train_tiny: Callable[..., Any], recompute: Recompute, layout: dict[str, Any]
+) -> None:
+    kept = train_tiny(tiny, "kept", initial_checkpoint=start, **layout)
+    again = train_tiny(tiny, "again", initial_checkpoint=start, recompute=recompute, **layout)
+    assert losses(again) == losses(kept)
+    assert [record["grad_norm"] for record in again if "loss" in record] == [
+        record["grad_norm"] for record in kept if "loss" in record
+    ]
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {

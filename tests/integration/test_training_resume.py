@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from pretrainkit.training import resume
+
 pytestmark = pytest.mark.integration
 
 
@@ -52,6 +54,29 @@ def test_a_changed_batch_goes_on_from_the_same_sample(tiny: Path, train_tiny: Ca
     records = train_tiny(tiny, "changed", max_steps=6, save_interval=2, global_batch_size=8, data_parallel=2)
     starts = [record for record in records if record.get("event") == "start"]
     assert [(start["step"], start["consumed_samples"]) for start in starts] == [(0, 0), (2, 8), (4, 24)]
+
+
+def test_a_checkpoint_without_optimizer_state_is_continued_with_new_moments(
+    tiny: Path, tmp_path: Path, train_tiny: Callable[..., Any]
+) -> None:
+    settings = {"save_interval": 1, "keep_optimizer_last": 2}
+    reference = by_step(train_tiny(tiny, "small", max_steps=4, **settings))
+    checkpoints = tmp_path / "small" / "checkpoints"
+    saved = resume.all_complete(checkpoints)
+    assert [(each.step, resume.has_optimizer_state(each)) for each in saved] == [
+        (1, False),
+        (2, False),
+        (3, True),
+        (4, True),
+    ]
+    assert saved[0].num_bytes < saved[-1].num_bytes / 2
+    for old in saved[2:]:
+        resume.remove(old)
+    with pytest.raises(AssertionError, match="it holds no optimizer state"):
+        train_tiny(tiny, "small", max_steps=4, **settings)
+    again = by_step(train_tiny(tiny, "small", max_steps=4, reset_optimizer=True, **settings))
+    assert again[3][0] == pytest.approx(reference[3][0], rel=1e-6)  # the weights are those of step 2
+    assert again[4][0] != reference[4][0]
 
 
 def test_reset_moments_leave_weights_and_data_as_they_were(tiny: Path, train_tiny: Callable[..., Any]) -> None:

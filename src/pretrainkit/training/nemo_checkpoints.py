@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import time
 from pathlib import Path
@@ -60,8 +59,7 @@ class Checkpoints(AsyncFinalizerCallback, Checkpoint):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         # An error of ours is raised on all ranks: they can still end together what they began.
         if self._saver.current and isinstance(exception, PretrainkitError):
-            with contextlib.suppress(CheckpointError):  # the first error is the one to tell
-                self._look(trainer, wait=True, may_retry=False)
+            self._look(trainer, wait=True, is_last=True)
 
     def _save(self, trainer: pl.Trainer, *, is_last: bool, attempt: int = 1) -> None:
         if self._saver.current and (is_last or trainer.global_step != self._step):
@@ -72,7 +70,7 @@ class Checkpoints(AsyncFinalizerCallback, Checkpoint):
                     trainer.global_step,
                     self._step,
                 )
-            self._look(trainer, wait=True, may_retry=not is_last)
+            self._look(trainer, wait=True, is_last=is_last)
         if trainer.global_step == self._step:
             return
         while failure := self._write(trainer, wait=is_last or not self._run.async_save, attempt=attempt):
@@ -95,15 +93,21 @@ class Checkpoints(AsyncFinalizerCallback, Checkpoint):
             self._recorder.skip_time()
         return failure
 
-    def _look(self, trainer: pl.Trainer, *, wait: bool, may_retry: bool = True) -> None:
-        """End the save that is being written if it is done; should it have failed, save this step in its place."""
+    def _look(self, trainer: pl.Trainer, *, wait: bool, is_last: bool = False) -> None:
+        """End the save that is being written if it is done; should it have failed, save this step in its place.
+
+        With `is_last` this step is the caller's business.
+        """
+        step = self._step
         failure = self._end(trainer, wait=wait)
         if failure is None:
             return
-        if may_retry and self._may_retry(failure, self._attempt):
+        if is_last:
+            log.warning("a save failed (%s): step %d is lost", failure.message, step)
+        elif self._may_retry(failure, self._attempt):
             self._save(trainer, is_last=False, attempt=self._attempt + 1)
         else:
-            self._miss(failure, self._step, is_last=False)
+            self._miss(failure, step, is_last=False)
 
     def _end(self, trainer: pl.Trainer, *, wait: bool) -> SaveFailure | None:
         save = self._saver.current

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import os
 import signal
+import sys
+import threading
 import time
-from typing import Any
+from collections.abc import Callable
 
 import psutil
 
@@ -24,20 +26,29 @@ class StopRequests:
     """Notes the signals that this rank gets, from its beginning on.
 
     Before the first step there is nothing to save: until `begin_steps` a signal ends the rank at once.
+
+    Schedulers signal every process of a job: those that read data or write checkpoints for this rank, too, and they
+    are needed until it has saved. So the signals are blocked, which processes inherit that are started from now on,
+    and a thread of the rank waits for them. (Handlers would not do: torch sets its own in a DataLoader's workers, and
+    a new program starts without any.)
     """
 
     def __init__(self) -> None:
         self._asked, self._has_steps = False, False
         self._deadline_s = math.inf
-        self._process = os.getpid()
-        for number in STOP_SIGNALS:
-            signal.signal(number, self._ask)
+        self._note: Callable[[], None] | None = None
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        threading.Thread(target=self._listen, name="stop signals", daemon=True).start()
 
     def limit_time(self, time_limit: str | None, time_margin: str) -> None:
         """Ask for an end `time_margin` before `time_limit` is over, counted from the beginning of this process."""
         if time_limit:
             allowed_s = parse_duration(time_limit) - parse_duration(time_margin)
             self._deadline_s = psutil.Process().create_time() + allowed_s
+
+    def note_end_by(self, note: Callable[[], None]) -> None:
+        """Call `note` should a signal end the rank before its first step."""
+        self._note = note
 
     def begin_steps(self) -> None:
         """From now on a signal is only noted."""
@@ -51,11 +62,15 @@ class StopRequests:
             self._asked = True
         return self._asked
 
-    def _ask(self, number: int, frame: Any) -> None:
-        if os.getpid() != self._process:
-            return  # a process that writes or reads for this rank goes on until the rank ends it
-        self._asked = True
-        if not self._has_steps:
-            log.warning("got %s before the first step: there is nothing to save", signal.Signals(number).name)
-            raise SystemExit(EXIT_STOPPED_AFTER_SAVING)
-        log.warning("got %s: stopping after this step", signal.Signals(number).name)
+    def _listen(self) -> None:
+        while True:
+            name = signal.Signals(signal.sigwait(STOP_SIGNALS)).name
+            if not self._has_steps:
+                log.warning("got %s before the first step: there is nothing to save", name)
+                if self._note:
+                    self._note()
+                sys.stderr.flush()
+                os._exit(EXIT_STOPPED_AFTER_SAVING)
+            if not self._asked:
+                log.warning("got %s: stopping after this step", name)
+            self._asked = True

@@ -16,7 +16,15 @@ from pretrainkit.config.resolve import RunFacts, resolve
 from pretrainkit.config.run_file import read_run
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import RequestError
-from pretrainkit.launch.experiment import LAUNCHER_LOCK, RANKS_LOCK, locked, new_attempt, wait_for_ranks, write_run_file
+from pretrainkit.launch.experiment import (
+    LAUNCHER_LOCK,
+    RANKS_LOCK,
+    changes_since_last_start,
+    locked,
+    new_attempt,
+    wait_for_ranks,
+    write_run_file,
+)
 
 
 @pytest.fixture
@@ -51,6 +59,25 @@ def other(run: ResolvedRun, **changes: Any) -> ResolvedRun:
 
 def save_a_checkpoint(run: ResolvedRun) -> None:
     (Path(run.experiment_dir) / "checkpoints" / "step_00000001").mkdir(parents=True)
+
+
+def test_other_data_goes_on_where_that_is_allowed(run: ResolvedRun) -> None:
+    write_run_file(run)
+    save_a_checkpoint(run)
+    changed = dataclasses.replace(run, dataset=dataclasses.replace(run.dataset, data_hash="other"))
+    with pytest.raises(RequestError, match=r"dataset\.data_hash was(.|\n)*--allow_data_change"):
+        write_run_file(changed)
+    allowed = other(changed, data__allow_data_change=True)
+    assert read_run(write_run_file(allowed)).dataset.data_hash == "other"
+    # It allows nothing but data.
+    with pytest.raises(RequestError, match=r"config\.training\.seed"):
+        write_run_file(other(allowed, training__seed=7))
+
+
+def test_how_a_run_begins_and_what_it_takes_are_no_changes(run: ResolvedRun) -> None:
+    write_run_file(dataclasses.replace(run, start_mode="random"))
+    save_a_checkpoint(run)
+    assert changes_since_last_start(dataclasses.replace(run, start_mode="continue")) == {}
 
 
 IDENTITY = {

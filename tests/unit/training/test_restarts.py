@@ -66,6 +66,17 @@ def test_restarts_without_a_new_step_are_counted(metrics: Path, runs: list[tuple
     assert idle_restarts(metrics) == idle
 
 
+def test_a_start_that_was_asked_to_stop_is_not_one_in_vain(metrics: Path) -> None:
+    record(metrics, (8, 10), (8, 10), (8, 9))
+    for _ in range(5):
+        record(metrics, (8, 8))
+        RunRecorder(
+            metrics, tokens_per_sample=2, samples_per_step=4, flops_per_token=1.0, max_steps=99, world_size=1
+        ).event("stopped", step=8)
+    assert attempts(metrics)[-1] == Attempt(8, 8, was_stopped=True)
+    assert idle_restarts(metrics) == 2
+
+
 def test_the_fourth_restart_in_vain_is_refused(make_run: Callable[..., ResolvedRun], metrics: Path) -> None:
     record(metrics, (8, 10), (8, 10), (8, 9))
     refuse_endless_restarts(make_run(), "checkpoints/step_00000008")
