@@ -6,6 +6,7 @@ built without Transformer Engine) lives in its own module; here they are connect
 
 from __future__ import annotations
 
+import functools
 import logging as python_logging
 import time
 from collections.abc import Callable
@@ -78,6 +79,7 @@ def train(
             trackers=open_trackers(run, furthest),
         )
         recorder.event("start", **plan.to_json(), world_size=run.world_size, kernels=chosen.to_json())
+        requests.note_end_by(functools.partial(recorder.event, "stopped", step=plan.step))
         log.info("kernels: %s", chosen)
         log.info("starting at step %d of %d", plan.step, run.max_steps)
 
