@@ -66,8 +66,12 @@ class History:
     """Restarts in a row, up to now, without a new step."""
     bad_steps: tuple[int, ...]
     """Steps with a bad loss (event bad_loss)."""
+    missed_saves: tuple[int, ...]
+    """Steps whose checkpoint could not be written (event missed_save)."""
     newest_checkpoint: str | None
     num_checkpoints: int
+    num_with_optimizer_state: int
+    """Of the complete ones."""
     checkpoint_problem: str
     """Why there is none to continue from, where there should be."""
     logs: tuple[AttemptLogs, ...]
@@ -100,8 +104,10 @@ class History:
             "idle_restarts": self.idle_restarts,
             "replayed_steps": self.num_replayed_steps,
             "bad_steps": list(self.bad_steps),
+            "missed_saves": list(self.missed_saves),
             "newest_checkpoint": self.newest_checkpoint,
             "complete_checkpoints": self.num_checkpoints,
+            "with_optimizer_state": self.num_with_optimizer_state,
             "checkpoint_problem": self.checkpoint_problem,
             "logs": [asdict(log) for log in self.logs],
         }
@@ -132,8 +138,9 @@ class History:
                 for start in self.starts
             ),
             ("bad steps", ", ".join(map(str, self.bad_steps)) or "none"),
+            ("no save", ", ".join(map(str, self.missed_saves)) or "none"),
             ("checkpoint", self.newest_checkpoint or self.checkpoint_problem or "none"),
-            ("", f"{self.num_checkpoints} complete"),
+            ("", f"{self.num_checkpoints} complete, {self.num_with_optimizer_state} with optimizer state"),
             *(
                 (
                     "logs",
@@ -163,6 +170,7 @@ def read_history(experiment: Path) -> History:
         newest = resume.newest_complete(checkpoints)
     except CheckpointError as error:
         problem = str(error)
+    complete = resume.all_complete(checkpoints)
     starts = [record for record in records if record.get("event") == "start"]
     return History(
         experiment=str(experiment),
@@ -179,8 +187,10 @@ def read_history(experiment: Path) -> History:
         ),
         idle_restarts=restarts.idle_restarts(metrics),
         bad_steps=tuple(sorted({record["step"] for record in records if record.get("event") == "bad_loss"})),
+        missed_saves=tuple(sorted({record["step"] for record in records if record.get("event") == "missed_save"})),
         newest_checkpoint=str(newest.path) if newest else None,
-        num_checkpoints=len(resume.all_complete(checkpoints)),
+        num_checkpoints=len(complete),
+        num_with_optimizer_state=sum(map(resume.has_optimizer_state, complete)),
         checkpoint_problem=problem,
         logs=tuple(_logs(experiment)),
         last_record=trained[-1] if trained else {},
