@@ -52,10 +52,12 @@ def kill_all(process: Any) -> None:
     process.join()
 
 
+@pytest.mark.parametrize("async_save", ["off", "on"])
 def test_a_checkpoint_is_always_there_whenever_a_run_is_killed(
-    tiny: Path, tmp_path: Path, write_tiny_run: Callable[..., Path]
+    tiny: Path, tmp_path: Path, write_tiny_run: Callable[..., Path], async_save: str
 ) -> None:
-    run_file = write_tiny_run(tiny, "killed", max_steps=10**6, save_interval=1, keep_last=2, restart_limit=0)
+    settings = {"save_interval": 1, "keep_last": 2, "restart_limit": 0, "async_save": async_save}
+    run_file = write_tiny_run(tiny, "killed", max_steps=10**6, **settings)
     checkpoints, log = run_file.parent / "checkpoints", run_file.parent / "rank0.log"
     chance = random.Random(5)
     newest, cut_short = 0, 0
@@ -77,7 +79,7 @@ def test_a_checkpoint_is_always_there_whenever_a_run_is_killed(
         cut_short += any(not (folder / resume.COMMIT_MARK).exists() for folder in checkpoints.glob("step_????????"))
     print(f"{TRIALS} kills, {cut_short} in the midst of a save, {newest} steps")
     # The last one loads, as those before did: each attempt went on from there.
-    final = write_tiny_run(tiny, "killed", max_steps=newest + 1, save_interval=1, restart_limit=0)
+    final = write_tiny_run(tiny, "killed", max_steps=newest + 1, **settings)
     ranks.run_ranks(ranks.train_rank, 1, run_file.parent, run_file=final)
     assert attempts(run_file.parent / "metrics.jsonl")[-1].start_step == newest
 

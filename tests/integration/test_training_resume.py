@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from pretrainkit.config.run_file import read_run
 from pretrainkit.training import resume
 
 pytestmark = pytest.mark.integration
@@ -23,10 +24,13 @@ def tiny(make_hf_llama: Callable[..., Path]) -> Path:
     return make_hf_llama()
 
 
-def test_resumed_losses_equal_unbroken_ones(tiny: Path, train_tiny: Callable[..., Any]) -> None:
+def test_resumed_losses_equal_unbroken_ones(tiny: Path, tmp_path: Path, train_tiny: Callable[..., Any]) -> None:
     unbroken = train_tiny(tiny, "unbroken", max_steps=8)
     train_tiny(tiny, "stopped", max_steps=4)
+    assert read_run(tmp_path / "stopped" / "run.json").start_mode == "random"
     resumed = train_tiny(tiny, "stopped", max_steps=8)
+    assert read_run(tmp_path / "stopped" / "run.json").start_mode == "continue"
+    assert [record["mode"] for record in resumed if record.get("event") == "start"] == ["random", "continue"]
     assert by_step(resumed) == by_step(unbroken)
     assert sorted(by_step(unbroken)) == list(range(1, 9))
 

@@ -12,6 +12,7 @@ from pretrainkit.errors import PretrainkitError
 
 _START = b'{"event": "start"'
 _STOPPED = b'{"event": "stopped"'
+_SAVED = b'{"event": "checkpoint"'
 """How lines of these events begin in metrics.jsonl (`pretrainkit.training.records`)."""
 
 
@@ -42,6 +43,16 @@ def attempts(metrics: Path) -> list[Attempt]:
             position = found + 1
         ends = [*starts[1:], len(content)]
         return [_attempt(content, begin, end) for begin, end in zip(starts, ends, strict=True)]
+
+
+def last_saved_step(metrics: Path) -> int | None:
+    """The step of the newest checkpoint that a metrics.jsonl tells of; None when it tells of none."""
+    if not metrics.exists() or not metrics.stat().st_size:
+        return None
+    with metrics.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        begin = content.rfind(_SAVED)
+        end = content.find(b"\n", begin)
+        return None if begin < 0 or end < 0 else int(json.loads(content[begin:end])["step"])
 
 
 def _attempt(content: mmap.mmap, begin: int, end: int) -> Attempt:

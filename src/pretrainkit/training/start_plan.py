@@ -89,6 +89,8 @@ def plan_start(run: ResolvedRun) -> StartPlan:
     experiment = Path(run.experiment_dir)
     newest = resume.newest_complete(experiment / resume.CHECKPOINTS)
     step, consumed_samples = (newest.step, newest.consumed_samples) if newest else (0, 0)
+    if newest is None:
+        _refuse_lost_run(experiment)
     if newest:
         _check_batch(run, newest)
         mode, checkpoint, optimizer_state = CONTINUE, str(newest.path), _optimizer_state(run, newest)
@@ -137,6 +139,19 @@ def prepare(run: ResolvedRun, plan: StartPlan) -> None:
 
 def _own_checkpoint(plan: StartPlan) -> str | None:
     return plan.checkpoint if plan.mode == CONTINUE else None
+
+
+def _refuse_lost_run(experiment: Path) -> None:
+    """Refuse to begin anew where a checkpoint was saved once and is gone."""
+    step = restarts.last_saved_step(experiment / "metrics.jsonl")
+    if step is not None:
+        raise CheckpointError(
+            f"no checkpoint is here, but metrics.jsonl tells of one that was saved at step {step}",
+            needed=f"{resume.CHECKPOINTS}/{resume.checkpoint_name(step)}, or an older one",
+            action="restore one from a backup; to begin anew move the experiment's folder away, or take another "
+            "--experiment",
+            where=str(experiment),
+        )
 
 
 def _check_batch(run: ResolvedRun, newest: resume.Checkpoint) -> None:

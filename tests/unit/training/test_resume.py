@@ -41,6 +41,16 @@ def damage_of_the_mark(folder: Path) -> None:
     (folder / resume.COMMIT_MARK).write_text('{"step": 10')
 
 
+@pytest.mark.parametrize(
+    "content", [b"", b"12", b"abc", b"999", b"null", b"[]", b"{}", b"\xff\xfe\x00", b'{"step": 10']
+)
+def test_a_torn_mark_is_passed_over(tmp_path: Path, content: bytes) -> None:
+    save(tmp_path, 5)
+    (save(tmp_path, 10) / resume.COMMIT_MARK).write_bytes(content)
+    found = resume.newest_complete(tmp_path)
+    assert found is not None and found.step == 5
+
+
 def lack_of_the_mark(folder: Path) -> None:
     (folder / resume.COMMIT_MARK).unlink()
 

@@ -17,6 +17,20 @@ MakeRun = Callable[..., ResolvedRun]
 Save = Callable[..., Any]
 
 
+def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew(
+    tmp_path: Path, make_run: Callable[..., ResolvedRun]
+) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"event": "start", "step": 0}\n{"step": 1}\n')
+    assert plan_start(make_run()).mode == RANDOM  # it never saved
+    with metrics.open("a") as file:
+        file.write('{"event": "checkpoint", "step": 4, "path": "x"}\n{"event": "checkpoint", "step": 8, "path": "x"}\n')
+    with pytest.raises(
+        CheckpointError, match=r"saved at step 8(.|\n)*step_00000008(.|\n)*move the experiment's folder"
+    ):
+        plan_start(make_run())
+
+
 def test_a_new_run_starts_from_random_or_given_weights(make_run: MakeRun) -> None:
     plan = plan_start(make_run())
     assert (plan.mode, plan.checkpoint, plan.step, plan.optimizer_state) == (RANDOM, None, 0, "zero")
