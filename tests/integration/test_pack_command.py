@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import random
@@ -107,6 +108,36 @@ def test_a_ready_set_is_not_made_again_and_a_changed_request_is_refused(
     source.write_text(source.read_text() + '{"text": "one more"}\n')
     assert "other inputs" in pack_dataset(*words, code=2).stderr
     assert "41 records" in pack_dataset(*words, "--overwrite").stdout
+
+
+@pytest.mark.parametrize("form", ["jsonl", "gz", "parquet", "saved"])
+def test_touched_inputs_are_read_and_known_again(
+    form: str, common: list[object], jsonl_file: Path, tmp_path: Path
+) -> None:
+    source = tmp_path / f"in.{form}"
+    data = jsonl_file.read_bytes()
+    if form in ("parquet", "saved"):
+        rows = datasets.Dataset.from_dict({"text": [json.loads(line)["text"] for line in data.splitlines()]})
+        rows.to_parquet(str(source)) if form == "parquet" else rows.save_to_disk(str(source))
+    else:
+        source.write_bytes(gzip.compress(data) if form == "gz" else data)
+    words = ["--input", source, "--output_dir", tmp_path / "set", *common]
+    pack_dataset(*words)
+    before = json.loads((tmp_path / "set" / "packed.json").read_text())
+    file = next(source.glob("*.arrow")) if form == "saved" else source
+    copy = file.with_name("copy")
+    copy.write_bytes(file.read_bytes())
+    copy.replace(file)  # another inode and time, the same content
+    done = pack_dataset(*words)
+    assert "was ready" in done.stdout and "same content" in done.stderr
+    after = json.loads((tmp_path / "set" / "packed.json").read_text())
+    assert after["fingerprint"] == before["fingerprint"] and after["inputs"] != before["inputs"]
+    assert "same content" not in pack_dataset(*words).stderr, "now it is known without reading"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    refused = pack_dataset(*words, code=2).stderr
+    assert "other inputs (" in refused and f"{file.name} changed since" in refused
 
 
 def test_a_bad_record_is_named_or_set_aside(common: list[object], tmp_path: Path) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pretrainkit.data import encoder
+from pretrainkit.data.input_content import InputState, hash_file, look_at, same_places
 from pretrainkit.data.machine_defaults import MachineSettings
 from pretrainkit.data.packed import FORMAT, PackedManifest, read_packed_manifest
 from pretrainkit.data.sources import resolve_inputs
@@ -52,18 +53,47 @@ class PackPlan:
     machine: MachineSettings
     tokenizer: TokenizerFile
     settings: dict[str, Any]
-    fingerprint: str
+    inputs: tuple[InputState, ...]
+    """As they lie on the disk now; of a hub dataset none."""
+    paths: tuple[str, ...]
+    """Of the inputs."""
 
     @property
     def staging(self) -> Path:
         """Folder of unfinished work, which the next preparer continues."""
         final = self.request.output_dir
-        return final.with_name(f"{final.name}.staging-{self.fingerprint[:16]}")
+        key = _digest([self.settings, [state.place for state in self.inputs]])
+        return final.with_name(f"{final.name}.staging-{key[:16]}")
+
+    def fingerprint(self, inputs: tuple[InputState, ...]) -> str:
+        """Of the settings and of what the inputs hold, whenever and wherever they were written."""
+        return _digest([self.settings, [state.content for state in inputs]])
 
     def finished(self) -> PackedManifest | None:
-        """The set, if it is there and of this very request."""
+        """The set, if it is there and of this very request, from files that are untouched since. Reads no input."""
         manifest = read_packed_manifest(self.request.output_dir)
-        return manifest if manifest is not None and manifest.fingerprint == self.fingerprint else None
+        if manifest is None or manifest.settings != self.settings or not same_places(self.inputs, manifest.inputs):
+            return None
+        return manifest
+
+    def touched(self) -> tuple[PackedManifest, tuple[InputState, ...]] | None:
+        """The set, if it was made by this request, and the inputs, if they hold the same as then: reads them.
+
+        None when no such set is there, or when it is to be replaced. Raises RequestError when the inputs hold
+        something else and it is not.
+        """
+        manifest = read_packed_manifest(self.request.output_dir)
+        if manifest is None or manifest.settings != self.settings:
+            return None
+        now = tuple(
+            replace(state, xxh3_128=hash_file(path)) for state, path in zip(self.inputs, self.paths, strict=True)
+        )
+        if self.fingerprint(now) == manifest.fingerprint:
+            return manifest, now
+        if self.request.overwrite:
+            return None
+        changed = [new.name for new, old in zip(now, manifest.inputs, strict=True) if new.content != old.content]
+        raise _other_set(self.request.output_dir, f"inputs ({', '.join(changed[:3])} changed since)")
 
 
 def make_pack_plan(request: PackRequest, machine: MachineSettings) -> PackPlan:
@@ -71,20 +101,15 @@ def make_pack_plan(request: PackRequest, machine: MachineSettings) -> PackPlan:
     if request.sequence_length < 2:
         raise RequestError(f"{request.sequence_length}", where="--sequence_length", needed="2 or more")
     tokenizer = load_tokenizer(request.tokenizer_model, request.eod_token)
-    if request.append_eod and tokenizer.eod_id is None:
-        raise RequestError(
-            "documents are to end with EOD, but this tokenizer names no EOS token",
-            where=request.tokenizer_model,
-            action="name the token with --eod_token, or give --no-append_eod",
-        )
-    if request.add_bos and tokenizer.bos_id is None:
-        raise RequestError("--add_bos, but this tokenizer names no BOS token", where=request.tokenizer_model)
+    eod_id = tokenizer.need_eod("--append_eod (else --no-append_eod)") if request.append_eod else None
+    bos_id = tokenizer.need_bos("--add_bos") if request.add_bos else None
+    names, inputs, paths = _inputs(request)
     settings = {
         "format": FORMAT,
-        "inputs": _inputs(request),
+        "inputs": names,
         "tokenizer": tokenizer.sha256,
-        "eod_id": tokenizer.eod_id if request.append_eod else None,
-        "bos_id": tokenizer.bos_id if request.add_bos else None,
+        "eod_id": eod_id,
+        "bos_id": bos_id,
         "special_tokens_in_text": request.special_tokens_in_text,
         "text_column": request.text_column,
         "text_documents": request.text_documents,
@@ -94,20 +119,26 @@ def make_pack_plan(request: PackRequest, machine: MachineSettings) -> PackPlan:
         "packing": request.packing,
         "versions": encoder.versions(),
     }
-    fingerprint = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
-    plan = PackPlan(request, machine, tokenizer, settings, fingerprint)
+    plan = PackPlan(request, machine, tokenizer, settings, inputs, paths)
     _check_output(plan)
     return plan
 
 
-def _inputs(request: PackRequest) -> list[Any]:
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _inputs(request: PackRequest) -> tuple[list[Any], tuple[InputState, ...], tuple[str, ...]]:
+    """Names and sizes of the inputs, their places, and their paths."""
     hub = [name for name in request.inputs if name.startswith(HUB)]
     if not hub:
         sources = resolve_inputs(request.inputs, request.text_documents)
-        return [[source.relative, source.num_bytes, source.modified_ns] for source in sources]
+        states = tuple(look_at(source.relative, source.path) for source in sources)
+        names = [[state.name, state.num_bytes] for state in states]
+        return names, states, tuple(source.path for source in sources)
     if len(request.inputs) > 1:
         raise RequestError("a hub dataset among several inputs", where="--input", needed="it alone")
-    return [[hub[0], request.hub_split, request.hub_revision]]
+    return [[hub[0], request.hub_split, request.hub_revision]], (), ()
 
 
 def _check_output(plan: PackPlan) -> None:
@@ -122,10 +153,14 @@ def _check_output(plan: PackPlan) -> None:
         if not folder.is_dir() or any(folder.iterdir()):
             raise RequestError("there, and no packed set", where=str(folder), action="give another --output_dir")
         return
-    if manifest.fingerprint != plan.fingerprint:
-        different = [name for name, value in plan.settings.items() if manifest.settings.get(name) != value]
-        raise RequestError(
-            f"a packed set of other {', '.join(different)} is here",
-            where=str(folder),
-            action="give another --output_dir, or --overwrite to replace it once the new one is complete",
-        )
+    different = [name for name, value in plan.settings.items() if manifest.settings.get(name) != value]
+    if different:
+        raise _other_set(folder, ", ".join(different))
+
+
+def _other_set(folder: Path, difference: str) -> RequestError:
+    return RequestError(
+        f"a packed set of other {difference} is here",
+        where=str(folder),
+        action="give another --output_dir, or --overwrite to replace it once the new one is complete",
+    )

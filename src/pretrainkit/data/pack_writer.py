@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
@@ -40,17 +40,27 @@ def pack_dataset(plan: PackPlan, *, timeout_s: float = 24 * 3600.0) -> tuple[Pac
     May be called by all processes of a distributed run at once (see `pretrainkit.data.preparer`). Raises
     DataError when an input is bad, Stopped (exit code 85) on SIGTERM; the next call continues what is unfinished.
     """
-    prepared = prepare_once(
-        plan.request.output_dir, lambda: plan.finished() is not None, lambda: _prepare(plan), timeout_s=timeout_s
+    made: list[bool] = []
+    prepare_once(
+        plan.request.output_dir,
+        lambda: plan.finished() is not None,
+        lambda: made.append(_prepare(plan)),
+        timeout_s=timeout_s,
     )
     manifest = plan.finished()
     assert manifest is not None
-    return manifest, prepared
+    return manifest, made == [True]
 
 
-def _prepare(plan: PackPlan) -> None:
+def _prepare(plan: PackPlan) -> bool:
+    """Make the set; False when one is there whose inputs were touched but hold the same."""
     began = time.monotonic()
     final = plan.request.output_dir
+    if found := plan.touched():
+        ready, inputs = found
+        files.write_json(final / MARK, manifest_to_json(replace(ready, inputs=inputs)))
+        LOGGER.info("%s was made of inputs with the same content", final)
+        return False
     for old in [*files.leftovers(final), *final.parent.glob(f"{final.name}.staging-*")]:
         if old != plan.staging:
             shutil.rmtree(old, ignore_errors=True)
@@ -71,8 +81,8 @@ def _prepare(plan: PackPlan) -> None:
             written = _write_files(plan, packing, pair.tokens, folder)
             if plan.request.packing == "concat":
                 np.save(folder / DOCUMENTS, _lengths_within(pair.sequence_lengths, packing.num_tokens))
-            _write_hugging_face_records(plan, folder, [entry.name for entry in written])
             manifest = _manifest(plan, packing, documents, written, time.monotonic() - began)
+            _write_hugging_face_records(manifest.fingerprint, folder, [entry.name for entry in written])
             rejects = plan.staging / "documents.rejects.jsonl"
             if rejects.is_file():
                 shutil.copyfile(rejects, folder / "rejects.jsonl")
@@ -99,6 +109,7 @@ def _prepare(plan: PackPlan) -> None:
         packing.num_dropped,
         format_duration(time.monotonic() - began),
     )
+    return True
 
 
 def _encode(plan: PackPlan) -> tuple[Path, Manifest]:
@@ -220,12 +231,12 @@ def _lengths_within(lengths: NDArray[np.int32], num_tokens: int) -> NDArray[np.i
     return kept[kept > 0]
 
 
-def _write_hugging_face_records(plan: PackPlan, folder: Path, names: list[str]) -> None:
+def _write_hugging_face_records(fingerprint: str, folder: Path, names: list[str]) -> None:
     """What `datasets.load_from_disk` looks for; the columns' types it takes from the Arrow files."""
     files.write_json(folder / "dataset_info.json", {"description": "Made by pretrainkit.", "citation": ""})
     state: dict[str, Any] = {
         "_data_files": [{"filename": name} for name in names],
-        "_fingerprint": plan.fingerprint[:16],
+        "_fingerprint": fingerprint[:16],
         "_format_columns": None,
         "_format_kwargs": {},
         "_format_type": None,
@@ -238,9 +249,14 @@ def _write_hugging_face_records(plan: PackPlan, folder: Path, names: list[str]) 
 def _manifest(
     plan: PackPlan, packing: Packing, documents: Manifest, written: list[PackedFile], elapsed_s: float
 ) -> PackedManifest:
+    inputs = plan.inputs
+    if inputs:  # the data engine has hashed what it read
+        hashes = [entry.xxh3_128 for entry in documents.inputs]
+        inputs = tuple(replace(state, xxh3_128=found) for state, found in zip(inputs, hashes, strict=True))
     return PackedManifest(
-        fingerprint=plan.fingerprint,
+        fingerprint=plan.fingerprint(inputs),
         settings=plan.settings,
+        inputs=inputs,
         sequence_length=packing.sequence_length,
         packing=plan.request.packing,
         num_sequences=packing.num_sequences,

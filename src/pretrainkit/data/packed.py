@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pretrainkit.data.input_content import InputState
 from pretrainkit.data.manifest import TokenizerRecord, decode_record
 from pretrainkit.errors import DataError, RequestError
 from pretrainkit.files import read_json
@@ -40,9 +41,11 @@ class PackedManifest:
     """A packed set's record; in its folder, which gets its name when all is complete."""
 
     fingerprint: str
-    """Of inputs, tokenizer and settings."""
+    """Of the settings and the inputs' hashes."""
     settings: dict[str, Any]
-    """What the fingerprint is made of."""
+    """How it was made: tokenizer, names and sizes of inputs, packing, versions of libraries."""
+    inputs: tuple[InputState, ...]
+    """The files that were read; of a hub dataset none."""
     sequence_length: int
     packing: str
     """`concat` or `bestfit`."""
@@ -78,7 +81,7 @@ def read_packed_manifest(folder: Path) -> PackedManifest | None:
     if not path.is_file():
         return None
     try:
-        return decode_record(PackedManifest, read_json(path), FORMAT, {"files": PackedFile})
+        return decode_record(PackedManifest, read_json(path), FORMAT, {"files": PackedFile, "inputs": InputState})
     except FileNotFoundError:  # replaced by a new set at this very moment
         return None
     except (ValueError, TypeError, KeyError, AttributeError) as error:

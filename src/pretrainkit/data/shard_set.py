@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import mmap
 from collections import OrderedDict
@@ -24,6 +23,7 @@ from pretrainkit.data.shard_index import (
     shard_name,
 )
 from pretrainkit.data.shard_tar import decode_ids
+from pretrainkit.data.shard_urls import beside, expand, fetch, is_url
 from pretrainkit.errors import DataError, RequestError
 
 OPEN_STREAMS = 32
@@ -65,7 +65,7 @@ class ShardSet:
     @property
     def data_hash(self) -> str:
         """Changes when the content of the shards does, not their place."""
-        content = " ".join(f"{record.shard_id}:{record.tar_xxh3_128}" for record in self.records)
+        content = " ".join(f"{shard.record.shard_id}:{shard.record.tar_xxh3_128}" for shard in self.shards)
         return hashlib.sha256(content.encode()).hexdigest()
 
 
@@ -85,25 +85,12 @@ def open_shards(urls: str | Path | list[str]) -> ShardSet:
             shards = _whole_folder(Path(urls))
         else:
             names = [str(urls)] if isinstance(urls, str | Path) else urls
-            shards = [_open(url) for name in names for url in _expand(name)]
+            shards = [_open(url) for name in names for url in expand(name)]
     except DataError as error:
         raise RequestError(error.found, where=error.where, needed=error.needed, action=error.action) from error
     records = tuple(record for record, _ in shards)
     _check_settings(records, str(urls))
     return ShardSet(tuple(shard for _, shard in shards if shard is not None), records)
-
-
-def _expand(name: str) -> list[str]:
-    import braceexpand
-
-    names = list(braceexpand.braceexpand(name)) if "{" in name else [name]
-    found = []
-    for one in names:
-        matches = sorted(glob.glob(one)) if "*" in one else [one]  # noqa: PTH207
-        if not matches:
-            raise RequestError("no such shard", where=one)
-        found += matches
-    return found
 
 
 def _whole_folder(folder: Path) -> list[tuple[ShardRecord, Shard | None]]:
@@ -128,18 +115,18 @@ def _whole_folder(folder: Path) -> list[tuple[ShardRecord, Shard | None]]:
 
 
 def _open(url: str, record: ShardRecord | None = None) -> tuple[ShardRecord, Shard | None]:
-    local = Path(url.removeprefix("file:"))
-    if ":" not in url.removeprefix("file:").split("/")[0]:
+    if not is_url(url):
+        local = Path(url.removeprefix("file:"))
         record = record or read_record(local.with_suffix(".json"))
         if not record.num_samples:
             return record, None
         table = _local_file(local.with_suffix(".samples"), record.num_samples * SAMPLE.itemsize)
         _local_file(local, record.tar_bytes)
         return record, Shard(str(local), record, np.memmap(table, SAMPLE, "r"), is_local=True)
-    record = record_from_json(orjson.loads(_fetch(_beside(url, ".json"))), url)
+    record = record_from_json(orjson.loads(fetch(beside(url, ".json"))), url)
     if not record.num_samples:
         return record, None
-    table_bytes = _fetch(_beside(url, ".samples"))
+    table_bytes = fetch(beside(url, ".samples"))
     if len(table_bytes) != record.num_samples * SAMPLE.itemsize:
         raise DataError(f"its table of samples has {len(table_bytes)} bytes", where=url)
     return record, Shard(url, record, np.frombuffer(table_bytes, SAMPLE), is_local=False)
@@ -154,25 +141,6 @@ def _local_file(path: Path, num_bytes: int) -> Path:
             action="copy it again, or remove its .json and run make_shards.py again",
         )
     return path
-
-
-def _beside(url: str, suffix: str) -> str:
-    before, tar, after = url.rpartition(".tar")
-    if not tar:
-        raise DataError("not the name of a shard", where=url, needed="a name with .tar")
-    return before + suffix + after
-
-
-def _fetch(url: str) -> bytes:
-    from webdataset.gopen import gopen
-
-    try:
-        with gopen(url, "rb") as stream:
-            return stream.read()
-    except Exception as error:  # of whatever kind the scheme's program gives
-        raise DataError(
-            f"can't be read: {error}", where=url, needed="the record and table beside the shard, under the same name"
-        ) from error
 
 
 def _check_settings(records: tuple[ShardRecord, ...], where: str) -> None:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from pretrainkit.data.manifest import TokenizerRecord
 from pretrainkit.data.packed import PackedDataset, is_packed_folder
 from pretrainkit.data.shard_set import ShardReader, is_shard_folder, open_shards
+from pretrainkit.data.shard_urls import names_shards
 from pretrainkit.errors import RequestError
 from pretrainkit.files import sha256_file
 
@@ -26,26 +27,26 @@ DOCUMENTS = "documents.npy"
 
 
 def is_token_folder(path: Path | str) -> bool:
-    """Whether a folder holds token shards or a packed set."""
-    return is_packed_folder(path) or is_shard_folder(path)
+    """Whether a path means token shards (a folder, or their names) or a packed set."""
+    return names_shards(path) or is_packed_folder(path) or is_shard_folder(path)
 
 
 def open_token_folder(path: Path | str) -> ShardDocuments | PackedDocuments | PackedRows:
-    """What is in such a folder. Raises RequestError when it is incomplete or damaged."""
-    if not is_packed_folder(path):
-        return ShardDocuments(Path(path))
+    """What is there. Raises RequestError when it is incomplete or damaged."""
+    if names_shards(path) or not is_packed_folder(path):
+        return ShardDocuments(str(path))
     packed = PackedDataset(path)
     return PackedDocuments(packed) if packed.manifest.packing == "concat" else PackedRows(packed)
 
 
 class ShardDocuments:
-    """Every sample of a whole set of shards is a document, in the order of the shards."""
+    """Every sample of a set of shards is a document, in the order of the shards."""
 
-    def __init__(self, folder: Path) -> None:
-        self.path_prefix = str(folder)
-        self._set = open_shards(folder)
+    def __init__(self, shards: str) -> None:
+        self.path_prefix = shards
+        self._set = open_shards(shards)
         if not self._set.num_samples:
-            raise RequestError("no sample in any shard", where=str(folder))
+            raise RequestError("no sample in any shard", where=shards)
         self._reader = ShardReader(self._set.shards)
         tables = [shard.table["num_tokens"] for shard in self._set.shards]
         self.sequence_lengths: NDArray[np.int32] = np.concatenate(tables).astype(np.int32)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -13,6 +15,8 @@ from megatron.core.datasets.utils import Split
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pretrainkit.config.schema import ResolvedRun
+from pretrainkit.data.shard_mirror import local_shards
 from pretrainkit.data.token_documents import (
     PackedDocuments,
     PackedRows,
@@ -132,6 +136,16 @@ def row_sample(ids: NDArray[np.int32], document_lengths: NDArray[np.int32]) -> d
     reset_at(sample, ends)
     sample["loss_mask"][int(ends[-1]) if len(ends) else 0 :] = 0.0
     return sample
+
+
+def local_prefixes(run: ResolvedRun) -> tuple[str, ...]:
+    """The parts of a run's dataset as they lie on a disk; shards that URLs name are copied, once a file system.
+
+    Called before process groups are made: copying may take longer than any of their timeouts.
+    """
+    folder = run.config.data.shard_cache or str(Path(run.experiment_dir).parent / ".shard_cache")
+    cache = Path(os.path.expandvars(folder)).expanduser()
+    return tuple(local_shards(prefix, cache) for prefix in run.dataset.prefixes)
 
 
 def documents_of_samples(dataset: EpochDataset | BlendedDataset, samples: range) -> dict[str, list[int]]:

@@ -26,11 +26,13 @@ from nemo.collections.llm.gpt.model.llama import Llama31Config, LlamaConfig, Lla
 from nemo.utils import logging as nemo_logging
 
 from pretrainkit.config.schema import ResolvedRun
+from pretrainkit.data.shard_urls import names_shards
 from pretrainkit.logs import get_logger
 from pretrainkit.training import kernels, optimizer, restarts, restored_weights, start_parity
 from pretrainkit.training.cards import peak_flops
-from pretrainkit.training.dataset import EpochDataset
+from pretrainkit.training.dataset import EpochDataset, local_prefixes
 from pretrainkit.training.document_attention import with_document_bounds
+from pretrainkit.training.index_files import save_arrays_whole
 from pretrainkit.training.layer_spec import torch_layer_spec
 from pretrainkit.training.model_config import recompute_fields, transformer_config_fields
 from pretrainkit.training.nemo_callbacks import AsPlanned, LearningRate, Recording, StartParity
@@ -61,6 +63,7 @@ def train(
     if run.accelerator == "cpu":
         # NeMo asserts that CUDA is initialised, to move restored tensors between devices; there is one device.
         nemo_checkpoint_io._fix_tensors_device = lambda checkpoint: checkpoint
+    prefixes = local_prefixes(run)
     chosen = kernels.choose_for(run)
     kernels.install(chosen)
     optimizer.use_in_megatron()
@@ -96,7 +99,7 @@ def train(
     try:
         llm.pretrain(
             model=model,
-            data=_data(run, model.tokenizer),
+            data=_data(run, prefixes, model.tokenizer),
             trainer=trainer,
             optim=_optimizer(run),
             log=_logger(experiment),
@@ -172,13 +175,13 @@ def _timed(data_step: Callable[..., Any], recorder: RunRecorder) -> Callable[...
     return timed_data_step
 
 
-def _data(run: ResolvedRun, tokenizer: AutoTokenizer) -> llm.PreTrainingDataModule:
+def _data(run: ResolvedRun, prefixes: tuple[str, ...], tokenizer: AutoTokenizer) -> llm.PreTrainingDataModule:
     dataset, gpu = run.dataset, run.accelerator == "gpu"
-    paths: list[str] = list(dataset.prefixes)
-    if dataset.weights:
-        paths = [word for pair in zip(map(str, dataset.weights), dataset.prefixes, strict=True) for word in pair]
+    save_arrays_whole()
+    # NeMo looks whether its paths are there, and knows pairs and folders only; names of shards are set below.
+    known = [run.experiment_dir if names_shards(prefix) else prefix for prefix in prefixes]
     data = llm.PreTrainingDataModule(
-        paths=paths,
+        paths=_blend(known, dataset.weights),
         seq_length=run.config.data.sequence_length,
         global_batch_size=run.config.training.global_batch_size,
         micro_batch_size=run.config.training.micro_batch_size,
@@ -194,8 +197,14 @@ def _data(run: ResolvedRun, tokenizer: AutoTokenizer) -> llm.PreTrainingDataModu
         # Megatron names its index after the settings, not the data: other data, other folder.
         index_mapping_dir=str(Path(run.experiment_dir) / "index" / dataset.data_hash[:16]),
     )
+    if known != list(prefixes):
+        data.build_kwargs["blend"] = [list(prefixes), list(dataset.weights) or None]
     data.create_attention_mask = False  # without Transformer Engine NeMo adds a mask of S x S to every sample
     return data
+
+
+def _blend(prefixes: list[str], weights: tuple[float, ...]) -> list[str]:
+    return [word for pair in zip(map(str, weights), prefixes, strict=True) for word in pair] if weights else prefixes
 
 
 def _trainer(run: ResolvedRun, plan: StartPlan, local_world_size: int) -> nl.Trainer:

@@ -1,0 +1,112 @@
+"""Documents that share a row are trained as if each had a row of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+
+from pretrainkit.config.run_file import read_run
+from pretrainkit.data.packed import PackedDataset
+
+pytestmark = pytest.mark.integration
+REPOSITORY = Path(__file__).parents[2]
+LENGTH = 128
+
+
+@pytest.fixture(scope="module")
+def bestfit(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path, jsonl_file: Path) -> Path:
+    """A set packed by bestfit, of short documents, so that most rows have several."""
+    folder = tmp_path_factory.mktemp("bestfit")
+    lines = [json.loads(line)["text"] for line in jsonl_file.read_text().splitlines()]
+    words = " ".join(lines).split()
+    texts = [" ".join(words[begin : begin + 5 + begin % 23]) for begin in range(0, 6000, 20)]
+    (folder / "short.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    command = ["tools/pack_dataset.py", "--input", folder / "short.jsonl", "--output_dir", folder / "packed"]
+    command += ["--packing", "bestfit", "--sequence_length", LENGTH, "--tokenizer_model", tokenizer_folder]
+    subprocess.run([sys.executable, *map(str, command)], check=True, cwd=REPOSITORY)
+    return folder / "packed"
+
+
+def rows_with_several_documents(folder: Path, count: int) -> list[int]:
+    data = PackedDataset(folder)
+    return [number for number in range(len(data)) if len(data.document_lengths(number)) >= 2][:count]
+
+
+@pytest.mark.parametrize("tensor_parallel_size", [1, 2], ids=["TP=1", "TP=2"])
+def test_losses_of_documents_in_a_row_are_those_of_the_documents_alone(
+    make_hf_llama: Callable[..., Path], bestfit: Path, tmp_path: Path, tensor_parallel_size: int
+) -> None:
+    import torch
+
+    from pretrainkit.checkpoint.convert import convert
+    from pretrainkit.training.dataset import row_sample
+
+    hf_folder = make_hf_llama(seed=3)
+    convert(hf_folder, tmp_path / "nemo")
+    data = PackedDataset(bestfit)
+    samples = [
+        row_sample(data.input_ids(number), data.document_lengths(number))
+        for number in rows_with_several_documents(bestfit, 3)
+    ]
+    batch = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+    torch.save(batch, tmp_path / "batch.pt")
+    ranks.run_ranks(
+        ranks.document_losses_rank,
+        tensor_parallel_size,
+        tmp_path,
+        hf_folder=hf_folder,
+        checkpoint=tmp_path / "nemo",
+        batch_file=tmp_path / "batch.pt",
+    )
+    together, alone = torch.load(tmp_path / "losses.pt")
+    assert int((batch["position_ids"] == 0).sum()) >= 6
+    assert (together - alone).abs().max() <= 1e-6
+    assert together.std() > 1e-3
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "TP=2 with SP": {"tensor": 2, "sequence_parallel": True},
+    "PP=2": {"pipeline": 2},
+    "two rows a microbatch": {"micro_batch_size": 2},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_training_on_rows_is_the_same_in_every_layout(
+    make_hf_llama: Callable[..., Path], bestfit: Path, train_rows: Callable[..., list[float]], layout: dict[str, Any]
+) -> None:
+    model = make_hf_llama()
+    one = train_rows(model, "one")
+    assert len(set(one)) == 3
+    if "micro_batch_size" in layout:  # the mean over rows is another than the mean over pairs of rows
+        assert train_rows(model, "other", **layout) == pytest.approx(one, abs=0.1)
+    else:
+        assert train_rows(model, "other", **layout) == pytest.approx(one, abs=1e-6)
+
+
+@pytest.fixture
+def train_rows(write_tiny_run: Callable[..., Path], bestfit: Path) -> Callable[..., list[float]]:
+    """The losses of a tiny model trained on rows."""
+    import dataclasses
+
+    from pretrainkit.config.run_file import write_run
+    from pretrainkit.training.records import read_metrics
+
+    def train(model: Path, name: str, **layout: Any) -> list[float]:
+        run_file = write_tiny_run(model, name, max_steps=3, **layout)
+        run = read_run(run_file)
+        run = dataclasses.replace(
+            run, reset_attention_mask=True, dataset=dataclasses.replace(run.dataset, prefixes=(str(bestfit),))
+        )
+        write_run(run_file, run)
+        ranks.run_ranks(ranks.train_rank, run.world_size, run_file.parent, run_file=run_file)
+        return [record["loss"] for record in read_metrics(run_file.parent / "metrics.jsonl") if "loss" in record]
+
+    return train
