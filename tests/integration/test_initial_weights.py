@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from pretrainkit.errors import CheckpointError
 from pretrainkit.launch import weights
+from pretrainkit.models.registry import read_shape
 
 pytestmark = pytest.mark.integration
 PROVIDE = """
@@ -35,3 +39,19 @@ def test_starts_at_the_same_time_share_one_conversion(tmp_path: Path, make_hf_ll
     assert (checkpoint / "weights" / ".metadata").is_file()
     assert sum("once; later starts" in err for _, err in outputs) == 1
     assert {path.name for path in checkpoint.parent.iterdir()} == {checkpoint.name, f"{checkpoint.name}.lock"}
+
+
+def test_a_checkpoint_without_all_tensors_is_refused_before_the_ranks_start(
+    tmp_path: Path, make_hf_llama: Callable[..., Path]
+) -> None:
+    from pretrainkit.checkpoint.convert import convert
+
+    folder = make_hf_llama()
+    convert(folder, tmp_path / "nemo")
+    metadata_path = tmp_path / "nemo" / "weights" / ".metadata"
+    metadata = pickle.loads(metadata_path.read_bytes())
+    del metadata.state_dict_metadata["module.decoder.layers.mlp.linear_fc2.weight"]
+    metadata_path.write_bytes(pickle.dumps(metadata))
+    initial = weights.locate(str(tmp_path / "nemo"), tmp_path)
+    with pytest.raises(CheckpointError, match="linear_fc2"):
+        weights.provide(initial, read_shape(folder))

@@ -106,7 +106,6 @@ class StartParity(pl.Callback):
     def _record(self, record: dict[str, Any]) -> None:
         if self._recorder:
             self._recorder.event("start_parity", **record)
-            log.info("start parity: %s", ", ".join(f"{name} {value}" for name, value in record.items()))
 
 
 class Recording(pl.Callback):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from logging import INFO, WARNING
 from pathlib import Path
 from typing import Any
 
@@ -176,11 +177,18 @@ class Parity:
                 where="start parity",
             )
         if reference.skipped:
+            level = INFO if self._mode == OFF else WARNING
+            self._tell("start parity: not compared: %s", reference.skipped, level=level)
             return {"result": "skipped", "reason": reference.skipped}
         verdict = judge(measure(reference), reference, BOUNDS[self._run.precision])
         if not verdict.passed:
             raise RefusedWeights(verdict, self._run)
+        self._tell("start parity passed: %s", verdict)
         return {"result": "passed", **verdict.to_json()}
+
+    def _tell(self, text: str, what: object, *, level: int = INFO) -> None:
+        if self._rank == 0:
+            log.log(level, text, what)
 
     def _share(self) -> Losses:
         """The first rank's losses, on every rank.
