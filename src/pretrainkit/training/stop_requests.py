@@ -18,6 +18,8 @@ from pretrainkit.units import parse_duration
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """What schedulers send before a job's time is over."""
+JOB_START_VARIABLE = "PRETRAINKIT_JOB_START_S"
+"""When the job began that this rank belongs to, in seconds since 1970."""
 
 log = get_logger(__name__)
 
@@ -41,10 +43,15 @@ class StopRequests:
         threading.Thread(target=self._listen, name="stop signals", daemon=True).start()
 
     def limit_time(self, time_limit: str | None, time_margin: str) -> None:
-        """Ask for an end `time_margin` before `time_limit` is over, counted from the beginning of this process."""
+        """Ask for an end `time_margin` before `time_limit` is over.
+
+        It is counted from the beginning of the scheduler's job, whose script says when that was, else of this process:
+        containers and checks of nodes take minutes before there is a rank.
+        """
         if time_limit:
             allowed_s = parse_duration(time_limit) - parse_duration(time_margin)
-            self._deadline_s = psutil.Process().create_time() + allowed_s
+            start_s = float(os.environ.get(JOB_START_VARIABLE) or psutil.Process().create_time())
+            self._deadline_s = start_s + allowed_s
 
     def note_end_by(self, note: Callable[[], None]) -> None:
         """Call `note` should a signal end the rank before its first step."""
