@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from pretrainkit.checkpoint.convert import convert
 from pretrainkit.config.run_file import read_run
 from pretrainkit.training import resume
 
@@ -74,6 +75,8 @@ def test_a_checkpoint_without_optimizer_state_is_continued_with_new_moments(
         (4, True),
     ]
     assert saved[0].num_bytes < saved[-1].num_bytes / 2
+    convert(saved[0].path, tmp_path / "hf")  # it can be released
+    assert (tmp_path / "hf" / "model.safetensors").exists()
     for old in saved[2:]:
         resume.remove(old)
     with pytest.raises(AssertionError, match="it holds no optimizer state"):

@@ -167,9 +167,10 @@ def _timed(data_step: Callable[..., Any], recorder: RunRecorder) -> Callable[...
     def timed_data_step(*args: Any, **kwargs: Any) -> Any:
         start_s = time.monotonic()
         batch = data_step(*args, **kwargs)
-        recorder.data_wait(time.monotonic() - start_s)
-        if batch.get("loss_mask") is not None and torch.is_grad_enabled():
-            recorder.padding(batch["loss_mask"])
+        if torch.is_grad_enabled():  # not in an evaluation
+            recorder.data_wait(time.monotonic() - start_s)
+            if batch.get("loss_mask") is not None:
+                recorder.padding(batch["loss_mask"])
         return batch
 
     return timed_data_step

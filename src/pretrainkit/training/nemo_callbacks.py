@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -114,6 +115,7 @@ class Recording(pl.Callback):
     def __init__(self, run: ResolvedRun, recorder: RunRecorder | None) -> None:
         self._run, self._recorder = run, recorder
         self._schedule = schedule_of(run)
+        self._validation_began_s = 0.0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._recorder:
@@ -134,10 +136,14 @@ class Recording(pl.Callback):
             peak_memory_gib=_peak_memory_gib(self._run.accelerator),
         )
 
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._validation_began_s = time.monotonic()
+
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._recorder and not trainer.should_stop:  # a stop cuts the evaluation short
             self._recorder.validation(trainer.global_step, loss=float(trainer.callback_metrics["val_loss"]))
-            self._recorder.skip_time()
+        if self._recorder:
+            self._recorder.skip_time(time.monotonic() - self._validation_began_s)
 
 
 def _peak_memory_gib(accelerator: str) -> float:

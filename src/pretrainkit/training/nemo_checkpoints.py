@@ -44,11 +44,14 @@ class Checkpoints(AsyncFinalizerCallback, Checkpoint):
         """The newest complete checkpoint that this attempt saved."""
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        began_s = time.monotonic()
         if self._saver.current:
             self._look(trainer, wait=False)
         is_last = trainer.should_stop or trainer.global_step >= self._run.max_steps
         if is_last or trainer.global_step % self._run.config.training.save_interval == 0:
             self._save(trainer, is_last=is_last)
+        if self._recorder:
+            self._recorder.skip_time(time.monotonic() - began_s)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         """Nothing: there is one epoch as Lightning counts them."""
@@ -89,8 +92,6 @@ class Checkpoints(AsyncFinalizerCallback, Checkpoint):
             self._step = trainer.global_step
             if wait:
                 failure = self._end(trainer, wait=True)
-        if self._recorder:
-            self._recorder.skip_time()
         return failure
 
     def _look(self, trainer: pl.Trainer, *, wait: bool, is_last: bool = False) -> None:
@@ -122,8 +123,6 @@ class Checkpoints(AsyncFinalizerCallback, Checkpoint):
         if trainer.is_global_zero:
             self._tell(save)
             _clear_away(self._run, save.folder.parent)
-        if self._recorder:
-            self._recorder.skip_time()
         return None
 
     def _tell(self, save: Save) -> None:

@@ -144,9 +144,9 @@ class RunRecorder:
         """Record something that happened, such as the start of an attempt or a checkpoint."""
         self._write(event=kind, time=time.strftime("%Y-%m-%dT%H:%M:%S%z"), **details)
 
-    def skip_time(self) -> None:
-        """Don't count the time until now as training time (after an evaluation or a save)."""
-        self._last_time_s = time.monotonic()
+    def skip_time(self, seconds: float) -> None:
+        """Don't count time that has just passed as training time (of an evaluation or a save)."""
+        self._last_time_s += seconds
 
     def _write(self, **record: Any) -> None:
         # JSON has no NaN.

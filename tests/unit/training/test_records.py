@@ -42,6 +42,27 @@ def test_rate_is_the_mean_since_the_last_record(tmp_path: Path) -> None:
     assert record["tokens"] == 5 * 512
 
 
+def test_time_of_evaluations_and_saves_is_left_out_and_that_of_steps_is_not(tmp_path: Path) -> None:
+    attempt = recorder(tmp_path / "metrics.jsonl")
+    attempt.start(0)
+    attempt.skip_time(-1000.0)  # as if steps had taken that long
+    attempt.skip_time(400.0)
+    attempt.train_step(6, consumed_samples=24, loss=3.0, learning_rate=1e-3, grad_norm=1.0)
+    assert read_metrics(tmp_path / "metrics.jsonl")[0]["step_time_s"] == pytest.approx(100, rel=0.01)
+
+
+def test_the_share_of_positions_without_a_loss_is_a_mean_over_microbatches(tmp_path: Path) -> None:
+    import torch
+
+    attempt = recorder(tmp_path / "metrics.jsonl")
+    attempt.start(0)
+    attempt.padding(torch.tensor([[1.0, 1.0], [1.0, 0.0]]))
+    attempt.padding(torch.ones(2, 2))
+    for step in (1, 2):
+        attempt.train_step(step, consumed_samples=4 * step, loss=3.0, learning_rate=1e-3, grad_norm=1.0)
+    assert [record["padding_share"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [0.125, None]
+
+
 def test_a_line_torn_by_a_kill_is_cut_off(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "lo')
