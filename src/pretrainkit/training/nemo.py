@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging as python_logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -162,16 +162,18 @@ def _forward_step(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def _timed(data_step: Callable[..., Any], recorder: RunRecorder) -> Callable[..., Any]:
-    """Megatron's data step, with the time it waits for the loader, and the positions without a loss, recorded."""
+    """Megatron's data step, with the time it waits for the loader, and the positions without a loss, recorded.
 
-    def timed_data_step(*args: Any, **kwargs: Any) -> Any:
+    Both are taken where the batch is whole and on the CPU: later each pipeline stage has only what it needs.
+    """
+
+    def timed_data_step(batches: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
         start_s = time.monotonic()
-        batch = data_step(*args, **kwargs)
+        batch = next(batches)
         if torch.is_grad_enabled():  # not in an evaluation
             recorder.data_wait(time.monotonic() - start_s)
-            if batch.get("loss_mask") is not None:
-                recorder.padding(batch["loss_mask"])
-        return batch
+            recorder.padding((batch[0] if isinstance(batch, tuple) else batch)["loss_mask"])
+        return data_step(iter([batch]), *args, **kwargs)
 
     return timed_data_step
 
