@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -74,6 +75,25 @@ def _layers(weights: Iterable[Weight], shape: ModelShape) -> list[Entry]:
         for weight in weights
         for expert in (range(shape.num_experts) if weight.per_expert else (None,))
     ]
+
+
+@dataclass(frozen=True)
+class MegatronContent:
+    """What a Megatron checkpoint is to hold, in whatever format."""
+
+    entries: Sequence[Entry]
+    dtypes: Mapping[Entry, torch.dtype]
+    shape: ModelShape
+    common: Mapping[str, Any]
+    """What lies beside the weights: arguments, iteration."""
+    padded_rows: int
+    """Rows of the embedding, with its padding."""
+    num_parts: int
+    """Parts that workers write side by side."""
+
+    def parts(self) -> list[list[Entry]]:
+        """The entries in at most `num_parts` runs of about equal bytes, in order."""
+        return balance(self.entries, self.dtypes, self.num_parts)
 
 
 def balance(entries: Sequence[Entry], dtypes: Mapping[Entry, torch.dtype], num_files: int) -> list[list[Entry]]:

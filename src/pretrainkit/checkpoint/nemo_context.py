@@ -73,18 +73,10 @@ def model_call(shape: ModelShape, dtype: torch.dtype, *, vocabulary_divisor: int
         )
     config_class, extra = family.nemo_config(shape)
     settings: dict[str, Any] = {
-        "num_layers": shape.num_layers,
-        "hidden_size": shape.hidden_size,
-        "ffn_hidden_size": shape.ffn_hidden_size,
-        "num_attention_heads": shape.num_attention_heads,
-        "num_query_groups": shape.num_query_groups,
-        "kv_channels": shape.head_dim,
+        **_shape_settings(shape),
         "init_method_std": shape.initializer_range,
-        "layernorm_epsilon": shape.rms_norm_eps,
         "seq_length": shape.max_position_embeddings,
-        "rotary_base": shape.rope_theta,
         "gated_linear_unit": True,
-        "share_embeddings_and_output_weights": shape.tie_word_embeddings,
         "make_vocab_size_divisible_by": vocabulary_divisor,
         "vocab_size": shape.vocab_size,
         "fp16": dtype == torch.float16,
@@ -107,6 +99,21 @@ def model_call(shape: ModelShape, dtype: torch.dtype, *, vocabulary_divisor: int
     return Call(family.nemo_model, {"config": Call(config_class, settings), "tokenizer": tokenizer})
 
 
+def _shape_settings(shape: ModelShape) -> dict[str, Any]:
+    """Fields of NeMo's config that a shape decides, by whatever class."""
+    return {
+        "num_layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "ffn_hidden_size": shape.ffn_hidden_size,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_query_groups": shape.num_query_groups,
+        "kv_channels": shape.head_dim,
+        "layernorm_epsilon": shape.rms_norm_eps,
+        "rotary_base": shape.rope_theta,
+        "share_embeddings_and_output_weights": shape.tie_word_embeddings,
+    }
+
+
 def check_settings(folder: Path, shape: ModelShape) -> None:
     """Raise RequestError when a context says otherwise than the shape that its checkpoint is read with.
 
@@ -114,15 +121,7 @@ def check_settings(folder: Path, shape: ModelShape) -> None:
     """
     scaling = shape.rope_scaling
     expected = {
-        "num_layers": shape.num_layers,
-        "hidden_size": shape.hidden_size,
-        "ffn_hidden_size": shape.ffn_hidden_size,
-        "num_attention_heads": shape.num_attention_heads,
-        "num_query_groups": shape.num_query_groups,
-        "kv_channels": shape.head_dim,
-        "rotary_base": shape.rope_theta,
-        "layernorm_epsilon": shape.rms_norm_eps,
-        "share_embeddings_and_output_weights": shape.tie_word_embeddings,
+        **_shape_settings(shape),
         "add_qkv_bias": shape.qkv_bias,
         "qk_layernorm": shape.qk_norm,
         "scale_factor": scaling.factor if scaling else None,

@@ -12,7 +12,7 @@ import torch
 
 from pretrainkit.checkpoint import hf, nemo_context
 from pretrainkit.checkpoint.detect import HF_SOURCE, TRACKER_NAME, Found, Kind
-from pretrainkit.checkpoint.mapping import Entry
+from pretrainkit.checkpoint.mapping import Entry, MegatronContent
 from pretrainkit.checkpoint.megatron_args import megatron_args
 from pretrainkit.checkpoint.parallel import Parallelism
 from pretrainkit.checkpoint.rows import Rows
@@ -125,36 +125,19 @@ class TargetPlan:
         if self.kind is Kind.NEMO:
             nemo_context.write_context(folder / "context", self._nemo_model(), self.hf_folder)
             (folder / "weights").mkdir()
-            return self._torch_dist(folder / "weights", "module.", nemo_context.common_state())
+            content = self._content(nemo_context.common_state())
+            return TorchDistTarget(folder / "weights", content, prefix="module.")
         name = "release" if self.iteration is None else f"iter_{self.iteration:07d}"
         (folder / name).mkdir()
         tracked = "release" if self.iteration is None else str(self.iteration)
         (folder / TRACKER_NAME).write_text(tracked, encoding="ascii")
         if self.kind is Kind.TORCH_DIST:
             common = {**self._common(), "content_metadata": dict(nemo_context.CONTENT_METADATA)}
-            return self._torch_dist(folder / name, "", common)
-        return TorchTarget(
-            folder / name,
-            self.entries,
-            self.dtypes,
-            self.shape,
-            self.parallelism,
-            common=self._common(),
-            padded_rows=self.padded_rows,
-            num_parts=self.workers,
-        )
+            return TorchDistTarget(folder / name, self._content(common), prefix="")
+        return TorchTarget(folder / name, self._content(self._common()), self.parallelism)
 
-    def _torch_dist(self, folder: Path, prefix: str, common: Mapping[str, Any]) -> TorchDistTarget:
-        return TorchDistTarget(
-            folder,
-            self.entries,
-            self.dtypes,
-            self.shape,
-            prefix=prefix,
-            common=common,
-            padded_rows=self.padded_rows,
-            num_files=self.workers,
-        )
+    def _content(self, common: Mapping[str, Any]) -> MegatronContent:
+        return MegatronContent(self.entries, self.dtypes, self.shape, common, self.padded_rows, self.workers)
 
     def _nemo_model(self) -> nemo_context.Call:
         return nemo_context.model_call(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from pretrainkit.checkpoint.archive_writer import frame, save_archive
-from pretrainkit.checkpoint.mapping import Entry, balance
+from pretrainkit.checkpoint.mapping import Entry, MegatronContent
 from pretrainkit.checkpoint.rows import Rows, pwrite_all, tensors
 from pretrainkit.checkpoint.torch_dist import COMMON_NAME, CONFIG_NAME, FORMAT, METADATA_NAME
 from pretrainkit.checkpoint.transforms import merge_qkv
@@ -30,21 +30,16 @@ class TorchDistTarget:
     def __init__(
         self,
         folder: Path,
-        entries: Sequence[Entry],
-        dtypes: Mapping[Entry, torch.dtype],
-        shape: ModelShape,
+        content: MegatronContent,
         *,
         prefix: str,
-        common: Mapping[str, Any],
-        padded_rows: int,
-        num_files: int,
     ) -> None:
-        self.folder, self.dtypes, self.shape = folder, dtypes, shape
-        self._prefix, self._common, self._padded_rows = prefix, common, padded_rows
-        self.parts = balance(entries, dtypes, num_files)
+        self.folder, self.dtypes, self.shape = folder, content.dtypes, content.shape
+        self._prefix, self._common, self._padded_rows = prefix, content.common, content.padded_rows
+        self.parts = content.parts()
         """Entries by file: one worker writes one file."""
         self._written: dict[int, list[_WrittenChunk]] = {}
-        self._extra_states = _extra_state_names(entries, shape, prefix)
+        self._extra_states = _extra_state_names(content.entries, content.shape, prefix)
 
     def write_part(self, part: int, values: Iterable[tuple[Entry, Sequence[Rows]]]) -> None:
         """Write one file; `values` come in the order of `parts[part]`."""

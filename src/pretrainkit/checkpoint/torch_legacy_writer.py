@@ -15,13 +15,12 @@ import torch
 
 from pretrainkit.checkpoint.archive import StoredTensor, read_archive
 from pretrainkit.checkpoint.archive_writer import save_archive
-from pretrainkit.checkpoint.mapping import Entry, balance
+from pretrainkit.checkpoint.mapping import Entry, MegatronContent
 from pretrainkit.checkpoint.parallel import Parallelism
 from pretrainkit.checkpoint.rows import Rows
 from pretrainkit.checkpoint.torch_legacy import FILE_NAME, TIED_OUTPUT
 from pretrainkit.checkpoint.torch_names import local_name
 from pretrainkit.checkpoint.transforms import shard
-from pretrainkit.config.schema import ModelShape
 from pretrainkit.files import fsync_path
 from pretrainkit.models.family import Layout
 
@@ -34,23 +33,17 @@ class TorchTarget:
     def __init__(
         self,
         folder: Path,
-        entries: Sequence[Entry],
-        dtypes: Mapping[Entry, torch.dtype],
-        shape: ModelShape,
+        content: MegatronContent,
         parallelism: Parallelism,
-        *,
-        common: Mapping[str, Any],
-        padded_rows: int,
-        num_parts: int,
     ) -> None:
-        self.folder, self.dtypes, self.shape, self.parallelism = folder, dtypes, shape, parallelism
-        self._padded_rows = padded_rows
-        self._stages = parallelism.stages(shape.num_layers)
-        self.parts = balance(entries, dtypes, num_parts)
+        self.folder, self.dtypes, self.shape = folder, content.dtypes, content.shape
+        self.parallelism, self._padded_rows = parallelism, content.padded_rows
+        self._stages = parallelism.stages(content.shape.num_layers)
+        self.parts = content.parts()
         """Entries by worker; every worker writes into all files."""
         self._places: dict[tuple[int, int, int], dict[str, StoredTensor]] = {}
         for rank in self._ranks():
-            self._places[rank] = self._make_room(rank, entries, common)
+            self._places[rank] = self._make_room(rank, content.entries, content.common)
 
     def _ranks(self) -> list[tuple[int, int, int]]:
         sizes = self.parallelism

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pretrainkit.checkpoint.verify import Verdict
+from pretrainkit.checkpoint.verify_verdict import Verdict
 from pretrainkit.files import write_json, write_text
 
 

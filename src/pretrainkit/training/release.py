@@ -21,7 +21,7 @@ from pretrainkit.checkpoint.convert import Options, convert, find_hf_folder
 from pretrainkit.checkpoint.detect import Kind, detect
 from pretrainkit.checkpoint.parallel import Parallelism
 from pretrainkit.checkpoint.transforms import padded_vocabulary
-from pretrainkit.checkpoint.verify import Check
+from pretrainkit.checkpoint.verify_verdict import Check
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import CheckpointError, RequestError
 from pretrainkit.logs import get_logger

@@ -1,0 +1,120 @@
+"""The release gate's comparison of weights, tensor by tensor, with the checkpoint that they came from.
+
+Released weights are read with the safetensors package and not with this project's own reader, so that a fault in
+the reader can't hide one in the writer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pretrainkit.checkpoint.detect import Found
+from pretrainkit.checkpoint.mapping import Entry, expand
+from pretrainkit.checkpoint.targets import Source, open_source
+from pretrainkit.checkpoint.verify_verdict import Check, check_of
+from pretrainkit.config.schema import ModelShape
+from pretrainkit.models.registry import read_config
+
+DTYPE_FIELDS = ("dtype", "torch_dtype")
+"""Names that config.json has had for the dtype of the weights."""
+
+
+def check_weights(found: Found, released: Path, shape: ModelShape) -> Iterator[Check]:
+    entries = expand(shape)
+    reader = open_source(found, entries, shape)
+    wanted = {name for entry in entries for name in entry.hf}
+    with ExitStack() as stack:
+        read, names = _open_released(released, stack)
+        extra = names - wanted - ({"lm_head.weight"} if shape.tie_word_embeddings else set())
+        missing = wanted - names
+        yield check_of("every tensor is there", sorted(missing), f"{len(wanted)} tensors")
+        yield check_of("no tensor that the architecture doesn't have", sorted(extra), "none")
+        comparison = _Comparison(_declared_dtype(released))
+        for entry in entries:
+            comparison.add(entry, reader, read, missing)
+        if shape.tie_word_embeddings and "lm_head.weight" in names:
+            embedding = read("model.embed_tokens.weight")
+            same = _same_bits(read("lm_head.weight"), embedding)
+            yield Check("tied weights are equal", same, "lm_head.weight and model.embed_tokens.weight")
+    yield from comparison.checks()
+
+
+class _Comparison:
+    """Collects what differs, tensor by tensor."""
+
+    def __init__(self, declared: torch.dtype | None) -> None:
+        self.declared = declared
+        self.different: list[str] = []
+        self.misshapen: list[str] = []
+        self.not_finite: list[str] = []
+        self.zero: list[str] = []
+        self.dtypes: list[str] = []
+        self.cast: set[str] = set()
+        self.num_elements = 0
+
+    def add(self, entry: Entry, reader: Source, read: Callable[[str], Tensor], missing: set[str]) -> None:
+        """Compare the tensors of an entry."""
+        for name, shape, rows in zip(entry.hf, entry.shapes, reader.read(entry), strict=True):
+            if name in missing:
+                continue
+            tensor = read(name)
+            if tuple(tensor.shape) != shape:
+                self.misshapen.append(f"{name} {list(tensor.shape)} and not {list(shape)}")
+                continue
+            expected = rows.tensor()
+            if expected.dtype != tensor.dtype:
+                self.cast.add(f"{expected.dtype} to {tensor.dtype}".replace("torch.", ""))
+                expected = expected.to(tensor.dtype)
+                if entry.weight.keep_dtype:
+                    self.dtypes.append(f"{name} must not be cast")
+            if self.declared not in (None, tensor.dtype) and not entry.weight.keep_dtype:
+                self.dtypes.append(f"{name} is {tensor.dtype}")
+            if not _same_bits(tensor, expected):
+                count = int((tensor != expected).sum())
+                self.different.append(f"{name} ({count} of {tensor.numel()} elements)")
+            if not torch.isfinite(tensor).all():
+                self.not_finite.append(name)
+            if not name.endswith("bias") and not tensor.any():
+                self.zero.append(name)
+            self.num_elements += tensor.numel()
+
+    def checks(self) -> Iterator[Check]:
+        """What came out."""
+        cast = f", cast from {', '.join(sorted(self.cast))}" if self.cast else ""
+        yield check_of("shapes", self.misshapen, "right")
+        yield check_of(
+            "bit-equal to the source after the inverse mapping", self.different, f"{self.num_elements} elements{cast}"
+        )
+        yield check_of("finite", self.not_finite, "all elements")
+        yield check_of("no tensor of zeros", self.zero, "none")
+        yield check_of("dtype is what config.json says", self.dtypes, str(self.declared))
+
+
+def _open_released(released: Path, stack: ExitStack) -> tuple[Callable[[str], Tensor], set[str]]:
+    """A reader of released tensors by name, and their names, through the safetensors package."""
+    from safetensors import safe_open
+
+    files = {}
+    for path in sorted(released.glob("*.safetensors")):
+        handle = stack.enter_context(safe_open(path, framework="pt"))
+        files.update(dict.fromkeys(handle.keys(), handle))
+    return lambda name: files[name].get_tensor(name), set(files)
+
+
+def _same_bits(first: Tensor, second: Tensor) -> bool:
+    """Equality of bits: 0 and -0 differ, a NaN equals itself."""
+    if first.dtype != second.dtype or first.shape != second.shape:
+        return False
+    return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (first, second)))
+
+
+def _declared_dtype(released: Path) -> torch.dtype | None:
+    config = read_config(released)
+    name = next((config[key] for key in DTYPE_FIELDS if config.get(key)), None)
+    dtype = getattr(torch, str(name), None)
+    return dtype if isinstance(dtype, torch.dtype) else None
