@@ -91,18 +91,17 @@ def test_a_save_in_the_background_holds_the_step_it_began_at(
     assert resumed == unbroken
 
 
-BACKGROUND = ["off", "on"]
-FAULTS: dict[str, dict[str, Any]] = {
-    "shard of the first rank": {"where": save_faults.SHARDS},
-    "shard of another rank": {"where": save_faults.SHARDS, "faulty_rank": 1},
-    "common.pt": {"where": save_faults.COMMON},
-    "index": {"where": save_faults.INDEX},
-    "context": {"where": save_faults.CONTEXT},
+FAULTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "shard": ("on", {"where": save_faults.SHARDS}),
+    "shard of another rank": ("on", {"where": save_faults.SHARDS, "faulty_rank": 1}),
+    "shard of another rank, waiting": ("off", {"where": save_faults.SHARDS, "faulty_rank": 1}),
+    "common.pt": ("on", {"where": save_faults.COMMON}),
+    "index": ("on", {"where": save_faults.INDEX}),
+    "context, waiting": ("off", {"where": save_faults.CONTEXT}),
 }
 
 
-@pytest.mark.parametrize("async_save", BACKGROUND)
-@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS.keys())
+@pytest.mark.parametrize(("async_save", "fault"), FAULTS.values(), ids=FAULTS.keys())
 def test_a_passing_error_costs_no_checkpoint(
     tmp_path: Path, train_faulty: Any, fault: dict[str, Any], async_save: str
 ) -> None:
@@ -115,8 +114,7 @@ def test_a_passing_error_costs_no_checkpoint(
     assert [record["step"] for record in records if record.get("event") == "checkpoint"] == saved
 
 
-@pytest.mark.parametrize("async_save", BACKGROUND)
-@pytest.mark.parametrize("max_missed_saves", [0, 1])
+@pytest.mark.parametrize(("async_save", "max_missed_saves"), [("off", 0), ("on", 0), ("on", 1)])
 def test_a_full_disk_ends_the_run_or_is_missed_once(
     tmp_path: Path, train_faulty: Any, max_missed_saves: int, async_save: str
 ) -> None:

@@ -142,3 +142,8 @@ def test_a_fixed_recomputation_that_is_too_little_is_refused_with_auto() -> None
 def test_the_chosen_recomputation_is_in_the_run() -> None:
     run = with_estimates(run_of(LLAMA_8B, tensor=2, micro_batch_size=4))
     assert run.recompute.granularity == "full" and run.estimates and run.estimates.memory_gib < 79.6
+
+
+def test_a_run_on_cpu_has_no_estimates() -> None:
+    run = dataclasses.replace(run_of(LLAMA_8B), accelerator="cpu", gpu_name=None)
+    assert with_estimates(run) == run
