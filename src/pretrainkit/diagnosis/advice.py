@@ -63,8 +63,7 @@ def no_workers(share: Interval, tried: Shown | None, gain: str, where: str, kind
     )
     measured = f"with the same batches ready-made: {gain}"
     if tried:
-        saved = tried.share
-        measured += f"; with {count} workers: -{saved.value:.1%} [{saved.low:.1%} to {saved.high:.1%}]"
+        measured += f"; {_with_workers(tried)}"
     return _cause(
         "workers",
         "data is fetched by the process that trains (0 workers)",
@@ -97,13 +96,19 @@ def loader(shown: Shown, gain: str, now: dict[str, Any], where: str, kind: str) 
     )
 
 
-def reading(share: Interval, gain: str, where: str, now: dict[str, Any]) -> Cause:
+def _with_workers(tried: Shown) -> str:
+    """What other numbers of workers did to the step time in the running loop."""
+    return f"with {tried.probe.rpartition('_')[2]} workers: step time {-tried.share.value:+.1%}"
+
+
+def reading(share: Interval, gain: str, where: str, now: dict[str, Any], tried: Shown | None) -> Cause:
     """Data comes too slowly, whatever the loader's settings."""
     return _cause(
         "data",
         "data comes slower than the model takes it",
         share,
-        f"{now.get('num_workers', 0)} workers; most of the waiting is at {where}",
+        f"{now.get('num_workers', 0)} workers; most of the waiting is at {where}"
+        + (f"; more don't help here ({_with_workers(tried)})" if tried else ""),
         "make the samples cheaper to read: decode and clean once, before training; store token ids "
         "(tools/preprocess_data.py), on a local or striped file system",
         f"with the same batches ready-made: {gain}",

@@ -7,6 +7,7 @@ torch.compile, a larger global batch) is an option: measured as well, and listed
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -136,13 +137,12 @@ def _data(findings: Findings, rank: Evidence, kind: str) -> None:
         share = data.share.scaled(tokenizer_share)
         findings.add(advice.tokenizing(share, gain(share), where, tokenizer_share))
         rest = data.share.value - share.value
-    elif not loader.get("num_workers") and loader:
-        tried = best or max(
-            (found for found in map(rank.shown, WORKERS) if found is not None),
-            key=lambda found: found.share.value,
-            default=None,
-        )
-        findings.add(advice.no_workers(data.share, tried, gain(data.share), where, kind))
+    elif loader.get("num_workers") == 0:
+        tried = _largest(rank, WORKERS)
+        if tried is not None and tried.share.high < 0:
+            findings.add(advice.reading(data.share, gain(data.share), where, loader, tried))
+        else:
+            findings.add(advice.no_workers(data.share, tried, gain(data.share), where, kind))
         rest = 0.0
     elif best is not None:
         judged(findings, best, lambda: advice.loader(best, gain(best.share), loader, where, kind))
@@ -152,13 +152,18 @@ def _data(findings: Findings, rank: Evidence, kind: str) -> None:
     if rest >= max(WORTH_TELLING, data.noise):
         low = max(0.0, rest - (data.share.value - data.share.low))
         share = Interval(rest, low, min(data.share.high, rest + data.share.high - data.share.value))
-        findings.add(advice.reading(share, gain(share), where, loader))
+        findings.add(advice.reading(share, gain(share), where, loader, None))
 
 
-def _best(rank: Evidence, probes: list[str]) -> Shown | None:
+def _best(rank: Evidence, probes: Iterable[str]) -> Shown | None:
     """Of several probes the certain one that saves most."""
     shown = [found for found in map(rank.shown, probes) if found is not None and found.is_certain]
     return max(shown, key=lambda found: found.share.value, default=None)
+
+
+def _largest(rank: Evidence, probes: Iterable[str]) -> Shown | None:
+    """Of several probes the one that saves most, certain or not."""
+    return max(filter(None, map(rank.shown, probes)), key=lambda found: found.share.value, default=None)
 
 
 def _compute(findings: Findings, rank: Evidence, kind: str) -> None:
@@ -171,9 +176,7 @@ def _compute(findings: Findings, rank: Evidence, kind: str) -> None:
         if shown is not None:
             judged(findings, shown, lambda shown=shown: advice.of_switch(shown, gain(shown.share), rank.rank))
     best = _best(rank, merged)
-    if best is None and merged:
-        tried = [found for found in map(rank.shown, merged) if found is not None]
-        best = max(tried, key=lambda found: found.share.value, default=None)
+    best = best or _largest(rank, merged)
     if best is not None:
         judged(findings, best, lambda: advice.micro_batch(best, gain(best.share), rank))
 

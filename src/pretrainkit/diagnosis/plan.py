@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 WORTH_CONFIRMING = 0.025
 """Share of the time that a change must seem to save to be measured again."""
+WATCHED_WINDOWS = 4
+"""Length, in windows, of the look at the program as it is: enough samples of its stack."""
 LONGEST_SETTLING = 16
 """Steps that are let pass, at most, until a loader's queue is in its usual state."""
 
@@ -97,7 +99,7 @@ class Plan:
         session.clock.events = []
         if session.on_gpu:
             session.clock.synchronize = torch.cuda.synchronize
-        steps = max(self._steps, 4)
+        steps = WATCHED_WINDOWS * self._steps
         recompiled = facts.num_compiled_frames()
         with Sampler(session.clock) as sampler:
             window = yield from measure(

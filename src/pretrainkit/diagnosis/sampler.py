@@ -27,12 +27,16 @@ class Sampler:
         self._looking = threading.Thread(target=self._look, name="diagnosis sampler", daemon=True)
 
     def __enter__(self) -> Sampler:
+        # Python code keeps the interpreter for so long before another thread gets a look.
+        self._switch_interval_s = sys.getswitchinterval()
+        sys.setswitchinterval(INTERVAL_S / 10)
         self._looking.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
         self._looking.join()
+        sys.setswitchinterval(self._switch_interval_s)
 
     def _look(self) -> None:
         while not self._ended.wait(INTERVAL_S):

@@ -1,0 +1,86 @@
+"""What is wrong with tokenizer, data and environment is told without running anything."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pretrainkit.data.indexed import IndexedDatasetWriter
+from pretrainkit.diagnosis import checks
+from pretrainkit.diagnosis.checks import FINE, WARN, Check
+
+
+def warned(found: list[Check]) -> list[str]:
+    """What was warned of."""
+    return [check.what for check in found if check.state == WARN]
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"pad_token": "<pad>", "eos_token": "</s>"}, []),
+        ({"pad_token": "</s>", "eos_token": {"content": "</s>"}}, ["padding token"]),
+        ({"pad_token": "<pad>", "eos_token": "</s>", "padding_side": "left"}, ["padding side"]),
+        ({"pad_token": "<pad>"}, ["end of documents"]),
+    ],
+    ids=["fine", "PAD = EOS", "left", "no EOS"],
+)
+def test_tokenizer(tmp_path: Path, config: dict[str, Any], expected: list[str]) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    assert warned(checks.check_tokenizer(tmp_path)) == expected
+
+
+def test_the_projects_tokenizer_is_fine(tokenizer_folder: Path) -> None:
+    assert warned(checks.check_tokenizer(tokenizer_folder)) == []
+
+
+def write_pair(prefix: Path, documents: list[list[int]]) -> None:
+    """A .bin/.idx pair without a manifest."""
+    with IndexedDatasetWriter(prefix, np.dtype(np.uint16)) as writer:
+        for ids in documents:
+            writer.add_document(ids)
+
+
+@pytest.mark.parametrize(
+    ("documents", "expected"),
+    [([[5, 6, 1], [7, 1]], []), ([[5, 6], [7, 8]], ["ends of documents"])],
+    ids=["EOD", "none"],
+)
+def test_ends_of_documents(tmp_path: Path, documents: list[list[int]], expected: list[str]) -> None:
+    write_pair(tmp_path / "a", documents)
+    found = checks.check_data(str(tmp_path / "a"))
+    assert [what for what in warned(found) if what != "file system"] == expected
+    assert any("2 documents, 5 tokens" in check.found or "2 documents, 4 tokens" in check.found for check in found)
+
+
+def test_two_bos_are_told_where_the_manifest_names_bos() -> None:
+    found = checks._document_ends("a", [np.array([1, 1, 5, 2]), np.array([1, 5, 2])], 2, 1)
+    assert warned(found) == ["BOS"]
+
+
+def test_raw_text_is_told_to_be_prepared(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("{}\n")
+    assert "data format" in warned(checks.check_data(str(tmp_path)))
+    assert "data format" in warned(checks.check_data(str(tmp_path / "a.jsonl")))
+
+
+def test_many_small_files_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "MANY_FILES", 3)
+    for number in range(4):
+        (tmp_path / f"{number}.txt").write_text("x")
+    assert "number of files" in warned(checks.check_place(tmp_path))
+
+
+def test_file_system_of_a_path() -> None:
+    assert checks.file_system(Path("/proc/self")) == "proc"
+
+
+def test_debug_variables_that_are_off_or_do_nothing_here_are_left_out() -> None:
+    variables = {"CUDA_LAUNCH_BLOCKING": "1", "TORCH_DISTRIBUTED_DEBUG": "OFF", "PYTHONDEVMODE": "1", "NCCL_DEBUG": "WARN"}
+    assert set(checks.debug_variables(variables, on_gpu=True)) == {"CUDA_LAUNCH_BLOCKING", "PYTHONDEVMODE"}
+    assert set(checks.debug_variables(variables, on_gpu=False)) == {"PYTHONDEVMODE"}
+    assert [check.state for check in checks.check_environment({}, on_gpu=True)] == [FINE]

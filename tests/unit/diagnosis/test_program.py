@@ -1,0 +1,37 @@
+"""Sources are read as they would be typed; what can't be started is refused."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from pretrainkit.diagnosis import program
+from pretrainkit.errors import RequestError
+
+
+def test_a_script_may_set_variables() -> None:
+    made = program.of_script("OMP_NUM_THREADS=4 A_B='x y' torchrun --nproc_per_node 2 train.py --name 'a b'")
+    assert made.command == ("torchrun", "--nproc_per_node", "2", "train.py", "--name", "a b")
+    assert made.start_environment() == {"OMP_NUM_THREADS": "4", "A_B": "x y"}
+
+
+def test_a_python_file_is_run_by_this_python() -> None:
+    assert program.of_script("train.py --x").command == (sys.executable, "train.py", "--x")
+
+
+@pytest.mark.parametrize("name", ["module", "pkg:", ":f", "pkg:f()"])
+def test_wrong_module_names_are_refused(name: str) -> None:
+    with pytest.raises(RequestError, match="pkg.module:function"):
+        program.of_module(name)
+
+
+def test_an_empty_script_is_refused() -> None:
+    with pytest.raises(RequestError, match="no command"):
+        program.of_script("A=1")
+
+
+def test_a_folder_that_is_no_experiment_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"run\.json"):
+        program.of_experiment(tmp_path, Path("train.py"))
