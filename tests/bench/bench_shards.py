@@ -1,10 +1,11 @@
 """Token shards and packed sets side by side with the notes' own ways, in one run, on the same cores and text.
 
-    python tests/bench/bench_shards.py [--folder build/bench] [--megabytes 300] [--baseline_megabytes 6]
+    python tests/bench/bench_shards.py [--folder build/bench] [--megabytes 60 300] [--baseline_megabytes 6] [--rounds 3]
 
 Note 1's loop: a call of the tokenizer, a json.dumps and a TarWriter.write for every line. Note 2's way: datasets.map
 with the tokenizer (batches of 1000), group_texts (batches of 1000), save_to_disk. Their rate doesn't depend on how much
-text there is, so they get less of it, and their rates leave out imports and loading the tokenizer.
+text there is, so they get less of it; what they take for as much as ours is their start, and the text at that rate.
+Ours is timed as a whole command. Each is run in turn, round after round; medians, and the range of the ratios.
 Prints Markdown. Text and vocabulary come out of installed packages (see corpus.py and vocabularies.py).
 """
 
@@ -14,9 +15,11 @@ import argparse
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -112,10 +115,6 @@ class Run:
     """What the command says of itself, without imports and loading the tokenizer."""
     output: str = ""
 
-    def rates(self, megabytes: float) -> str:
-        """Table cells."""
-        return f"{self.wall_s:.1f} | {megabytes / self.wall_s:.2f} | {megabytes / self.work_s:.2f} | {self.peak_mb:.0f}"
-
 
 def run(words: list[object], cores: int, work_s: float | None = None) -> Run:
     """Run a command on the first `cores` cores."""
@@ -144,15 +143,16 @@ def main() -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=ROOT / "build/bench")
-    parser.add_argument("--megabytes", type=int, default=300)
-    parser.add_argument("--baseline_megabytes", type=int, default=6)
+    parser.add_argument("--megabytes", type=int, nargs="+", default=[60, 300], help="that ours get")
+    parser.add_argument("--baseline_megabytes", type=int, default=6, help="that the notes' ways get")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", choices=["shards", "packed", "reading"], nargs="+", help="some of the parts")
     parser.add_argument("--samples", type=int, default=1_000_000, help="of the resume trial")
     arguments = parser.parse_args()
     folder: Path = arguments.folder
     model = vocabularies.llama_3_folder(folder / "Llama-3")
     sources = {}
-    for megabytes in (arguments.baseline_megabytes, arguments.megabytes):
+    for megabytes in (arguments.baseline_megabytes, *arguments.megabytes):
         jsonl = folder / f"mix{megabytes}.jsonl"
         corpus.write_corpus(jsonl, megabytes * 1_000_000)
         lines = jsonl.with_suffix(".txt")
@@ -173,49 +173,97 @@ def main() -> int:
 
 
 def _shards(arguments: argparse.Namespace, folder: Path, model: Path, sources: dict[int, tuple[Path, Path]]) -> None:
-    small, large = arguments.baseline_megabytes, arguments.megabytes
-    print("| shards, 1 core | MB | s | MB/s, whole command | MB/s, work alone | peak MB |\n|---|--:|--:|--:|--:|--:|")
-    theirs = run([sys.executable, "-c", LOOP, sources[small][1], folder / "note1.tar", model], 1)
-    theirs.work_s, cpu_s = map(float, theirs.output.split())
-    size = sources[small][1].stat().st_size / 1e6
-    base_cpu = size / cpu_s
-    print(f"| note 1's loop | {size:.0f} | {theirs.rates(size)} |")
-    base = size / theirs.work_s
-    size, ratios = sources[large][1].stat().st_size / 1e6, []
-    for name, flags in (("ours", []), ("ours, .npy, no text", ["--ids_format", "npy", "--no-text"])):
+    small = sources[arguments.baseline_megabytes][1]
+
+    def theirs() -> Run:
+        done = run([sys.executable, "-c", LOOP, small, folder / "note1.tar", model], 1)
+        done.work_s = float(done.output.split()[0])
+        return done
+
+    def ours(lines: Path, *flags: str) -> Run:
         shutil.rmtree(folder / "shards", ignore_errors=True)
-        words = [sys.executable, "tools/make_shards.py", "--input_dir", sources[large][1], "--model_id", model]
+        words = [sys.executable, "tools/make_shards.py", "--input_dir", lines, "--model_id", model, "--quiet"]
         words += ["--output_dir", folder / "shards", "--shard_id", 0, "--workers", 1, "--json", *flags]
-        ours = run(words, 1)
-        ours.work_s = json.loads(ours.output)[0]["elapsed_s"]
-        print(f"| {name} | {size:.0f} | {ours.rates(size)} |")
-        work, whole = size / ours.work_s / base, size / ours.wall_s / base
-        cpu = size / ours.cpu_s / base_cpu
-        ratios.append(
-            f"{name}: {work:.1f}x the loop's rate; whole command, start and proof of the ids included: {whole:.1f}x,"
-            f" by CPU time {cpu:.1f}x"
-        )
-    print("\n" + "\n\n".join(ratios) + "\n")
+        done = run(words, 1)
+        done.work_s = json.loads(done.output)[0]["elapsed_s"]
+        return done
+
+    forms = [("make_shards.py, .npy without text", arguments.megabytes[-1], ("--ids_format", "npy", "--no-text"))]
+    forms = [*forms, *(("make_shards.py, as the note has them", megabytes, ()) for megabytes in arguments.megabytes)]
+    candidates = [
+        (f"{name}, {megabytes} MB", sources[megabytes][1], lambda m=megabytes, f=flags: ours(sources[m][1], *f))
+        for name, megabytes, flags in forms
+    ]
+    _compare("note 1's loop", small, theirs, candidates, rounds=arguments.rounds, cores=1)
 
 
 def _packed(arguments: argparse.Namespace, folder: Path, model: Path, sources: dict[int, tuple[Path, Path]]) -> None:
-    small, large = arguments.baseline_megabytes, arguments.megabytes
-    print("| packed, 2 cores | MB | s | MB/s, whole command | MB/s, work alone | peak MB |\n|---|--:|--:|--:|--:|--:|")
-    for leftover in ("note2", "note2.cache", "packed"):
-        shutil.rmtree(folder / leftover, ignore_errors=True)
-    theirs = run([sys.executable, "-c", MAP, sources[small][0], folder / "note2", model, 2, SEQUENCE_LENGTH], 2)
-    theirs.work_s = float(theirs.output.split()[-1])
-    size = sources[small][0].stat().st_size / 1e6
-    print(f"| note 2's way | {size:.0f} | {theirs.rates(size)} |")
-    base = size / theirs.work_s
-    words = [sys.executable, "tools/pack_dataset.py", "--input", sources[large][0], "--tokenizer_model", model]
-    words += ["--output_dir", folder / "packed", "--sequence_length", SEQUENCE_LENGTH, "--num_proc", 2, "--json"]
-    size = sources[large][0].stat().st_size / 1e6
-    ours = run(words, 2)
-    ours.work_s = json.loads(ours.output)["elapsed_s"]
-    print(f"| ours | {size:.0f} | {ours.rates(size)} |")
-    print(f"\nours: {size / ours.work_s / base:.1f}x; whole command: {size / ours.wall_s / base:.1f}x;", end=" ")
-    print(f"memory {ours.peak_mb / theirs.peak_mb:.2f} of theirs\n")
+    small = sources[arguments.baseline_megabytes][0]
+
+    def theirs() -> Run:
+        for leftover in ("note2", "note2.cache"):
+            shutil.rmtree(folder / leftover, ignore_errors=True)
+        done = run([sys.executable, "-c", MAP, small, folder / "note2", model, 2, SEQUENCE_LENGTH], 2)
+        done.work_s = float(done.output.split()[-1])
+        return done
+
+    def ours(jsonl: Path) -> Run:
+        shutil.rmtree(folder / "packed", ignore_errors=True)
+        words = [sys.executable, "tools/pack_dataset.py", "--input", jsonl, "--tokenizer_model", model, "--quiet"]
+        words += ["--output_dir", folder / "packed", "--sequence_length", SEQUENCE_LENGTH, "--num_proc", 2, "--json"]
+        done = run(words, 2)
+        done.work_s = json.loads(done.output)["elapsed_s"]
+        return done
+
+    candidates = [
+        (f"pack_dataset.py, {megabytes} MB", sources[megabytes][0], lambda m=megabytes: ours(sources[m][0]))
+        for megabytes in arguments.megabytes
+    ]
+    _compare("note 2's way", small, theirs, candidates, rounds=arguments.rounds, cores=2)
+
+
+def _compare(
+    name: str,
+    small: Path,
+    theirs: Callable[[], Run],
+    candidates: list[tuple[str, Path, Callable[[], Run]]],
+    *,
+    rounds: int,
+    cores: int,
+) -> None:
+    """Run theirs and ours in turn; print a table."""
+    base: list[Run] = []
+    found: list[list[Run]] = [[] for _ in candidates]
+    for _ in range(rounds):
+        base.append(theirs())
+        for runs, (_, _, run_ours) in zip(found, candidates, strict=True):
+            runs.append(run_ours())
+    size = small.stat().st_size / 1e6
+    head = (
+        "whole command, s",
+        "work, s",
+        "MB/s of the work",
+        "peak MB",
+        "the note's way on as much, s",
+        "ratio of whole",
+    )
+    print(f"| on {cores} core{'s' * (cores > 1)} | {' | '.join(head)} |")
+    print("|---|--:|--:|--:|--:|--:|--:|")
+    median = statistics.median
+    wall_s, work_s, peak_mb = (median(getattr(one, field) for one in base) for field in ("wall_s", "work_s", "peak_mb"))
+    print(f"| {name}, {size:.0f} MB | {wall_s:.1f} | {work_s:.1f} | {size / work_s:.2f} | {peak_mb:.0f} | | |")
+    for runs, (title, source, _) in zip(found, candidates, strict=True):
+        ours_size = source.stat().st_size / 1e6
+        theirs_s = [one.wall_s - one.work_s + one.work_s * ours_size / size for one in base]
+        ratios = sorted(a / b.wall_s for a, b in zip(theirs_s, runs, strict=True))
+        wall_s, work_s, peak = (
+            median(getattr(one, field) for one in runs) for field in ("wall_s", "work_s", "peak_mb")
+        )
+        print(
+            f"| {title} | {wall_s:.1f} | {work_s:.1f} | {ours_size / work_s:.1f} | {peak:.0f} | {median(theirs_s):.0f}"
+            f" | {median(ratios):.1f} ({ratios[0]:.1f} to {ratios[-1]:.1f}) |"
+        )
+    print(flush=True)
 
 
 def _loading(folder: Path) -> None:

@@ -165,7 +165,7 @@ prepare = pack_writer._prepare
 def slowly(plan):
     Path(f"{count}.{os.getpid()}").touch()
     time.sleep(0.3)
-    prepare(plan)
+    return prepare(plan)
 pack_writer._prepare = slowly
 _, prepared = pack_writer.pack_dataset(make_pack_plan(request, machine_settings({}, num_proc=1)))
 print(int(prepared), len(PackedDataset(out)))

@@ -182,3 +182,40 @@ def test_stripes_are_set_where_there_is_lustre(tmp_path: Path, tokenizer_folder:
     make_shards(*words, "--all", "--stripe", 8, PATH=f"{lfs.parent}:{os.environ['PATH']}")
     assert (tmp_path / "called").read_text().split() == ["setstripe", "-c", "8", str(tmp_path / "out")]
     assert "no effect" in make_shards(*words, "--all", "--stripe", 8).stderr
+
+
+@pytest.mark.parametrize("fails_at", [None, 1], ids=["all-sent", "second-refused"])
+def test_more_shards_than_an_array_may_have_are_sent_in_several(tmp_path: Path, fails_at: int | None) -> None:
+    log = tmp_path / "log"
+    for name, text in (
+        ("scontrol", "echo 'MaxArraySize            = 1001'"),
+        ("python", f'[ "$(cat {log} 2>/dev/null | wc -l)" = "{fails_at}" ] && exit 1; echo "$*" >> {log}'),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["scripts/submit_shards.sh", "2500", "--input_dir", "a b"],
+        cwd=REPOSITORY,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    sent = []
+    for line in log.read_text().splitlines():
+        words = line.split()
+        assert "a b" in line and words[words.index("--executor") + 1] == "slurm"
+        first, last = map(int, words[words.index("--array") + 1].split("-"))
+        assert last <= 1000
+        offset = int(words[words.index("--shard_offset") + 1])
+        sent += range(offset + first, offset + last + 1)
+    assert sent == list(range(2500 if fails_at is None else 1001))
+    assert done.returncode == (0 if fails_at is None else 1)
+    assert fails_at is None or "1001 shards before them were" in done.stderr
+
+
+def test_an_array_may_begin_with_another_number(tmp_path: Path, texts: Path, tokenizer_folder: Path) -> None:
+    words = ["--input_dir", texts, "--output_dir", tmp_path / "out", "--model_id", tokenizer_folder]
+    make_shards(*words, "--shard_offset", -100, SLURM_ARRAY_TASK_ID="100")
+    assert (tmp_path / "out" / "shard-00000.json").is_file()
+    assert "--shard_id" in make_shards(*words, "--shard_offset", -100, code=2, SLURM_ARRAY_TASK_ID="99").stderr

@@ -47,6 +47,21 @@ def prepare_once(
     """
     if is_ready():
         return False
+    try:
+        return _prepare_or_wait(final, is_ready, prepare, environment, timeout_s)
+    except OSError as error:
+        raise DataError(
+            error.strerror or str(error), where=str(error.filename or final), action="mend it, and start again"
+        ) from error
+
+
+def _prepare_or_wait(
+    final: Path,
+    is_ready: Callable[[], bool],
+    prepare: Callable[[], None],
+    environment: Mapping[str, str],
+    timeout_s: float,
+) -> bool:
     rank = int(environment.get("RANK") or environment.get("SLURM_PROCID") or 0)
     began = last_line = time.monotonic()
     if rank:

@@ -55,7 +55,12 @@ def make_shards(plan: ShardPlan, shard_ids: list[int]) -> list[ShardRecord]:
     for number in sorted(current):
         LOGGER.info("%s is complete already", shard_name(number))
     if wanted:
-        plan.request.output_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            plan.request.output_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RequestError(
+                error.strerror or str(error), where=str(error.filename), action="make it, or room"
+            ) from error
         with _stop_on_sigterm(), ShardWorkers(plan, wanted) as workers:
             for number in wanted:
                 finished[number] = _make_shard(plan, number, workers)
