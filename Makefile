@@ -21,7 +21,7 @@ check: $(READY)
 	ruff format --check .
 	mypy
 	lint-imports
-	git ls-files '*.sh' | xargs -r shellcheck
+	git ls-files '*.sh' '*.sbatch' .ci/run | xargs -r shellcheck
 
 # Two packages that hold tokenizers' vocabularies; their dependencies aren't needed.
 bench: $(READY)

@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Prepares a dataset once and trains on it, on this machine. What was stopped is continued by pretrain_cont.sh.
+# How many processes prepare the data, and how large their batches are, follows from the machine; these variables go
+# first: DATASET_NUM_PROC, DATASET_BATCH_SIZE, DATASET_WRITER_BATCH_SIZE.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+experiment=${EXPERIMENT:-my_pretraining}
+experiments_dir=${EXPERIMENTS_DIR:-experiments}
+model=${MODEL:-models/Llama-3.1-8B}             # Hugging Face folder: architecture and tokenizer
+weights=${WEIGHTS:-$model}                      # what the first start begins from
+input=${INPUT:-data/text}                       # files, folders, a saved dataset, or hub:NAME
+packed=${PACKED:-data/packed/$experiment}       # written once, then only read
+sequence_length=${SEQUENCE_LENGTH:-8192}
+num_gpus=${NUM_GPUS:-8}
+python=${PYTHON:-.venv/bin/python}
+
+has_begun=no
+[ -z "$(find "$experiments_dir/$experiment/checkpoints" -mindepth 1 -maxdepth 1 2>/dev/null)" ] || has_begun=yes
+if [ "${PRETRAIN_CONTINUES:-no}" != "$has_begun" ]; then
+    case $has_begun in
+    yes) echo "pretrain.sh: $experiments_dir/$experiment has checkpoints: scripts/pretrain_cont.sh continues it" >&2 ;;
+    no) echo "pretrain_cont.sh: $experiments_dir/$experiment has no checkpoint: scripts/pretrain.sh begins it" >&2 ;;
+    esac
+    exit 2
+fi
+
+"$python" tools/pack_dataset.py --input "$input" --output_dir "$packed" --tokenizer_model "$model" \
+    --sequence_length "$sequence_length"
+exec "$python" pretraining/pretrain.py --executor local --experiments_dir "$experiments_dir" --experiment "$experiment" \
+    --hf_model_id "$model" --nemo_model "$weights" --dataset_path "$packed" --sequence_length "$sequence_length" \
+    --num_gpus "$num_gpus" "$@"
