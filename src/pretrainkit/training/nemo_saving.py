@@ -164,7 +164,7 @@ class Saver:
         torch.distributed.all_reduce(failed, op=torch.distributed.ReduceOp.MAX)
         if not failed.item():
             return None
-        own = failure_of(errors[0]) if errors else None
+        own = failure_of(errors[0], free_bytes=shutil.disk_usage(self._run.experiment_dir).free) if errors else None
         of_ranks: list[SaveFailure | None] = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(of_ranks, own)
         return next(failure for failure in of_ranks if failure)

@@ -12,6 +12,8 @@ from pretrainkit.units import format_bytes
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """No space on the device, quota used up, file larger than allowed: trying again at once finds the same."""
 _LASTING = FULL | {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ENAMETOOLONG}
+NEXT_TO_NOTHING = 1 << 26
+"""Bytes that count as none free (assumed: less than any file of a checkpoint that could matter)."""
 _FIRST_WAIT_S = 1.0
 _WAIT_GROWTH = 4.0
 _ERRNO_IN_TEXT = re.compile(r"\[Errno (\d+)\]")
@@ -48,8 +50,11 @@ class SaveFailure:
         )
 
 
-def failure_of(error: BaseException) -> SaveFailure:
-    """The failure that an error means: its causes are searched for a system error, then its text."""
+def failure_of(error: BaseException, *, free_bytes: int | None = None) -> SaveFailure:
+    """The failure that an error means: its causes are searched for a system error, then its text.
+
+    torch's writer of archives names no system error; where next to no bytes are free, that is why it failed.
+    """
     number: int | None = None
     seen: BaseException | None = error
     while number is None and seen is not None:
@@ -58,6 +63,8 @@ def failure_of(error: BaseException) -> SaveFailure:
     text = str(error)
     if number is None and (match := _ERRNO_IN_TEXT.search(text)):
         number = int(match.group(1))
+    if number is None and free_bytes is not None and free_bytes < NEXT_TO_NOTHING:
+        number = errno.ENOSPC
     name = "" if number is None else f"{errno.errorcode.get(number, number)} ({os.strerror(number)}): "
     lines = text.strip().splitlines() or [""]
     return SaveFailure(f"{name}{type(error).__name__}: {lines[-1].strip()}", number)

@@ -39,6 +39,12 @@ def test_the_system_error_is_found_behind_others_and_in_their_text() -> None:
     assert failure_of(RuntimeError("something else")).errno is None
 
 
+def test_an_error_without_a_name_on_a_full_disk_is_that_disk() -> None:
+    error = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598")
+    assert failure_of(error, free_bytes=500_000).is_full and failure_of(error, free_bytes=2**40).errno is None
+    assert failure_of(os_error(errno.EIO), free_bytes=0).errno == errno.EIO
+
+
 def test_advice_for_a_full_disk_has_the_numbers() -> None:
     advice = failure_of(os_error(errno.ENOSPC)).advice(2**30, 3 * 2**30)
     assert "1.0 GiB are free, a checkpoint takes 3.0 GiB" in advice and "--keep_last" in advice
