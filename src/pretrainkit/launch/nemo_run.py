@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from pretrainkit.logs import get_logger
 HOME_NAME = ".nemo_run"
 """NeMo-Run's own records, in the experiment's folder instead of the user's home."""
 _DELIVERY_INTERVAL_S = 0.1
+_CODE_MOUNT, _HIDDEN = "/nemo_run", "/nemo-run-of-a-path"
 
 log = get_logger(__name__)
 
@@ -126,6 +128,8 @@ def slurm_script(job: Job, *, continues: bool) -> str:
     """
     from nemo_run.core.execution.slurm import SlurmBatchRequest
 
+    # NeMo-Run puts the job's folder for every /nemo_run of a script without container, also of a user's path.
+    job = replace(job, folder=Path(str(job.folder).replace(_CODE_MOUNT, _HIDDEN)))
     request = SlurmBatchRequest(
         launch_cmd=["sbatch", "--requeue", "--parsable"],
         jobs=[safe_name(job.name)],
@@ -134,7 +138,7 @@ def slurm_script(job: Job, *, continues: bool) -> str:
         max_retries=0,
         extra_env={},
     )
-    return str(request.materialize())
+    return str(request.materialize()).replace(_HIDDEN, _CODE_MOUNT)
 
 
 def _inner_script(job: Job) -> str:
@@ -166,13 +170,14 @@ def _executor(job: Job, *, continues: bool) -> Any:
         job_name_prefix="pretrainkit.",
         additional_parameters=parameters,
         array=str(job.array) if job.array else None,
-        container_image=container.image if container else None,
-        container_mounts=[str(mount) for mount in container.mounts] if container else [],
+        # NeMo-Run quotes what goes to #SBATCH lines, and nothing of srun's.
+        container_image=shlex.quote(container.image) if container else None,
+        container_mounts=[shlex.quote(str(mount)) for mount in container.mounts] if container else [],
         # Slurm binds a step that doesn't say how many CPUs it needs to one; --output is appended to by both.
         srun_args=["--open-mode=append", "--cpu-bind=none", *(container.pyxis_options() if container else [])],
-        setup_lines=scripts.slurm_setup(job, continues=continues),
+        setup_lines=scripts.slurm_setup(job, continues=continues).replace(_CODE_MOUNT, _HIDDEN),
         job_details=_job_details(job, log_path),
-        tunnel=LocalTunnel(job_dir=str(job.folder.parent)),
+        tunnel=LocalTunnel(job_dir=shlex.quote(str(job.folder.parent))),
         packager=Packager(),
     )
     executor.account = job.account  # None: the cluster's default

@@ -169,13 +169,13 @@ def _tell_ranks(told: set[int], waited_s: float) -> None:
 
 
 def _listens(process: int) -> bool:
-    """Whether a process has a handler for SIGTERM; True where the system doesn't say."""
+    """Whether a process does something of its own with SIGTERM; True where the system doesn't say."""
     try:
         status = Path(f"/proc/{process}/status").read_text(encoding="ascii")
-        caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
-    except (OSError, StopIteration):
+    except OSError:
         return True
-    return bool(int(caught, 16) >> (signal.SIGTERM - 1) & 1)
+    masks = [int(line.split()[1], 16) for line in status.splitlines() if line.startswith(("SigCgt:", "SigBlk:"))]
+    return not masks or any(mask >> (signal.SIGTERM - 1) & 1 for mask in masks)
 
 
 if __name__ == "__main__":

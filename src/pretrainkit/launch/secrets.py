@@ -57,8 +57,12 @@ _PASSED_ON = re.compile(r"(HF|HUGGING_FACE|HUGGINGFACE|WANDB|MLFLOW|NCCL|DATASET
 
 
 def without_tokens(environment: Mapping[str, str]) -> dict[str, str]:
-    """An environment without variables that hold tokens or passwords."""
-    return {name: value for name, value in environment.items() if not is_secret(name)}
+    """An environment for a scheduler's commands: without tokens and passwords, and what another job of ours has set."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if not is_secret(name) and not name.startswith("PRETRAINKIT_")
+    }
 
 
 def is_secret(name: str) -> bool:

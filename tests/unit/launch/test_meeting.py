@@ -1,0 +1,103 @@
+"""Nodes of a job find each other, and one outcome stands for all."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pretrainkit.errors import PretrainkitError
+from pretrainkit.launch import meeting
+from pretrainkit.launch.meeting import Head, Meeting, combined, own_address
+from pretrainkit.launch.outcome import SUCCESS, Outcome
+
+
+def report(exit_code: int, *, is_consequence: bool = False, reason: str = "r") -> dict[str, Any]:
+    return {
+        "exit_code": exit_code,
+        "failed_rank": None,
+        "reason": reason,
+        "host": "h",
+        "is_consequence": is_consequence,
+    }
+
+
+REPORTS = {
+    "all done": ({0: report(0), 1: report(0)}, 0, ""),
+    "all saved": ({0: report(85), 1: report(85)}, 85, "r"),
+    "one saw the end later": ({0: report(0), 1: report(85)}, 85, "r"),
+    "the cause comes before its consequence": (
+        {0: report(1, is_consequence=True), 1: report(7, reason="cause")},
+        7,
+        "node 1 (h): cause",
+    ),
+    "a node died": ({0: report(1, is_consequence=True), 1: None}, 1, "node 1 ended without a word"),
+    "a node died after the others had saved": ({0: report(85), 1: None}, 1, "without a word"),
+}
+
+
+@pytest.mark.parametrize(("reports", "exit_code", "reason"), REPORTS.values(), ids=list(REPORTS))
+def test_the_first_cause_is_the_outcome(reports: dict, exit_code: int, reason: str) -> None:  # type: ignore[type-arg]
+    outcome = combined(reports)
+    assert outcome.exit_code == exit_code and reason in outcome.reason
+
+
+def test_nodes_meet_and_end_together(tmp_path: Path) -> None:
+    nodes = [Meeting(tmp_path, number, 3) for number in range(3)]
+    ends: dict[int, Outcome] = {}
+
+    def other(node: Meeting) -> None:
+        assert node.wait_for_head().port == 17
+        node.report_ready()
+        assert node.wait_for_go()
+        node.report_end(SUCCESS, is_consequence=False)
+        ends[node.node] = node.agree()
+
+    threads = [threading.Thread(target=other, args=(node,)) for node in nodes[1:]]
+    for thread in threads:
+        thread.start()
+    head = nodes[0]
+    head.publish(Head("127.0.0.1", 17, "/logs"))
+    head.report_ready()
+    head.wait_for_all()
+    assert len(head.hosts) == 3
+    head.ask_to_stop()
+    assert all(node.must_stop for node in nodes)
+    head.report_end(Outcome(85, 0, "saved"), is_consequence=False)
+    assert head.agree().exit_code == 85
+    for thread in threads:
+        thread.join()
+    assert {outcome.exit_code for outcome in ends.values()} == {85}
+
+
+def test_a_bad_node_is_named(tmp_path: Path) -> None:
+    head, other = (Meeting(tmp_path, number, 2) for number in range(2))
+    head.report_ready()
+    other.report_ready("gpus: 7 of 8")
+    with pytest.raises(PretrainkitError, match=r"node 1 \(.*\): gpus: 7 of 8"):
+        head.wait_for_all()
+    head.report_failure()
+    assert not other.wait_for_go() and other.has_failed
+
+
+def test_a_node_that_does_not_come_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "MEETING_S", 0.1)
+    head = Meeting(tmp_path, 0, 3)
+    head.report_ready()
+    with pytest.raises(PretrainkitError, match="node 1, 2 of 3"):
+        head.wait_for_all()
+
+
+def test_a_head_that_is_gone_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "DEAD_AFTER_S", 0.2)
+    head, other = (Meeting(tmp_path, number, 2) for number in range(2))
+    head.beat()
+    assert not other.has_failed
+    threading.Event().wait(0.4)
+    assert other.has_failed and not head.has_failed
+
+
+def test_the_address_is_one_of_this_machine() -> None:
+    assert own_address(["no-such-host.invalid"]).count(".") == 3

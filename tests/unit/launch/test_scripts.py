@@ -1,0 +1,349 @@
+"""Job scripts are as agreed for every site, and every word of a user gets through bash as it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pretrainkit.config.load import load_config
+from pretrainkit.errors import RequestError
+from pretrainkit.launch import submit
+from pretrainkit.launch.container import Container, Mount
+from pretrainkit.launch.job import Job, parse_array
+
+NASTY = [
+    "a b",
+    "it's",
+    'say "x"',
+    "$HOME ${x} $(id) `id`",
+    "two\nlines",
+    "日本語 한국어 é",
+    "~/x",
+    "*?[a]{b,c}",
+    "\\back\\",
+    "-n",
+    "",
+    "a;b&c|d>e<f#g!h%i",
+]
+PRINTER = """
+import json, os, sys
+names = [name for name in os.environ if name.startswith(("NASTY", "PRETRAINKIT_", "WANDB_API"))]
+line = {"words": sys.argv[1:], "cwd": os.getcwd(), "environment": {name: os.environ[name] for name in names}}
+print(json.dumps(line), flush=True)
+sys.exit(int(os.environ.get("EXIT_CODE", "0")))
+"""
+STUBS = {
+    "scontrol": '[ "$1" = show ] && echo n1 || printf "%s\\n" "scontrol $*" >> "$STUB_LOG"',
+    # The options before the command are srun's.
+    "srun": 'while [ $# -gt 0 ] && [ "$1" != bash ] && [ "$1" != hostname ]; do shift; done\n'
+    'if [ "$1" = hostname ]; then echo 127.0.0.1; else "$@" >> "$SRUN_LOG" 2>&1; fi',
+    # Another node has a login shell's environment, and gets the command as one text for that shell.
+    "ssh": 'while case "$1" in -o) shift 2 ;; *) false ;; esac; do :; done\n'
+    'env -i PATH="$PATH" STUB_HOST="$1" bash -c "$2"',
+    "qrsh": 'shift 2; env -i PATH="$PATH" "$@"',
+    "pbsdsh": 'shift 3; env -i PATH="$PATH" "$@"',
+    "scancel": 'printf "scancel %s\\n" "$*" >> "$STUB_LOG"',
+    "qdel": 'printf "qdel %s\\n" "$*" >> "$STUB_LOG"',
+    "qsub": 'printf "qsub %s\\n" "$*" >> "$STUB_LOG"; echo 99.server',
+}
+
+
+@pytest.fixture
+def stubs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Programs of schedulers, of which only what a script does with them matters; gives the file of what they heard."""
+    for name, text in STUBS.items():
+        path = tmp_path / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!/bin/bash\n{text}\n")
+        path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("STUB_LOG", str(tmp_path / "stub.log"))
+    return tmp_path / "stub.log"
+
+
+def a_job(folder: Path, executor: str, *words: str, nodes: int = 1, **settings: object) -> Job:
+    """A job that prints its words, folder and variables."""
+    (folder / "code").mkdir(parents=True)
+    printer = folder / "print.py"
+    printer.write_text(PRINTER)
+    flags = {"launch.executor": executor, "launch.python": sys.executable} | settings
+    return Job(
+        name="job",
+        folder=folder,
+        work_dir=folder,
+        command=(sys.executable, str(printer), *words),
+        config=load_config(flags=flags).launch,
+        container=None,
+        num_nodes=nodes,
+        time_limit="1-02:00:00",
+    )
+
+
+def written(job: Job, part: int = 0) -> Path:
+    """The script of a job, written with what it starts."""
+    for name, text in submit._inner_scripts(job).items():
+        (job.folder / name).write_text(text, encoding="utf-8")
+    script = submit._parts(job)[part]
+    (job.folder / script.name).write_text(script.text, encoding="utf-8")
+    return job.folder / script.name
+
+
+def environment_of(job: Job, **more: str) -> dict[str, str]:
+    """What a scheduler would set."""
+    executor = job.config.executor
+    ids = {
+        "slurm": {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"},
+        "sge": {"JOB_ID": "7"},
+        "pbs": {"PBS_JOBID": "7.s"},
+    }
+    log = {"SRUN_LOG": str(job.folder / "slurm-7.log")}
+    return {**os.environ, **ids[executor], **log, **more}
+
+
+def run_script(job: Job, **more: str) -> subprocess.CompletedProcess[str]:
+    """Run a job's script as its scheduler would."""
+    return subprocess.run(
+        ["bash", str(written(job))], env=environment_of(job, **more), capture_output=True, text=True, timeout=60
+    )
+
+
+def printed(job: Job, task: str = "") -> list[dict]:  # type: ignore[type-arg]
+    text = (job.folder / f"{job.config.executor}-7{task}.log").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.parametrize("executor", ["slurm", "sge", "pbs"])
+def test_every_word_folder_and_variable_survives(executor: str, tmp_path: Path, stubs: Path) -> None:
+    folder = tmp_path / "a b'c\"$HOME ~日本 /nemo_run" / "job_001"
+    variables = {f"NASTY_{number}": word for number, word in enumerate(NASTY)}
+    job = a_job(folder, executor, *NASTY, **{"launch.environment": variables})
+    done = run_script(job)
+    assert done.returncode == 0, done.stderr
+    (line,) = printed(job)
+    assert line["words"] == NASTY and line["cwd"] == os.path.normpath(folder)
+    assert {name: line["environment"][name] for name in variables} == variables
+    assert line["environment"]["PRETRAINKIT_JOB_ID"] == "7" and line["environment"]["PRETRAINKIT_NODE"] == "0"
+
+
+@pytest.mark.parametrize("executor", ["slurm", "sge", "pbs"])
+@pytest.mark.parametrize("code", [0, 1, 85])
+def test_the_exit_code_is_the_jobs_and_stands_in_a_file(executor: str, code: int, tmp_path: Path, stubs: Path) -> None:
+    job = a_job(tmp_path / "job", executor, **{"launch.environment": {"EXIT_CODE": str(code)}})
+    assert run_script(job).returncode == code
+    assert (job.folder / "exit-7").read_text() == f"{code}\n"
+
+
+@pytest.mark.parametrize(("launcher", "executor"), [("ssh", "pbs"), ("pbsdsh", "pbs"), ("ssh", "sge"), ("qrsh", "sge")])
+def test_every_node_is_started_once_and_knows_the_job(
+    launcher: str, executor: str, tmp_path: Path, stubs: Path
+) -> None:
+    job = a_job(
+        tmp_path / "a job",
+        executor,
+        *NASTY,
+        nodes=2,
+        **{"launch.node_launcher": launcher, "launch.environment": {"NASTY": "\n".join(NASTY)}},
+    )
+    nodes = tmp_path / "nodes"
+    nodes.write_text("n1\nn1\nn2\nn2\n" if executor == "pbs" else "n1 2 all.q@n1 U\nn2 2 all.q@n2 U\n")
+    done = run_script(job, PBS_NODEFILE=str(nodes), PE_HOSTFILE=str(nodes))
+    assert done.returncode == 0, done.stderr
+    lines = sorted(printed(job), key=lambda line: line["environment"]["PRETRAINKIT_NODE"])
+    assert [line["environment"]["PRETRAINKIT_NODE"] for line in lines] == ["0", "1"]
+    for name in ("PRETRAINKIT_START", "PRETRAINKIT_JOB_ID", "PRETRAINKIT_LOG", "NASTY"):
+        assert lines[0]["environment"][name] == lines[1]["environment"][name]
+    assert all(line["words"] == NASTY for line in lines)
+
+
+@pytest.mark.parametrize("executor", ["sge", "pbs"])
+def test_too_few_nodes_are_refused(executor: str, tmp_path: Path, stubs: Path) -> None:
+    job = a_job(tmp_path / "job", executor, nodes=3)
+    nodes = tmp_path / "nodes"
+    nodes.write_text("n1\nn2\n")
+    assert run_script(job, PBS_NODEFILE=str(nodes), PE_HOSTFILE=str(nodes)).returncode == 2
+    assert "the job has 2 nodes (n1 n2), needed: 3" in (job.folder / f"{executor}-7.log").read_text()
+
+
+@pytest.mark.parametrize("executor", ["slurm", "sge", "pbs"])
+def test_a_finished_or_failing_run_ends_its_chain_and_a_saved_one_does_not(
+    executor: str, tmp_path: Path, stubs: Path
+) -> None:
+    cancel = "scancel" if executor == "slurm" else "qdel"
+    for code, heard in ((0, [f"{cancel} 8", f"{cancel} 9"]), (3, [f"{cancel} 8", f"{cancel} 9"]), (85, [])):
+        job = a_job(
+            tmp_path / str(code),
+            executor,
+            **{"launch.chain": 4, "launch.environment": {"EXIT_CODE": str(code)}},
+        )
+        (job.folder / "chain").write_text("6\n7\n8\n9\n")
+        assert run_script(job).returncode == code
+        assert (stubs.read_text().splitlines() if stubs.exists() else []) == heard
+        stubs.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("executor", "code", "heard"),
+    [("slurm", 85, "scontrol requeue 7"), ("sge", 99, ""), ("pbs", 85, "qsub -v PRETRAINKIT_CONTINUES=1")],
+)
+def test_a_run_whose_time_is_over_is_queued_again(
+    executor: str, code: int, heard: str, tmp_path: Path, stubs: Path
+) -> None:
+    settings = {"launch.requeue": True, "launch.environment": {"EXIT_CODE": "85"}}
+    job = a_job(tmp_path / "job", executor, **settings)
+    assert run_script(job).returncode == code
+    assert heard in (stubs.read_text() if stubs.exists() else "")
+    if executor == "pbs":
+        assert (job.folder / "chain").read_text() == "99.server\n"
+    stubs.unlink(missing_ok=True)
+    job = a_job(tmp_path / "failing", executor, **{**settings, "launch.environment": {"EXIT_CODE": "1"}})
+    assert run_script(job).returncode == 1 and not stubs.exists()
+
+
+@pytest.mark.parametrize("executor", ["sge", "pbs"])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2], ids=lambda number: number.name)
+def test_a_schedulers_signal_reaches_the_nodes_by_a_file_and_the_script_waits(
+    executor: str, number: int, tmp_path: Path, stubs: Path
+) -> None:
+    job = a_job(tmp_path / "job", executor)
+    waiter = job.folder / "print.py"
+    waiter.write_text(
+        "import glob, sys, time\nprint('{}', flush=True)\n"
+        f"while not glob.glob({str(job.folder)!r} + '/nodes/*/stop'):\n    time.sleep(0.05)\n"
+        "time.sleep(0.3)\nprint('saved', flush=True)\nsys.exit(85)\n"
+    )
+    process = subprocess.Popen(["bash", str(written(job))], env=environment_of(job), start_new_session=True)
+    log, end_s = job.folder / f"{executor}-7.log", time.monotonic() + 30
+    while not (log.exists() and "{}" in log.read_text()):
+        assert time.monotonic() < end_s
+        time.sleep(0.05)
+    # Grid Engine signals the whole process group; TERM is PBS's, to the script.
+    (os.killpg if number != signal.SIGTERM else os.kill)(process.pid, number)
+    assert process.wait(timeout=30) == 85 and "saved" in log.read_text()
+
+
+def test_tasks_of_arrays_count_from_0_in_every_scheduler(tmp_path: Path, stubs: Path) -> None:
+    ids = {
+        "slurm": {
+            "SLURM_ARRAY_JOB_ID": "7",
+            "SLURM_ARRAY_TASK_ID": "3",
+            "SRUN_LOG": str(tmp_path / "slurm/slurm-7_3.log"),
+        },
+        "sge": {"SGE_TASK_ID": "4"},
+        "pbs": {"PBS_JOBID": "7[3].server", "PBS_ARRAY_INDEX": "3"},
+    }
+    for executor, variables in ids.items():
+        job = dataclasses.replace(a_job(tmp_path / executor, executor), array=parse_array("0-4", None))
+        assert run_script(job, **variables).returncode == 0
+        (line,) = printed(job, "_3")
+        assert line["environment"]["PRETRAINKIT_ARRAY_INDEX"] == "3"
+        assert line["environment"]["PRETRAINKIT_ARRAY_COUNT"] == "5"
+        assert (job.folder / "exit-7_3").exists()
+
+
+def test_some_tasks_again_are_as_few_submissions_as_the_scheduler_can_take(tmp_path: Path) -> None:
+    def commands(executor: str) -> list[str]:
+        job = dataclasses.replace(a_job(tmp_path / executor, executor), array=parse_array("3,7-8", 10))
+        text = submit.describe(job)
+        return [line.replace(str(job.folder), "J") for line in text.partition("# submitted by\n")[2].splitlines()]
+
+    assert commands("slurm") == ["sbatch --requeue --parsable J/job.slurm.sh"]
+    assert [line.partition(" -t ")[2] for line in commands("sge")] == ["4-4 J/job.sge.sh", "8-9 J/job.sge.sh"]
+    single, several = commands("pbs")
+    assert single.endswith(" J/job.task_3.pbs.sh") and "-J" not in single and several.endswith("-J 7-8 J/job.pbs.sh")
+
+
+def test_a_variable_that_bash_can_not_have_is_refused(tmp_path: Path) -> None:
+    job = a_job(tmp_path / "job", "sge", **{"launch.environment": {"a-b": "x"}})
+    with pytest.raises(RequestError, match="--env: 'a-b'"):
+        submit.describe(job)
+
+
+def site_job(site: str, folder: Path, **settings: object) -> Job:
+    flags = {
+        "launch.site": site,
+        "launch.account": "mygroup",
+        "launch.num_nodes": 2,
+        "launch.cache_dir": "/group/cache",
+        "launch.python": "/venv/bin/python",
+        **settings,
+    }
+    config = load_config(flags=flags)
+    launch = config.launch
+    mounts = (Mount("/group/data", "/group/data"), Mount("/runs/exp", "/runs/exp"))
+    runtime = {"slurm": "pyxis", "abci": ""}.get(site, "apptainer")
+    image = {"slurm": "/images/nemo.sqsh", "slurm-apptainer": "docker://nvcr.io/nvidia/nemo:25.09"}
+    return Job(
+        name="exp",
+        folder=folder,
+        work_dir=Path("/runs/exp"),
+        command=("/venv/bin/python", "-m", "pretrainkit.launch.node", "--", "train.py", "--run", "/runs/exp/run.json"),
+        config=launch,
+        container=Container(runtime, image.get(site, "/images/nemo.sif"), mounts, nv=True) if runtime else None,
+        environment={"HF_HUB_OFFLINE": "1"},
+        on_gpu=True,
+        num_nodes=launch.num_nodes,
+        ranks_per_node=launch.num_gpus,
+        time_limit=config.training.time_limit,
+        warning_s=600,
+        secrets=folder / "secrets.sh",
+    )
+
+
+SITES = {
+    "slurm": {"launch.chain": 2},
+    "slurm-apptainer": {"launch.requeue": True, "launch.num_nodes": 1},
+    "tsubame4": {"launch.chain": 3},
+    "abci": {"launch.requeue": True},
+}
+
+
+@pytest.mark.parametrize("site", SITES)
+def test_the_scripts_of_a_site_are_as_agreed(
+    site: str, golden: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOGNAME", "me")
+    job = site_job(site, Path("/runs/exp/jobs/job_001"), **SITES[site])
+    golden(f"job_{site}.txt", submit.describe(job))
+
+
+@pytest.mark.parametrize("site", ["slurm", "tsubame4", "abci"])
+def test_the_scripts_of_an_array_on_cpus_are_as_agreed(
+    site: str, golden: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOGNAME", "me")
+    job = site_job(site, Path("/work/jobs/preprocess_data/job_001"), **{"launch.num_nodes": 1})
+    job = dataclasses.replace(
+        job,
+        name="preprocess_data",
+        on_gpu=False,
+        container=None,
+        command=("/venv/bin/python", "preprocess_data.py", "--shard", "array/10", "--append-eod"),
+        array=parse_array("0-4,9%2", 10),
+        secrets=None,
+        warning_s=None,
+    )
+    golden(f"array_{site}.txt", submit.describe(job))
+
+
+@pytest.mark.parametrize("site", SITES)
+def test_the_scripts_of_a_site_are_good_bash(site: str, tmp_path: Path) -> None:
+    job = site_job(site, tmp_path, **SITES[site])
+    for part in submit._parts(job):
+        (tmp_path / part.name).write_text(part.text)
+    for name, text in submit._inner_scripts(job).items():
+        (tmp_path / name).write_text(text)
+    for path in tmp_path.glob("*.sh"):
+        subprocess.run(["bash", "-n", str(path)], check=True)
+        if "slurm" not in path.name:  # most of that text is NeMo-Run's
+            check = [str(Path(sys.executable).with_name("shellcheck")), "--exclude=SC1090,SC1091,SC2317,SC2154,SC2034,SC2329", str(path)]
+            done = subprocess.run(check, capture_output=True, text=True)
+            assert done.returncode == 0, done.stdout
