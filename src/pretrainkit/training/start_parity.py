@@ -153,6 +153,9 @@ class Parity:
     def _begin(self, folder: Path) -> None:
         """Let the Hugging Face model run, beside the loading of the Megatron model."""
         run = self._run
+        if not folder.is_dir():
+            self._skipped = f"there is no {folder} on this machine"
+            return
         num_tokens = sequence_length(run)
         needed, available = hf_reference.needed_bytes(run.model, num_tokens), available_bytes()
         if needed > available:
