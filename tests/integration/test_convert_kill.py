@@ -41,8 +41,10 @@ def test_killed_conversion_leaves_no_folder_that_looks_complete(
     moments = random.Random(0)
     whole = killed = 0
     for attempt in range(KILLS):
-        if attempt % 2:
-            shutil.rmtree(target, ignore_errors=True)  # every other time there is nothing to replace
+        if attempt % 2:  # every other time there is nothing to replace
+            shutil.rmtree(target, ignore_errors=True)
+        elif not target.exists():
+            convert(source, target, options)
         process = multiprocessing.get_context("fork").Process(target=convert, args=(source, target, options))
         process.start()
         time.sleep(moments.uniform(0, duration_s))
