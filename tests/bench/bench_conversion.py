@@ -1,11 +1,12 @@
-"""Conversion side by side, in one run, on the same disk and cores: copying the files, ours, NeMo's own.
+"""Conversion side by side, on the same disk and cores: copying the files, ours, NeMo's own, mbridge.
 
-    python tests/bench/bench_conversion.py [--folder build/bench] [--layers 8] [--rounds 3] [--with-nemo]
+    python tests/bench/bench_conversion.py [--folder build/bench] [--layers 8] [--rounds 3] [--without nemo mbridge]
 
 The model is random, with the shape of Llama 3 8B cut to some layers. Each command is timed as a whole, from its
-start to its exit code, everything flushed to disk; commands alternate, so that a busy machine is as busy for all.
-Prints a Markdown table of medians (smallest to largest), and writes all measurements as JSON. NeMo holds the whole
-model several times over, so give it fewer layers where memory is short.
+start to the moment when all it wrote is flushed to disk; commands alternate, so that a busy machine is as busy for
+all. Prints a Markdown table of medians (smallest to largest), and writes all measurements as JSON; with --continue
+those of an earlier call count too. NeMo and mbridge (`pip install --no-deps mbridge`) hold the whole model, NeMo
+several times over: give them fewer layers where memory is short.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from pretrainkit.files import fsync_path
 
 ROOT = Path(__file__).parents[2]
 CONVERT = ROOT / "tools/convert_checkpoint.py"
@@ -79,6 +82,39 @@ else:
 """
 
 
+MBRIDGE = """
+import os, sys
+from pathlib import Path
+from pretrainkit.training import cpu
+cpu.bridge()
+import torch
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+import mbridge.core.llm_bridge
+from mbridge import AutoBridge
+from pretrainkit.training.layer_spec import torch_layer_spec
+# What mbridge needs on a machine without CUDA and Transformer Engine.
+mbridge.core.llm_bridge.get_gpt_decoder_block_spec = lambda config, **_: torch_layer_spec(config)
+what, source, target, original = sys.argv[1:]
+store = torch.distributed.HashStore()
+torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+parallel_state.initialize_model_parallel()
+model_parallel_cuda_manual_seed(0)
+bridge = AutoBridge.from_pretrained(original)
+bridge.set_extra_args(apply_rope_fusion=False, masked_softmax_fusion=False)
+with torch.no_grad():
+    models = bridge.get_model(weight_path=source if what == "import" else None, use_cpu_initialization=True)
+    state = models[0].sharded_state_dict()
+    if what == "import":
+        Path(target).mkdir()
+        dist_checkpointing.save(state, target)
+    else:
+        models[0].load_state_dict(dist_checkpointing.load(state, source))
+        bridge.safetensor_io = bridge._get_safetensor_io(original)
+        bridge.save_weights(models, target)
+"""
+
+
 @dataclass
 class Measurement:
     """One run of one command."""
@@ -93,7 +129,7 @@ class Measurement:
 
 
 def measure(what: str, command: list[object], target: Path) -> Measurement:
-    """Run a command that writes the folder `target`, alone on a clean start."""
+    """Run a command that writes the folder `target`, alone on a clean start; flushing what it left unflushed counts."""
     shutil.rmtree(target, ignore_errors=True)
     os.sync()
     before, began = os.times(), time.monotonic()
@@ -108,10 +144,12 @@ def measure(what: str, command: list[object], target: Path) -> Measurement:
     watcher = threading.Thread(target=_watch, args=(process, peak))
     watcher.start()
     _, errors = process.communicate()
+    if process.returncode:
+        raise SystemExit(f"{what} failed ({process.returncode}), at {peak[0] / GIB:.1f} GiB\n{errors.decode()[-2000:]}")
+    for path in target.rglob("*"):
+        fsync_path(path)
     wall_s, after = time.monotonic() - began, os.times()
     watcher.join()
-    if process.returncode:
-        raise SystemExit(f"{what} failed\n{errors.decode()[-2000:]}")
     cpu_s = after.children_user + after.children_system - before.children_user - before.children_system
     size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
     return Measurement(what, wall_s, cpu_s, peak[0] / GIB, size / GIB)
@@ -167,7 +205,8 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=ROOT / "build/bench")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--with-nemo", action="store_true")
+    parser.add_argument("--without", nargs="+", choices=["nemo", "mbridge"], default=[])
+    parser.add_argument("--continue", dest="continued", action="store_true", help="add to the measurements there are")
     arguments = parser.parse_args()
     work = arguments.folder.absolute() / f"conversion-{arguments.layers}"
     model = work / "hf"
@@ -187,22 +226,28 @@ def main() -> int:
         ("Hugging Face to torch, TP=2", lambda: ours(model, work / "torch", *tp2), work / "torch"),
         ("torch, TP=2, to Hugging Face", lambda: ours(work / "torch", work / "back"), work / "back"),
     ]
-    if arguments.with_nemo:
+    if "nemo" not in arguments.without:
         imported, exported = work / "nemo-own", work / "back-own"
         nemo = [python, "-c", NEMO]
         steps.append(("NeMo's import_ckpt", lambda: [*nemo, "import", model, imported], imported))
         steps.append(("NeMo's export_ckpt", lambda: [*nemo, "export", imported, exported], exported))
-    done = []
+    if "mbridge" not in arguments.without:
+        loaded, saved = work / "mbridge", work / "back-mbridge"
+        mbridge = [python, "-c", MBRIDGE]
+        steps.append(("mbridge to torch_dist", lambda: [*mbridge, "import", model, loaded, model], loaded))
+        steps.append(("mbridge to Hugging Face", lambda: [*mbridge, "export", loaded, saved, model], saved))
+    record = arguments.folder / f"conversion-{arguments.layers}.json"
+    done = [Measurement(**one) for one in json.loads(record.read_text())] if arguments.continued else []
     for _ in range(arguments.rounds):
         for what, command, target in steps:
             done.append(measure(what, command(), target))
             print(f"{what}: {done[-1].wall_s:.1f} s", file=sys.stderr)
+            record.write_text(json.dumps([asdict(one) for one in done], indent=2))
             if target.name.startswith(("copy", "back")):
                 shutil.rmtree(target)
-    for name in ("nemo", "torch", "nemo-own"):
+    for name in ("nemo", "torch", "nemo-own", "mbridge"):
         shutil.rmtree(work / name, ignore_errors=True)
-    (arguments.folder / "conversion.json").write_text(json.dumps([asdict(one) for one in done], indent=2))
-    _print_table(done, [what for what, _, _ in steps], workers)
+    _print_table(done, list(dict.fromkeys(one.what for one in done)), workers)
     return 0
 
 
@@ -216,6 +261,8 @@ def _print_table(done: list[Measurement], order: list[str], workers: int) -> Non
     print("| what | wall, s | times the copy | CPU, s | peak memory, GiB |")
     print("|---|--:|--:|--:|--:|")
     for what, runs in by_name.items():
+        if not runs:
+            continue
         walls = sorted(one.wall_s for one in runs)
         median = statistics.median(walls)
         cpu_s, peak = statistics.median(one.cpu_s for one in runs), max(one.peak_gib for one in runs)
