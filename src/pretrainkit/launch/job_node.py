@@ -143,6 +143,7 @@ def _check_request(arguments: argparse.Namespace) -> node_check.NodeCheckRequest
         accelerator=arguments.accelerator,
         output_dir=arguments.experiment_dir,
         collectives=arguments.accelerator == "gpu",
+        needed_time_s=arguments.needed_time_s,
     )
 
 

@@ -103,6 +103,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--num_nodes", type=int, default=1, help="nodes of the job")
     parser.add_argument("--accelerator", choices=("cpu", "gpu"), default="cpu", help="what the ranks compute on")
     parser.add_argument("--no_check", dest="check", action="store_false", help="leave out the preflight of the nodes")
+    parser.add_argument("--needed_time_s", type=float, default=0.0, help="job time that saving takes")
     parser.add_argument("--slots_per_gpu", type=int, help="Grid Engine slots that each rank needs")
     parser.add_argument("command", nargs="+", help="Python script of a rank, and its arguments")
     return parser

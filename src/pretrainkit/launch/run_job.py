@@ -32,6 +32,8 @@ def job_of(run: ResolvedRun, *, folder: Path, run_file: Path, train_script: Path
     script = folder / CODE / train_script.parent.name / train_script.name
     node = ["--ranks", config.num_gpus, "--experiment_dir", experiment_dir, "--job_dir", folder]
     node += ["--num_nodes", config.num_nodes, "--accelerator", run.accelerator]
+    margin_s = parse_duration(run.config.training.time_margin)
+    node += ["--needed_time_s", margin_s] if run.config.training.time_limit else []
     node += [] if config.check_nodes else ["--no_check"]
     node += ["--slots_per_gpu", config.slots_per_gpu] if config.slots_per_gpu else []
     container = container_of(config, needs=_needs(run), on_gpu=run.accelerator == "gpu")
@@ -45,7 +47,6 @@ def job_of(run: ResolvedRun, *, folder: Path, run_file: Path, train_script: Path
     }
     if run.accelerator == "cpu" and config.num_nodes == 1:
         environment["GLOO_SOCKET_IFNAME"] = "lo"
-    margin_s = parse_duration(run.config.training.time_margin)
     return Job(
         name=run.config.experiment,
         folder=folder,

@@ -40,6 +40,16 @@ class AttemptLogs:
 
 
 @dataclass(frozen=True)
+class ScheduledJob:
+    """A job of a scheduler that was submitted for the run; no exit code: it waits, runs, or was killed."""
+
+    scheduler: str
+    job_id: str
+    log: str
+    exit_code: int | None
+
+
+@dataclass(frozen=True)
 class Point:
     """An optimizer step; one that was done again after a restart counts as it was done last."""
 
@@ -75,6 +85,7 @@ class History:
     checkpoint_problem: str
     """Why there is none to continue from, where there should be."""
     logs: tuple[AttemptLogs, ...]
+    jobs: tuple[ScheduledJob, ...]
     last_record: dict[str, Any]
     """The newest training record in full."""
 
@@ -110,6 +121,7 @@ class History:
             "with_optimizer_state": self.num_with_optimizer_state,
             "checkpoint_problem": self.checkpoint_problem,
             "logs": [asdict(log) for log in self.logs],
+            "jobs": [asdict(job) for job in self.jobs],
         }
 
     def describe(self) -> str:
@@ -148,6 +160,14 @@ class History:
                     f"{f', {log.reason}' if log.reason else ''}",
                 )
                 for log in self.logs
+            ),
+            *(
+                (
+                    "job",
+                    f"{job.scheduler} {job.job_id}  log {job.log}  "
+                    f"{'no exit code' if job.exit_code is None else f'exit code {job.exit_code}'}",
+                )
+                for job in self.jobs
             ),
         ]
         return "\n".join(f"{name:<10} {value}" for name, value in lines)
@@ -193,6 +213,7 @@ def read_history(experiment: Path) -> History:
         num_with_optimizer_state=sum(map(resume.has_optimizer_state, complete)),
         checkpoint_problem=problem,
         logs=tuple(_logs(experiment)),
+        jobs=tuple(_jobs(experiment)),
         last_record=trained[-1] if trained else {},
     )
 
@@ -212,6 +233,17 @@ def _max_steps(experiment: Path) -> int | None:
         return int(files.read_json(experiment / "run.json")["max_steps"])
     except (OSError, ValueError, KeyError):
         return None
+
+
+def _jobs(experiment: Path) -> list[ScheduledJob]:
+    """The jobs that pretrain.py has recorded (`pretrainkit.launch.submit`)."""
+    records = experiment / "jobs" / "jobs.jsonl"
+    jobs = []
+    for record in _records(records) if records.is_file() else []:
+        exit_file = Path(record["exit_files"][0])
+        code = int(exit_file.read_text(encoding="ascii")) if exit_file.is_file() else None
+        jobs.append(ScheduledJob(record["scheduler"], record["job_id"], record["logs"][0], code))
+    return jobs
 
 
 def _logs(experiment: Path) -> list[AttemptLogs]:
