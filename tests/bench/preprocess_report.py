@@ -13,14 +13,20 @@ from typing import Any
 
 Key = tuple[str, str, int, str]
 """Vocabulary, input, cores, what."""
+QUIET = 0.4
+"""Cores that others may use during a run; one that was disturbed more tells nothing."""
 
 
 def report(results: Path) -> str:
     """Markdown."""
     runs: dict[Key, list[dict[str, Any]]] = defaultdict(list)
+    disturbed = 0
     for line in results.read_text().splitlines():
         run = json.loads(line)
-        runs[run["vocabulary"], run["input"], run["cores"], run["what"]].append(run)
+        if run["others_cpu_s"] > QUIET * run["wall_s"]:
+            disturbed += 1
+        else:
+            runs[run["vocabulary"], run["input"], run["cores"], run["what"]].append(run)
     seconds = {key: statistics.median(run["wall_s"] for run in found) for key, found in runs.items()}
     lines = [
         f"{_processor()}, Python {platform.python_version()}; tokenizers {version('tokenizers')},"
@@ -40,7 +46,8 @@ def report(results: Path) -> str:
             f" {statistics.median(run['cpu_s'] for run in found):.1f} | {found[0]['megabytes'] / seconds[key]:.1f} |"
             f" {max(run['peak_mb'] for run in found):.0f} |" + (f" {base / seconds[key]:.1f} |" if base else " |")
         )
-    lines += ["", *_equality(runs), *_rates(seconds, runs), *_safety(runs), *_others(runs)]
+    lines += ["", *_equality(runs), *_rates(seconds, runs), *_safety(runs)]
+    lines.append(f"- Left out: {disturbed} runs during which others used more than {QUIET} cores.")
     return "\n".join(lines)
 
 
@@ -94,11 +101,6 @@ def _safety(runs: dict[Key, list[dict[str, Any]]]) -> list[str]:
                 cost = statistics.median(r[unit] for r in safe) / statistics.median(r[unit] for r in stripped) - 1
                 lines.append(f"- Safety, {vocabulary}, {name}, {cores} cores: {100 * cost:+.1f}% {unit}.")
     return lines
-
-
-def _others(runs: dict[Key, list[dict[str, Any]]]) -> list[str]:
-    shares = [run["others_cpu_s"] / run["wall_s"] / (os.cpu_count() or 1) for found in runs.values() for run in found]
-    return [f"- Share of the machine that others used meanwhile: median {statistics.median(shares):.1%}."]
 
 
 def _processor() -> str:

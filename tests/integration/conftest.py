@@ -1,13 +1,14 @@
-"""Runs of tiny models, resolved by hand and trained in forked ranks."""
+"""Runs of tiny models, resolved by hand and trained in forked ranks; preprocessing that can be disturbed."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import preprocess_runs
 import pytest
 import ranks
 
@@ -116,3 +117,37 @@ def train_tiny(write_tiny_run: Callable[..., Path]) -> Callable[..., list[dict[s
         return read_metrics(run_file.parent / "metrics.jsonl")
 
     return train
+
+
+@pytest.fixture
+def start(tmp_path: Path, tokenizer_folder: Path) -> Iterator[preprocess_runs.Start]:
+    """Start preprocess_data.py in an empty folder, in a process group of its own, with output `out`."""
+    started: list[subprocess.Popen[str]] = []
+
+    def run(*arguments: object, **options: Any) -> subprocess.Popen[str]:
+        started.append(preprocess_runs.start(tmp_path, tokenizer_folder, *arguments, **options))
+        return started[-1]
+
+    yield run
+    for process in started:
+        preprocess_runs.end(process)
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """48 MB in a plain file, a gz one and a folder of small ones; some seconds of work."""
+    folder = tmp_path_factory.mktemp("corpus")
+    preprocess_runs.write_corpus(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def undisturbed(corpus: Path, tokenizer_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Digest of the corpus's pair from one quiet run with one worker."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    process = preprocess_runs.start(folder, tokenizer_folder, "--input", corpus, workers=1)
+    code, errors = preprocess_runs.finish(process)
+    assert code == 0, errors
+    found = preprocess_runs.digest(folder)
+    assert found is not None
+    return found

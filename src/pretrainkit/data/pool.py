@@ -20,7 +20,7 @@ from pretrainkit.errors import DataError
 
 NOT_FORKABLE = ("tokenizers", "fastokens", "torch", "pyarrow")
 """Modules that may have started threads of their own, which don't live on in a forked process."""
-GRACE_S = 2.0
+GRACE_S = 4.0
 """A process whose connection ended is given this long to end itself."""
 TEMPLATE, REFERENCE = -1, -2
 """Stand for the processes that are no workers, where a worker's number is given."""

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from pretrainkit import files
+from pretrainkit.errors import DataError
+
+KINDS = ("description.txt", "document_index.npy", "sample_index.npy", "shuffle_index.npy")
+"""What megatron-core keeps of a dataset."""
+WAIT_S = 120.0
+"""A shared disk shows a new file to other nodes within a minute (NFS's acdirmax)."""
 
 
 def save_arrays_whole() -> None:
@@ -33,3 +40,21 @@ def save_arrays_whole() -> None:
             plain(out, *args, **kwargs)
 
     np.save = save
+
+
+def wait_until_seen(folder: Path, name: str, limit_s: float = WAIT_S) -> None:
+    """Wait until this node sees a dataset's index files `<folder>/<name>-*`, which the first rank has written.
+
+    Raises DataError when it doesn't in time.
+    """
+    end = time.monotonic() + limit_s
+    while missing := [kind for kind in KINDS if not (folder / f"{name}-{kind}").is_file()]:
+        if time.monotonic() > end:
+            raise DataError(
+                f"{name}-{missing[0]} is not seen here, {limit_s:.0f} s after the first rank wrote it",
+                where=str(folder),
+                needed="a folder of experiments on a disk that all nodes share",
+            )
+        time.sleep(0.1)
+        if folder.is_dir():
+            next(folder.iterdir(), None)  # makes NFS ask its server again

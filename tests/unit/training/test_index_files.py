@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from pretrainkit.training.index_files import save_arrays_whole
+from pretrainkit.errors import DataError
+from pretrainkit.training.index_files import KINDS, save_arrays_whole, wait_until_seen
 
 
 def test_an_array_is_saved_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,3 +27,19 @@ def test_an_array_is_saved_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
         np.save(file, np.arange(5))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.npy", "b.npy", "d.npy"]
     assert all(np.load(path).tolist() == [0, 1, 2, 3, 4] for path in tmp_path.iterdir())
+
+
+def test_other_ranks_wait_for_files_that_their_disk_shows_late(tmp_path: Path) -> None:
+    folder = tmp_path / "index"
+
+    def write() -> None:
+        folder.mkdir()
+        for kind in KINDS:
+            (folder / f"x-{kind}").touch()
+
+    timer = threading.Timer(0.3, write)
+    timer.start()
+    wait_until_seen(folder, "x", limit_s=60)
+    timer.join()
+    with pytest.raises(DataError, match=r"y-description\.txt is not seen here"):
+        wait_until_seen(folder, "y", limit_s=0.2)
