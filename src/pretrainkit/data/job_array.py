@@ -20,7 +20,8 @@ FORM = "I/N with 0 <= I < N, `array` in a Slurm or Grid Engine job array, or `ar
 def parse_shard(text: str, environment: Mapping[str, str]) -> tuple[int, int]:
     """Part I of N that a --shard value means: `I/N`, or `array[/N]` from the scheduler's variables.
 
-    Array tasks are counted from their first one. PBS doesn't tell how many there are, so it needs `array/N`,
+    Array tasks are counted from their first one, so an array that runs some tasks again can't be told from a whole
+    one: it is refused where N shows it, unless it was submitted with our --array. PBS doesn't tell how many there are, so it needs `array/N`,
     with an array that begins with 0.
     Raises RequestError.
     """
@@ -47,5 +48,11 @@ def _array(environment: Mapping[str, str], count: int | None) -> tuple[int, int 
         step = int(environment.get(step_name) or 1)
         last = environment.get(last_name)
         found = (int(last) - first) // step + 1 if last else None
+        if count and found and count != found:
+            raise RequestError(
+                f"{found} tasks in the array, {count} parts in all: which part is task {value}?",
+                where=f"--shard array/{count}",
+                needed=f"the part itself, counted from 0: --shard I/{count}",
+            )
         return (int(value) - first) // step, count or found
     raise RequestError("no job array's variable is set", where="--shard array", needed=FORM)

@@ -162,6 +162,7 @@ def test_array_variables_give_the_part(text: str, environment: dict[str, str], w
         ("array", {}),
         ("array", {"SGE_TASK_ID": "undefined"}),
         ("array", {"PBS_ARRAY_INDEX": "3"}),
+        ("array/5", {"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_MIN": "3", "SLURM_ARRAY_TASK_MAX": "3"}),
     ],
 )
 def test_a_part_that_is_not_there_is_refused(text: str, environment: dict[str, str]) -> None:

@@ -106,10 +106,12 @@ def test_packages_are_compared_with_the_tested_versions(tmp_path: Path) -> None:
     assert node_probes.check_packages(node_probes.CONSTRAINTS).status in (OK, WARNING)
 
 
-def test_a_missing_package_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("is_engine", "status"), [(True, FAILED), (False, WARNING)], ids=["engine", "other"])
+def test_a_missing_package_is_named(is_engine: bool, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_probes.importlib.metadata, "requires", lambda name: ["numpy", "no_such.thing>=2"])
+    monkeypatch.setattr(node_probes, "ENGINE", {"no-such-thing"} if is_engine else {"numpy"})
     check = node_probes.check_packages(None)
-    assert check.status == FAILED and "no-such-thing" in check.found and "numpy" not in check.found
+    assert check.status == status and "no-such-thing" in check.found and "numpy" not in check.found
 
 
 @pytest.mark.parametrize(

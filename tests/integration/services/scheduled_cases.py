@@ -1,0 +1,92 @@
+"""What must hold on every scheduler; each file of tests runs these on one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from scheduled import Site, checkpoints, job_ids, losses, outcome, wait_until
+
+PRETRAIN = "pretraining/pretrain.py"
+
+
+def two_jobs_at_once(site: Site, run_words: list[str], folder: Path, *words: object) -> list[tuple[str, str]]:
+    """Two runs of two ranks each on one node; gives id and log of each job."""
+    common = [*run_words, "--experiments_dir", folder, "--max_steps", 3, *words]
+    processes = [site.start(PRETRAIN, *common, "--experiment", name, "--follow") for name in ("a", "b")]
+    outputs = [process.communicate() for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert losses(folder / "a") == losses(folder / "b")
+    assert sorted(losses(folder / "a")) == [1, 2, 3]
+    assert checkpoints(folder / "a") == ["step_00000003"]
+    assert all("step 3/3" in stderr for _, stderr in outputs)
+    shown = site.run("tools/inspect_run.py", folder / "a", with_site=False)
+    assert shown.returncode == 0 and "attempt_1" in shown.stdout, shown
+    return [(job_ids(stdout)[0], stderr) for stdout, stderr in outputs]
+
+
+def chain(site: Site, run_words: list[str], folder: Path, *, time_limit: str, time_margin: str) -> list[str]:
+    """Three jobs of which two are needed; gives their ids. The margin leaves each the time of one step."""
+    words = [*run_words, "--experiments_dir", folder, "--experiment", "chain", "--max_steps", 2, "--chain", 3]
+    done = site.run(PRETRAIN, *words, "--time_limit", time_limit, "--time_margin", time_margin, "--follow")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [outcome(folder / "chain", attempt)["exit_code"] for attempt in (1, 2)] == [85, 0]
+    assert checkpoints(folder / "chain") == ["step_00000001", "step_00000002"]
+    assert sorted(losses(folder / "chain")) == [1, 2]
+    ids = job_ids(done.stdout)
+    assert len(ids) == 3
+    return ids
+
+
+def cancelled_job(site: Site, run_words: list[str], folder: Path, cancel: str) -> None:
+    """A job that is cancelled in the middle of its training has saved, and a start would go on from there."""
+    words = [*run_words, "--experiments_dir", folder, "--experiment", "long", "--max_steps", 100000]
+    submitted = site.run(PRETRAIN, *words)
+    assert submitted.returncode == 0, submitted.stderr
+    [job_id] = job_ids(submitted.stdout)
+    wait_until(lambda: len(losses(folder / "long")) >= 2, "second step")
+    site.command(cancel, job_id)
+    wait_until(lambda: (folder / "long" / "logs" / "attempt_1" / "outcome.json").exists(), "end")
+    assert outcome(folder / "long")["exit_code"] == 85, (folder / "long/logs/attempt_1/node.log").read_text()
+    step = int(checkpoints(folder / "long")[-1].removeprefix("step_"))
+    planned = site.run(PRETRAIN, *words, "--plan", "--json")
+    assert planned.returncode == 0, planned.stderr
+    plan = json.loads(planned.stdout)
+    assert (plan["mode"], plan["step"], step >= 2) == ("continue", step, True)
+
+
+def array_with_a_failing_task(site: Site, tokenizer: Path, folder: Path) -> None:
+    """Three tasks of which the second fails; run again alone, it completes the set and touches nothing else."""
+    (folder / "text").mkdir()
+    lines = [json.dumps({"text": f"document {number} " * 20}) for number in range(60)]
+    for part in range(3):
+        text = "\n".join(lines[20 * part : 20 * part + 20]) + "\n"
+        (folder / "text" / f"part_{part}.jsonl").write_text(text if part != 1 else text + "{broken\n")
+    prefix = folder / "prepared" / "corpus"
+    command = ["tools/preprocess_data.py", "--input", folder / "text", "--output-prefix", prefix, "--append-eod"]
+    command += ["--tokenizer-model", tokenizer, "--workers", 1, "--shard", "array/3", "--follow"]
+
+    def indexes() -> dict[str, int]:
+        return {path.name: path.stat().st_mtime_ns for path in prefix.parent.glob("*.idx")}
+
+    failed = site.run(*command, "--array", "0-2", cwd=folder)
+    assert failed.returncode == 1, failed.stdout + failed.stderr
+    assert "part_1.jsonl:21" in failed.stderr
+    first = indexes()
+    assert len(first) == 2
+
+    (folder / "text" / "part_1.jsonl").write_text("\n".join(lines[20:40]) + "\n")
+    mended = site.run(*command, "--array", "1", cwd=folder)
+    assert mended.returncode == 0, mended.stdout + mended.stderr
+    assert len(indexes()) == 3 and first.items() <= indexes().items()
+    verified = site.run("tools/inspect_data.py", "verify", prefix.parent, with_site=False)
+    assert verified.returncode == 0 and verified.stdout.count("20 documents") == 3, verified
+
+
+def refused_job(site: Site, run_words: list[str], folder: Path, words: str) -> None:
+    """A partition that isn't there: the scheduler's own words, exit code 1, and no job."""
+    request = [*run_words, "--experiments_dir", folder, "--experiment", "refused", "--max_steps", 1]
+    done = site.run(PRETRAIN, *request, "--partition", "nowhere")
+    assert (done.returncode, job_ids(done.stdout)) == (1, []), done
+    assert words in done.stderr
+    assert not list((folder / "refused").glob("jobs/*"))

@@ -1,0 +1,37 @@
+"""Runs on a real Grid Engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import scheduled_cases
+from scheduled import Site, wait_until
+
+pytestmark = pytest.mark.integration
+
+
+def test_two_jobs_train_on_one_node_at_once(grid_engine: Site, run_words: list[str], tmp_path: Path) -> None:
+    for _, log in scheduled_cases.two_jobs_at_once(grid_engine, run_words, tmp_path):
+        assert "disk        ok" in log
+
+
+def test_a_chain_goes_on_where_the_time_was_over(grid_engine: Site, run_words: list[str], tmp_path: Path) -> None:
+    *_, last = scheduled_cases.chain(grid_engine, run_words, tmp_path, time_limit="00:10:00", time_margin="00:09:59")
+    wait_until(lambda: not grid_engine.command("qstat", "-j", last), "end of the third job")
+
+
+def test_a_cancelled_job_leaves_a_checkpoint_to_go_on_from(
+    grid_engine: Site, run_words: list[str], tmp_path: Path
+) -> None:
+    scheduled_cases.cancelled_job(grid_engine, run_words, tmp_path, "qdel")
+
+
+def test_the_failing_task_of_an_array_is_run_again_alone(
+    grid_engine: Site, tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    scheduled_cases.array_with_a_failing_task(grid_engine, tokenizer_folder, tmp_path)
+
+
+def test_a_refused_job_shows_grid_engines_words(grid_engine: Site, run_words: list[str], tmp_path: Path) -> None:
+    scheduled_cases.refused_job(grid_engine, run_words, tmp_path, 'unknown queue "nowhere"')

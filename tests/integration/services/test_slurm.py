@@ -1,0 +1,43 @@
+"""Runs on a real Slurm."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import scheduled_cases
+from scheduled import Site, losses, wait_until
+
+pytestmark = pytest.mark.integration
+
+
+def test_two_jobs_train_on_one_node_at_once(slurm: Site, run_words: list[str], tmp_path: Path) -> None:
+    where = ["--set", "launch.scheduler_options=[nodelist=tests-node1]"]
+    for job_id, log in scheduled_cases.two_jobs_at_once(slurm, run_words, tmp_path, *where):
+        assert "NodeList=tests-node1" in slurm.command("scontrol", "show", "job", job_id)
+        assert "disk        ok" in log
+
+
+def test_a_run_spans_two_nodes(slurm: Site, run_words: list[str], tmp_path: Path) -> None:
+    words = [*run_words, "--experiments_dir", tmp_path, "--experiment", "wide", "--max_steps", 2, "-N", 2, "-G", 1]
+    done = slurm.run(scheduled_cases.PRETRAIN, *words, "--follow")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "network     ok" in done.stderr and "2 nodes" in done.stderr
+    assert sorted(losses(tmp_path / "wide")) == [1, 2]
+
+
+def test_a_chain_goes_on_where_the_time_was_over(slurm: Site, run_words: list[str], tmp_path: Path) -> None:
+    *_, last = scheduled_cases.chain(slurm, run_words, tmp_path, time_limit="00:10:00", time_margin="00:09:59")
+    wait_until(lambda: "JobState=CANCELLED" in slurm.command("scontrol", "show", "job", last), "end of the third job")
+
+
+def test_a_cancelled_job_leaves_a_checkpoint_to_go_on_from(slurm: Site, run_words: list[str], tmp_path: Path) -> None:
+    scheduled_cases.cancelled_job(slurm, run_words, tmp_path, "scancel")
+
+
+def test_the_failing_task_of_an_array_is_run_again_alone(slurm: Site, tokenizer_folder: Path, tmp_path: Path) -> None:
+    scheduled_cases.array_with_a_failing_task(slurm, tokenizer_folder, tmp_path)
+
+
+def test_a_refused_job_shows_slurms_words(slurm: Site, run_words: list[str], tmp_path: Path) -> None:
+    scheduled_cases.refused_job(slurm, run_words, tmp_path, "invalid partition specified: nowhere")

