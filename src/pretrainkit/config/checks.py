@@ -184,6 +184,11 @@ def _executor(config: RunConfig) -> Iterator[RequestError]:
                 yield RequestError(
                     "no effect without a scheduler", needed="--executor slurm, pbs or sge", where=f"--{name}"
                 )
+        for name in ("modules", "setup"):
+            if value_of(config, f"launch.{name}"):
+                yield RequestError(
+                    "no effect without a scheduler", action="load or run them before the start", where=f"launch.{name}"
+                )
         if launch.container_runtime == "pyxis":
             yield RequestError("pyxis is a part of Slurm", needed="apptainer or none", where="--container_runtime")
         return

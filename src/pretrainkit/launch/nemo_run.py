@@ -13,21 +13,21 @@ import contextlib
 import os
 import shlex
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pretrainkit
 from pretrainkit.errors import PretrainkitError
 from pretrainkit.launch import scripts
 from pretrainkit.launch.job import Job, safe_name
 from pretrainkit.launch.node import PID_FILE, STOP_SIGNALS, StopRequests
 from pretrainkit.launch.outcome import Outcome, read_outcome
-from pretrainkit.launch.plan import NODE_MODULE, LaunchPlan
+from pretrainkit.launch.plan import LaunchPlan
 from pretrainkit.launch.processes import adopt_orphans, kill_descendants
-from pretrainkit.launch.secrets import without_tokens
+from pretrainkit.launch.secrets import passed_on, without_tokens
 from pretrainkit.logs import get_logger
 
 HOME_NAME = ".nemo_run"
@@ -57,12 +57,14 @@ def _run_experiment(plan: LaunchPlan) -> None:
     os.environ["NEMORUN_HOME"] = str(home)  # read when nemo_run is imported
     for name, value in plan.environment.items():
         os.environ.setdefault(name, value)
+    os.environ.update(plan.asked_environment)
+    if plan.container is not None:
+        _export_to_container(plan)
     import nemo_run
 
     executor = nemo_run.LocalExecutor()
-    script = nemo_run.Script(
-        path=NODE_MODULE, m=True, entrypoint=sys.executable, args=[_literal(word) for word in plan.node_arguments]
-    )
+    program, first, *rest = plan.node_command
+    script = nemo_run.Script(path=first, entrypoint=program, args=[_literal(word) for word in rest])
     with nemo_run.Experiment(
         "pretrain",
         executor=executor,
@@ -76,6 +78,15 @@ def _run_experiment(plan: LaunchPlan) -> None:
     ) as experiment:
         experiment.add(script, name="node")
         experiment.run()
+
+
+def _export_to_container(plan: LaunchPlan) -> None:
+    """Say what of this process's environment Apptainer lets in: with --cleanenv nothing comes by itself."""
+    plain, secret = passed_on(os.environ)
+    names = {*plain, *secret, *plan.environment, *plan.asked_environment, "CUDA_VISIBLE_DEVICES"}
+    inside = {name: os.environ[name] for name in names if name in os.environ}
+    inside |= {"PYTHONNOUSERSITE": "1", "PYTHONPATH": str(Path(pretrainkit.__file__).parents[1])}
+    os.environ.update({f"APPTAINERENV_{name}": value for name, value in inside.items()})
 
 
 def _literal(word: str) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pretrainkit.config.schema import ResolvedRun
+from pretrainkit.launch.container import Container
 
 NODE_MODULE = "pretrainkit.launch.node"
 """Module that starts the ranks of one node."""
@@ -24,6 +25,11 @@ class LaunchPlan:
     """Variables that the ranks need beyond those of the launcher; a variable that the user set wins."""
     train_script: Path
     """What every rank runs."""
+    asked_environment: dict[str, str] = field(default_factory=dict)
+    """Variables of --env and the site; they win."""
+    container: Container | None = None
+    python: str = sys.executable
+    """The interpreter of the node process, which starts the ranks with its own."""
 
     @property
     def node_arguments(self) -> list[str]:
@@ -38,8 +44,14 @@ class LaunchPlan:
 
     @property
     def node_command(self) -> list[str]:
-        """Command that starts one node's ranks; the interpreter is this one, whatever PATH says."""
-        return [sys.executable, "-m", NODE_MODULE, *self.node_arguments]
+        """Command that starts one node's ranks, in the container if there is one.
+
+        Without, the interpreter is this one, whatever PATH says.
+        """
+        command = [self.python, "-m", NODE_MODULE, *self.node_arguments]
+        if self.container is None:
+            return command
+        return ["apptainer", "exec", *self.container.apptainer_options(), self.container.image, *command]
 
     @property
     def rank_command(self) -> list[str]:
@@ -47,7 +59,15 @@ class LaunchPlan:
         return [sys.executable, str(self.train_script), "--run", str(self.run_file)]
 
 
-def plan_launch(run: ResolvedRun, *, run_file: Path, log_dir: Path, train_script: Path, num_cpus: int) -> LaunchPlan:
+def plan_launch(
+    run: ResolvedRun,
+    *,
+    run_file: Path,
+    log_dir: Path,
+    train_script: Path,
+    num_cpus: int,
+    container: Container | None = None,
+) -> LaunchPlan:
     """The plan of an attempt on one machine with `num_cpus` cores."""
     ranks_per_node = run.config.launch.num_gpus
     environment = {
@@ -67,4 +87,7 @@ def plan_launch(run: ResolvedRun, *, run_file: Path, log_dir: Path, train_script
         ranks_per_node=ranks_per_node,
         environment=environment,
         train_script=train_script,
+        asked_environment=dict(run.config.launch.environment),
+        container=container,
+        python=run.config.launch.python or ("python3" if container else sys.executable),
     )

@@ -36,7 +36,7 @@ def job_of(run: ResolvedRun, *, folder: Path, run_file: Path, train_script: Path
     node += ["--needed_time_s", margin_s] if run.config.training.time_limit else []
     node += [] if config.check_nodes else ["--no_check"]
     node += ["--slots_per_gpu", config.slots_per_gpu] if config.slots_per_gpu else []
-    container = container_of(config, needs=_needs(run), on_gpu=run.accelerator == "gpu")
+    container = container_of(config, needs=needs_of(run), on_gpu=run.accelerator == "gpu")
     plain, secret = passed_on(os.environ)
     command = [python_of(config, container is not None), "-m", NODE_MODULE, *node, "--", script, "--run", run_file]
     environment = {
@@ -80,7 +80,7 @@ def check_environment(config: LaunchConfig) -> None:
         )
 
 
-def _needs(run: ResolvedRun) -> list[Path]:
+def needs_of(run: ResolvedRun) -> list[Path]:
     """What a node of the run reads and writes."""
     folders = [Path(run.experiment_dir), _with_blobs(Path(run.hf_folder))]
     folders += [Path(prefix).parent for prefix in run.dataset.prefixes if not is_url(prefix)]

@@ -14,12 +14,14 @@ from pretrainkit.config.resolve import resolve
 from pretrainkit.config.schema import ResolvedRun, RunConfig
 from pretrainkit.errors import EXIT_DONE, EXIT_STOPPED_AFTER_SAVING, RequestError
 from pretrainkit.launch.agent import rank_log_names
+from pretrainkit.launch.container import Container, container_of
 from pretrainkit.launch.experiment import LAUNCHER_LOCK, RUN_FILE, locked, new_attempt, wait_for_ranks, write_run_file
 from pretrainkit.launch.facts import gather
 from pretrainkit.launch.follow import Follower
 from pretrainkit.launch.machine import count_cpus
 from pretrainkit.launch.node import GRACE_S, NODE_LOG
 from pretrainkit.launch.plan import LaunchPlan, plan_launch
+from pretrainkit.launch.run_job import check_environment, needs_of
 from pretrainkit.launch.secrets import masked
 from pretrainkit.launch.source import describe
 from pretrainkit.launch.start_job import planned_job, provide_weights, start_job
@@ -60,6 +62,7 @@ def start(
     experiment_dir = Path(run.experiment_dir)
     if config.launch.is_scheduled:
         return start_job(run, train_script=train_script, command_line=command_line, check=check, follow=follow)
+    container = _container(run, train_script)
     with locked(experiment_dir, LAUNCHER_LOCK):
         wait_for_ranks(experiment_dir, longest_s=GRACE_S)
         run = check(run)
@@ -70,7 +73,7 @@ def start(
         for folder in (experiment_dir, log_dir):
             files.write_text(folder / "source.txt", source)
         files.write_text(log_dir / RUN_FILE, run_file.read_text(encoding="utf-8"))
-        plan = _plan(run, run_file, log_dir, train_script)
+        plan = _plan(run, run_file, log_dir, train_script, container)
         log.info("experiment %s, attempt %d, logs in %s", config.experiment, number, log_dir)
         return _follow(plan)
 
@@ -79,7 +82,9 @@ def dry_run(config: RunConfig, *, train_script: Path, check: Callable[[ResolvedR
     """Do all of a start but the conversion and the start: write run.json, print the run and the command or scripts."""
     run = resolve_request(config)
     experiment_dir = Path(run.experiment_dir)
-    job = planned_job(run, train_script) if config.launch.is_scheduled else None
+    is_scheduled = config.launch.is_scheduled
+    job = planned_job(run, train_script) if is_scheduled else None
+    container = None if is_scheduled else _container(run, train_script)
     with locked(experiment_dir, LAUNCHER_LOCK):
         run = check(run)
         run_file = write_run_file(run)
@@ -88,14 +93,28 @@ def dry_run(config: RunConfig, *, train_script: Path, check: Callable[[ResolvedR
     if job is not None:
         print(f"\n{describe_job(job)}")
         return EXIT_DONE
-    plan = _plan(run, run_file, experiment_dir / "logs" / "attempt_N", train_script)
+    plan = _plan(run, run_file, experiment_dir / "logs" / "attempt_N", train_script, container)
     print(f"command    {shlex.join(plan.node_command)}")
     return EXIT_DONE
 
 
-def _plan(run: ResolvedRun, run_file: Path, log_dir: Path, train_script: Path) -> LaunchPlan:
+def _container(run: ResolvedRun, train_script: Path) -> Container | None:
+    """The container of a local run. Raises RequestError for what it can't have."""
+    check_environment(run.config.launch)
+    needs = [train_script.resolve().parents[1], *needs_of(run)]
+    return container_of(run.config.launch, needs=needs, on_gpu=run.accelerator == "gpu")
+
+
+def _plan(
+    run: ResolvedRun, run_file: Path, log_dir: Path, train_script: Path, container: Container | None
+) -> LaunchPlan:
     return plan_launch(
-        run, run_file=run_file, log_dir=log_dir, train_script=train_script.resolve(), num_cpus=count_cpus()
+        run,
+        run_file=run_file,
+        log_dir=log_dir,
+        train_script=train_script.resolve(),
+        num_cpus=count_cpus(),
+        container=container,
     )
 
 

@@ -6,11 +6,13 @@ import re
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from pretrainkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED_AFTER_SAVING, PretrainkitError
 from pretrainkit.launch import schedulers
 from pretrainkit.launch.follow import Follower
+from pretrainkit.launch.scripts import CHAIN
 from pretrainkit.launch.submit import SubmittedJob
 from pretrainkit.logs import get_logger
 
@@ -33,9 +35,13 @@ def follow(submitted: Sequence[SubmittedJob], commands: schedulers.Commands, *, 
     code = EXIT_DONE
     try:
         with Follower(logs, sys.stderr.buffer):
-            for job in submitted:
+            waiting = list(submitted)
+            for job in waiting:
                 codes = [_wait(job, number, commands, requeues=requeues) for number in range(len(job.logs))]
-                if is_chain:
+                if requeues and codes[0] == EXIT_STOPPED_AFTER_SAVING and (successor := _resubmitted(job)):
+                    waiting.append(successor)
+                    logs.append(Path(successor.logs[0]))
+                if is_chain or requeues:
                     code = codes[0]
                     if code != EXIT_STOPPED_AFTER_SAVING:
                         break
@@ -46,6 +52,21 @@ def follow(submitted: Sequence[SubmittedJob], commands: schedulers.Commands, *, 
         raise
     log.info("ended with exit code %d", code)
     return code
+
+
+def _resubmitted(job: SubmittedJob) -> SubmittedJob | None:
+    """The job that a PBS job has submitted to go on with; the others keep their id."""
+    if job.scheduler != "pbs":
+        return None
+    last = (Path(job.folder) / CHAIN).read_text(encoding="utf-8").splitlines()[-1]
+    job_id = schedulers.parse_job_id("pbs", last)
+    if job_id == job.job_id:
+        return None
+    logs, exit_files = (
+        tuple(str(Path(path).with_name(Path(path).name.replace(job.job_id, job_id))) for path in paths)
+        for paths in (job.logs, job.exit_files)
+    )
+    return replace(job, job_id=job_id, logs=logs, exit_files=exit_files)
 
 
 def _wait(job: SubmittedJob, number: int, commands: schedulers.Commands, *, requeues: bool) -> int:

@@ -51,6 +51,11 @@ STUBS = {
     'env -i PATH="$PATH" STUB_HOST="$1" bash -c "$2"',
     "qrsh": 'shift 2; env -i PATH="$PATH" "$@"',
     "pbsdsh": 'shift 3; env -i PATH="$PATH" "$@"',
+    # What Apptainer does with the environment: --cleanenv leaves what APPTAINERENV_ names.
+    "apptainer": 'if [ "$1" = pull ]; then printf "pull %s\\n" "$3" >> "$STUB_LOG"; : > "$2"; exit; fi\n'
+    'printf "%s\\n" "$*" >> "$STUB_LOG"\n'
+    'names=()\nfor name in $(compgen -e APPTAINERENV_); do names+=("${name#APPTAINERENV_}=${!name}"); done\n'
+    'while [ "$1" != bash ]; do shift; done\nexec env -i PATH="$PATH" "${names[@]}" "$@"',
     "scancel": 'printf "scancel %s\\n" "$*" >> "$STUB_LOG"',
     "qdel": 'printf "qdel %s\\n" "$*" >> "$STUB_LOG"',
     "qsub": 'printf "qsub %s\\n" "$*" >> "$STUB_LOG"; echo 99.server',
@@ -162,6 +167,39 @@ def test_every_node_is_started_once_and_knows_the_job(
     for name in ("PRETRAINKIT_START", "PRETRAINKIT_JOB_ID", "PRETRAINKIT_LOG", "NASTY"):
         assert lines[0]["environment"][name] == lines[1]["environment"][name]
     assert all(line["words"] == NASTY for line in lines)
+
+
+@pytest.mark.parametrize("executor", ["slurm", "sge", "pbs"])
+def test_in_a_container_the_job_has_its_variables_and_nothing_else_of_the_host(
+    executor: str, tmp_path: Path, stubs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = a_job(tmp_path / "a job", executor, *NASTY, **{"launch.environment": {"NASTY": "\n".join(NASTY)}})
+    mount = Mount(f"{tmp_path}/a job", "/x y")
+    job = dataclasses.replace(job, container=Container("apptainer", "/images/a b.sif", (mount,), nv=True))
+    monkeypatch.setenv("PYTHONPATH", "/host/packages")
+    monkeypatch.setenv("NASTY_HOST", "host")
+    done = run_script(job, CUDA_VISIBLE_DEVICES="2,3")
+    assert done.returncode == 0, done.stderr
+    (line,) = printed(job)
+    assert line["words"] == NASTY and line["environment"]["NASTY"] == "\n".join(NASTY)
+    assert "NASTY_HOST" not in line["environment"] and line["environment"]["PRETRAINKIT_JOB_ID"] == "7"
+    assert stubs.read_text().splitlines() == [
+        f"exec --cleanenv --no-home --nv --bind {tmp_path}/a job:/x y /images/a b.sif bash {job.folder}/run.sh"
+    ]
+    text = (job.folder / "run.sh").read_text()
+    assert "PYTHONNOUSERSITE=1" in text and f"PYTHONPATH='{job.folder}/code/src'" in text
+
+
+def test_an_image_of_a_registry_is_fetched_once(tmp_path: Path, stubs: Path) -> None:
+    job = a_job(tmp_path / "job", "sge", **{"launch.cache_dir": str(tmp_path / "cache")})
+    job = dataclasses.replace(job, container=Container("apptainer", "docker://nvcr.io/a/b:1", (), nv=False))
+    for _ in range(2):
+        assert run_script(job).returncode == 0
+    assert [line for line in stubs.read_text().splitlines() if line.startswith("pull")] == [
+        "pull docker://nvcr.io/a/b:1"
+    ]
+    environment = printed(job)[0]["environment"]
+    assert (tmp_path / "cache").is_dir() and environment["PRETRAINKIT_NODE"] == "0"
 
 
 @pytest.mark.parametrize("executor", ["sge", "pbs"])

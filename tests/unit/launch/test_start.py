@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -105,3 +106,22 @@ def test_yaml_gives_what_the_flags_give(
     done = pretrain("--config", tmp_path / "run.yaml", "--dry-run")
     assert done.returncode == 0, done.stderr
     assert run_file.read_text() == by_flags
+
+
+def test_a_local_run_can_be_in_an_apptainer_container(request_words: list[str], tmp_path: Path) -> None:
+    image = tmp_path / "a b.sif"
+    image.touch()
+    done = pretrain(*request_words, "--container_runtime", "apptainer", "-i", image)
+    assert done.returncode == 0, done.stderr
+    (command,) = [line for line in done.stdout.splitlines() if line.startswith("command")]
+    words = shlex.split(command)[1:]
+    assert words[:4] == ["apptainer", "exec", "--cleanenv", "--no-home"]
+    place = words.index(str(image))
+    assert words[place + 1 : place + 4] == ["python3", "-m", "pretrainkit.launch.node"]
+    assert f"{REPOSITORY}:{REPOSITORY}" in words and str(tmp_path / "experiments") in " ".join(words[:place])
+    assert pretrain(*request_words, "--container_runtime", "pyxis").returncode == 2
+
+
+def test_settings_that_need_a_scheduler_are_refused_without_one(request_words: list[str]) -> None:
+    done = pretrain(*request_words, "--chain", "2", "--set", "launch.modules=[cuda]")
+    assert done.returncode == 2 and "--chain: no effect" in done.stderr and "launch.modules: no effect" in done.stderr
