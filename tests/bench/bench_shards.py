@@ -160,7 +160,8 @@ def main() -> int:
             records = (json.loads(line)["text"] for line in jsonl.open(encoding="utf-8"))
             lines.write_text("".join(text.replace("\n", " ").replace("\r", " ") + "\n" for text in records))
         sources[megabytes] = jsonl, lines
-    print(f"{bench_preprocess._processor()}. Llama 3's vocabulary, five languages.\n")
+    processor = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name"))
+    print(f"{processor.partition(': ')[2]}. Llama 3's vocabulary, five languages.\n")
     parts = arguments.only or ["shards", "packed", "reading"]
     if "shards" in parts:
         _shards(arguments, folder, model, sources)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import http.server
 import json
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -60,7 +63,7 @@ def test_a_run_knows_of_them_what_it_knows_of_a_pair(form: str, forms: dict[str,
     assert found.facts.data_hash != of_pair.facts.data_hash
 
 
-def pretrain(home: Path, experiment: str, dataset: Path, model: Path, max_steps: int) -> list[tuple[int, float]]:
+def pretrain(home: Path, experiment: str, dataset: Path | str, model: Path, max_steps: int) -> list[tuple[int, float]]:
     words = f"--hf_model_id {model} --dataset_path {dataset} --experiment {experiment} --experiments_dir {home}"
     words += (
         f" --accelerator cpu -G 1 -g 4 --sequence_length 128 --split 8,2,0 --val_interval 0 --max_steps {max_steps}"
@@ -109,6 +112,68 @@ def test_training_from_each_form_resumes_in_the_middle(forms: dict[str, Path], m
         losses.append(pretrain(tmp_path, form, folder, model, 4))
     assert [step for step, _ in losses[0]] == [1, 2, 3, 4]
     assert losses[0] == losses[1]
+
+
+def test_shards_behind_a_url_train_as_those_of_the_folder(
+    forms: dict[str, Path],
+    make_hf_llama,  # type: ignore[no-untyped-def]
+    tmp_path: Path,
+) -> None:
+    model = make_hf_llama()
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(forms["shards"]))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/shard-{{00000..00000}}.tar"
+        found = pretrain(tmp_path, "url", url, model, 2)
+        server.shutdown()
+    assert found == pretrain(tmp_path, "folder", forms["shards"], model, 2)
+    assert len(list((tmp_path / ".shard_cache").glob("*/shard-00000.tar"))) == 1
+
+
+def test_rows_of_bestfit_train_and_resume_in_the_middle(
+    jsonl_file: Path,
+    tokenizer_folder: Path,
+    make_hf_llama,  # type: ignore[no-untyped-def]
+    tmp_path: Path,
+) -> None:
+    words = ["tools/pack_dataset.py", "--input", jsonl_file, "--output_dir", tmp_path / "rows", "--packing", "bestfit"]
+    words += ["--sequence_length", 128, "--tokenizer_model", tokenizer_folder]
+    subprocess.run([sys.executable, *map(str, words)], check=True, cwd=REPOSITORY)
+    model = make_hf_llama()
+    whole = pretrain(tmp_path, "whole", tmp_path / "rows", model, 4)
+    pretrain(tmp_path, "resumed", tmp_path / "rows", model, 2)
+    assert pretrain(tmp_path, "resumed", tmp_path / "rows", model, 4) == whole
+    assert [step for step, _ in whole] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--sequence_length 64", "rows of 128"),
+        ("--sequence_length 128 -C 2 -G 2", "with context parallel size 2"),
+        ("--sequence_length 128 --layer_spec te", "Transformer Engine's layers"),
+    ],
+    ids=["another length", "context parallel", "transformer engine"],
+)
+def test_what_rows_can_not_do_is_refused(
+    flags: str,
+    told: str,
+    jsonl_file: Path,
+    tokenizer_folder: Path,
+    make_hf_llama,  # type: ignore[no-untyped-def]
+    tmp_path: Path,
+) -> None:
+    words = ["tools/pack_dataset.py", "--input", jsonl_file, "--output_dir", tmp_path / "rows", "--packing", "bestfit"]
+    words += ["--sequence_length", 128, "--tokenizer_model", tokenizer_folder]
+    subprocess.run([sys.executable, *map(str, words)], check=True, cwd=REPOSITORY)
+    words = [*f"--hf_model_id {make_hf_llama()} --dataset_path {tmp_path / 'rows'} --accelerator cpu -g 4".split()]
+    words += ["--split", "8,2,0", "--experiments_dir", tmp_path, "--dry_run", *flags.split()]
+    if "-G" not in flags:
+        words += ["-G", 1]
+    done = subprocess.run(
+        [sys.executable, "pretraining/pretrain.py", *map(str, words)], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert done.returncode == 2 and told in done.stderr, done.stderr
 
 
 def test_an_incomplete_set_is_refused_before_the_run(forms: dict[str, Path], tmp_path: Path) -> None:
