@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from pretrainkit.config.checks import problems_of
+from pretrainkit.config.checks import problems_of, problems_of_launch
 from pretrainkit.config.fields import FIELDS
 from pretrainkit.config.load import load_config
 from pretrainkit.config.resolve import RunFacts, resolve
 from pretrainkit.config.schema import ModelShape
+from pretrainkit.errors import RequestError
 from pretrainkit.launch.summary import summarize
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -55,3 +56,34 @@ def test_a_model_alone_is_a_right_request(model: str, facts_of) -> None:  # type
 def test_the_readme_lists_every_field() -> None:
     text = (CONFIGS / "README.md").read_text(encoding="utf-8")
     assert [name for name in FIELDS if f"`{name.rpartition('.')[2]}`" not in text] == []
+
+
+@pytest.mark.parametrize("site", sorted(path.stem for path in (CONFIGS / "site").glob("*.yaml")))
+def test_a_site_is_a_right_request_and_flags_win_over_it(site: str) -> None:
+    config = load_config(flags={"launch.site": site})
+    assert problems_of_launch(config) == []
+    assert config.launch.executor in ("local", "slurm", "pbs", "sge")
+    flags = {"launch.site": site, "launch.num_gpus": 3, "training.time_limit": "03:00:00"}
+    changed = load_config(flags=flags, assignments=["launch.resources=[x=1]"])
+    assert (changed.launch.num_gpus, changed.launch.resources) == (3, ("x=1",))
+    assert changed.training.time_limit == "03:00:00"
+    environment = load_config(flags={"launch.site": site, "launch.environment": {"A": "b"}}).launch.environment
+    assert environment == {**config.launch.environment, "A": "b"}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("partitoin: gpu", ["site.yaml:1", "unknown field 'partitoin'", "did you mean partition?"]),
+        ("executor: slurm\nmodules: gcc", ["site.yaml:2", "modules", "a list of texts"]),
+        ("environment: {A: 1}", ["environment", "names to texts"]),
+        ("chain: 3", ["unknown field 'chain'"]),
+        ("launch: {partition: gpu}", ["unknown field"]),
+        ("training: {max_steps: 3}", ["unknown field"]),
+    ],
+)
+def test_a_wrong_site_is_refused_with_its_line(text: str, expected: list[str], tmp_path: Path) -> None:
+    (tmp_path / "site.yaml").write_text(text)
+    with pytest.raises(RequestError) as error:
+        load_config(flags={"launch.site": str(tmp_path / "site.yaml")})
+    assert all(word in str(error.value) for word in expected), str(error.value)
