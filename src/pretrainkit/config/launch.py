@@ -79,6 +79,7 @@ class LaunchConfig:
     login_host: str | None = None
     """Login node on which Slurm's commands are run, by ssh; it must see the same files; unset: this machine."""
     login_user: str | None = None
+    login_port: int | None = None
     login_identity: str | None = None
     """Private key file for login_host; unset: ssh's own choice."""
 

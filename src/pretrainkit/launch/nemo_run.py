@@ -216,6 +216,7 @@ class SlurmCommands:
 
     def __init__(self, job_config: Any) -> None:
         from nemo_run import LocalTunnel, SSHTunnel
+        from rich.console import Console
 
         self._is_local = job_config.login_host is None
         self._tunnel: Any = LocalTunnel(job_dir="")
@@ -223,9 +224,11 @@ class SlurmCommands:
             self._tunnel = SSHTunnel(
                 host=job_config.login_host,
                 user=job_config.login_user or _user(),
+                port=job_config.login_port,
                 job_dir="",
                 identity=job_config.login_identity,
             )
+            self._tunnel.console = Console(stderr=True)  # stdout is for job ids
 
     def run(self, words: list[str]) -> str:
         """The output of a command. Raises PretrainkitError with its own words when it fails."""
