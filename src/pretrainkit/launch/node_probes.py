@@ -37,9 +37,9 @@ FEW_OPEN_FILES = 4096
 """Assumed: ranks, data loaders and a checkpoint of many files need about a thousand."""
 MAX_CLOCK_SKEW_S = 5.0
 """Assumed: more makes file times and the logs of several nodes contradict each other."""
-ENGINE = frozenset(
-    "torch nemo-toolkit megatron-core lightning transformers tokenizers numpy omegaconf psutil safetensors".split()
-)
+_ENGINE = ("torch", "nemo-toolkit", "megatron-core", "lightning", "transformers")
+_READING = ("tokenizers", "numpy", "omegaconf", "psutil", "safetensors")
+ENGINE = {*_ENGINE, *_READING}
 """Packages without which no rank gets far; of the others an image may lack some that a run doesn't use."""
 USED_SHARE = 0.1
 """Share of a GPU's memory above which somebody else must be using it (assumed; an idle driver takes 1%)."""
