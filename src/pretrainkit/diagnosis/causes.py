@@ -139,7 +139,7 @@ def _data(findings: Findings, rank: Evidence, kind: str) -> None:
         rest = data.share.value - share.value
     elif loader.get("num_workers") == 0:
         tried = _largest(rank, WORKERS)
-        if tried is not None and tried.share.high < 0:
+        if tried is not None and tried.share.value < 0 and tried.share.high < data.share.value / 4:
             findings.add(advice.reading(data.share, gain(data.share), where, loader, tried))
         else:
             findings.add(advice.no_workers(data.share, tried, gain(data.share), where, kind))

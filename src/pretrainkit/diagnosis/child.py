@@ -32,7 +32,7 @@ def install() -> None:
         session = Session(spec)
         hooks.install(session)
         if spec.source != "experiment":
-            guard.install(session, Path(spec.folder) / "outputs")
+            guard.install(Path(spec.folder) / "outputs")
 
 
 class Session:

@@ -9,10 +9,10 @@ from pretrainkit.diagnosis.statistics import (
     Interval,
     Rounds,
     noise_of,
-    paired_share,
     saved_share,
     typical_s,
     undisturbed_s,
+    whole,
 )
 
 WORTH_TELLING = 0.02
@@ -21,6 +21,9 @@ CPU_WITNESS = 0.3
 """A change that saves work must save this part of its share in CPU time, too; waiting for others doesn't."""
 SAVES_WORK = ("packing", "attention", "anomaly_detection", "deterministic", "recomputation", "micro_batch")
 """Probes whose change leaves less for the processor to do, so that on a CPU its time must fall."""
+
+TRIES_WORKERS = ("workers_", "prefetch")
+"""Probes that read by other workers."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ class Evidence:
         data = self.windows("data")
         if not data:
             return 1.0
-        before, after = _sides(data)
+        before, after = self._sides(data)
         return min(1.0, undisturbed_s(after) / undisturbed_s(before))
 
     @property
@@ -104,7 +107,7 @@ class Evidence:
         before, after = self._normalised(probe, used)
         share, noise = saved_share(before, after), self._noise_of(probe, before)
         doubt = ""
-        if share.low <= 0 or paired_share(before, after) <= 0:
+        if share.low <= 0:
             doubt = "the windows don't agree that it saves time"
         elif share.value < noise:
             doubt = f"less than the machine's noise ({noise:.0%})"
@@ -123,7 +126,7 @@ class Evidence:
 
     def _normalised(self, probe: str, windows: list[dict[str, Any]], *, cpu: bool = False) -> tuple[Rounds, Rounds]:
         """Seconds before and after for the same work, whatever the change puts into one micro batch."""
-        before, after = _sides(windows)
+        before, after = self._sides(windows)
         if cpu:
             before = [[window["before_cpu_s"]] for window in windows]
             after = [[window["cpu_s"]] for window in windows]
@@ -166,7 +169,15 @@ class Evidence:
         cpu = saved_share(*self._normalised(probe, windows, cpu=True))
         return cpu.value < CPU_WITNESS * share.value
 
+    def _sides(self, windows: list[dict[str, Any]]) -> tuple[Rounds, Rounds]:
+        """Seconds of each step before and after the change, by round.
 
-def _sides(windows: list[dict[str, Any]]) -> tuple[Rounds, Rounds]:
-    """Seconds of each step before and after the change, by round."""
-    return [window["before_s"] for window in windows], [window["steps_s"] for window in windows]
+        Waiting for workers comes in bursts, at any step: where they read data, only whole windows can be compared.
+        """
+        before, after = [window["before_s"] for window in windows], [window["steps_s"] for window in windows]
+        loader = self.rank.get("facts", {}).get("loader") or {}
+        tries_workers = any(window["probe"].startswith(TRIES_WORKERS) for window in windows)
+        replays = any(window["probe"] in self.rank.get("switches", {}) for window in windows)
+        if tries_workers or (loader.get("num_workers") and not replays):
+            return whole(before), whole(after)
+        return before, after

@@ -13,10 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from pretrainkit.diagnosis.child import Session
+from typing import Any
 
 
 class Redirection:
@@ -64,7 +61,7 @@ class Redirection:
         return real not in self._moved and not real.startswith(self._free)
 
 
-def install(session: Session, folder: Path) -> None:
+def install(folder: Path) -> None:
     """Redirect what this process writes from now on to `folder`."""
     moved = Redirection(folder)
     _redirect_open(moved)

@@ -23,7 +23,7 @@ from pretrainkit.diagnosis import alone, facts, switches
 from pretrainkit.diagnosis.profile import profile_steps
 from pretrainkit.diagnosis.sampler import Sampler
 from pretrainkit.diagnosis.spec import SPEED_ONLY
-from pretrainkit.diagnosis.statistics import saved_share
+from pretrainkit.diagnosis.statistics import Interval, saved_share, whole
 from pretrainkit.diagnosis.streams import OtherLoader, Replay, depth_of
 from pretrainkit.diagnosis.switches import SetUp, Switch, ignoring_errors
 from pretrainkit.diagnosis.windows import Steps, Window, measure, warm_up
@@ -188,7 +188,7 @@ class Plan:
         """The loader's settings, one changed at a time, in the running loop."""
         session = self._session
         loader = session.loop.loader
-        share = saved_share(*zip(*self._pairs["data"], strict=True)).value if "data" in self._pairs else 0.0
+        share = self._saved("data").value if "data" in self._pairs else 0.0
         if loader is None or not session.agree(share > WORTH_CONFIRMING):
             self._why_not["loader"] = "reading data takes no time that could be saved"
             return
@@ -273,9 +273,13 @@ class Plan:
         ratio = detail[unit] / kept[unit] if kept[unit] else 1.0
         return saved_share([[step_s * ratio for step_s in window] for window in before], after).value > WORTH_CONFIRMING
 
-    def _may_save(self, name: str) -> bool:
+    def _saved(self, name: str) -> Interval:
+        """By whole windows, for probes that read data."""
         before, after = zip(*self._pairs[name], strict=True)
-        return saved_share(before, after).high > WORTH_CONFIRMING
+        return saved_share(whole(before), whole(after))
+
+    def _may_save(self, name: str) -> bool:
+        return self._saved(name).high > WORTH_CONFIRMING
 
     def _has_time(self) -> bool:
         return time.perf_counter() - self._begin_s < self._spec.budget_s

@@ -57,12 +57,6 @@ def saved_share(before_s: Rounds, after_s: Rounds, *, confidence: float = CONFID
     return Interval(1 - float(np.exp(centre)), 1 - float(np.exp(high)), 1 - float(np.exp(low)))
 
 
-def paired_share(before_s: Rounds, after_s: Rounds) -> float:
-    """The same share from the median over the rounds of whole windows' ratios: a second opinion."""
-    ratios = [sum(after) / sum(before) for before, after in zip(before_s, after_s, strict=True)]
-    return 1 - float(np.median(ratios))
-
-
 def noise_of(windows_s: Rounds) -> float:
     """The share by which as many windows of one and the same setting could seem to differ: what can't be seen here."""
     if len(windows_s) < 4:
@@ -71,6 +65,11 @@ def noise_of(windows_s: Rounds) -> float:
     drawn = np.random.default_rng(0).integers(0, len(seconds), (2, RESAMPLES, len(seconds)))
     first, second = _undisturbed(seconds[drawn[0]]), _undisturbed(seconds[drawn[1]])
     return float(np.quantile(np.abs(1 - second / first), CONFIDENCE))
+
+
+def whole(windows_s: Rounds) -> Rounds:
+    """Windows as one step each."""
+    return [[sum(window)] for window in windows_s]
 
 
 def typical_s(windows_s: Rounds) -> Interval:
@@ -90,7 +89,7 @@ def undisturbed_s(windows_s: Rounds) -> float:
 def _matrix(rounds: Rounds) -> NDArray[np.float64]:
     """[rounds, steps] seconds; whole windows where the rounds have different numbers of steps."""
     if len({len(window) for window in rounds}) > 1:
-        rounds = [[sum(window)] for window in rounds]
+        rounds = whole(rounds)
     return np.asarray(rounds, np.float64)
 
 

@@ -80,7 +80,12 @@ def test_file_system_of_a_path() -> None:
 
 
 def test_debug_variables_that_are_off_or_do_nothing_here_are_left_out() -> None:
-    variables = {"CUDA_LAUNCH_BLOCKING": "1", "TORCH_DISTRIBUTED_DEBUG": "OFF", "PYTHONDEVMODE": "1", "NCCL_DEBUG": "WARN"}
+    variables = {
+        "CUDA_LAUNCH_BLOCKING": "1",
+        "TORCH_DISTRIBUTED_DEBUG": "OFF",
+        "PYTHONDEVMODE": "1",
+        "NCCL_DEBUG": "WARN",
+    }
     assert set(checks.debug_variables(variables, on_gpu=True)) == {"CUDA_LAUNCH_BLOCKING", "PYTHONDEVMODE"}
     assert set(checks.debug_variables(variables, on_gpu=False)) == {"PYTHONDEVMODE"}
     assert [check.state for check in checks.check_environment({}, on_gpu=True)] == [FINE]

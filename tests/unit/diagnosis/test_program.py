@@ -23,7 +23,7 @@ def test_a_python_file_is_run_by_this_python() -> None:
 
 @pytest.mark.parametrize("name", ["module", "pkg:", ":f", "pkg:f()"])
 def test_wrong_module_names_are_refused(name: str) -> None:
-    with pytest.raises(RequestError, match="pkg.module:function"):
+    with pytest.raises(RequestError, match=r"pkg\.module:function"):
         program.of_module(name)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pretrainkit.diagnosis.statistics import noise_of, paired_share, saved_share, typical_s
+from pretrainkit.diagnosis.statistics import noise_of, saved_share, typical_s
 
 
 def windows(generator: np.random.Generator, rounds: int, step_s: float, disturbed: float) -> list[list[float]]:
@@ -43,7 +43,6 @@ def test_steps_of_different_length_are_compared_each_with_itself() -> None:
     before = (shape * (1 + 0.01 * generator.standard_normal((8, 3)))).tolist()
     after = (0.7 * shape * (1 + 0.01 * generator.standard_normal((8, 3)))).tolist()
     assert saved_share(before, after).value == pytest.approx(0.3, abs=0.02)
-    assert paired_share(before, after) == pytest.approx(0.3, abs=0.02)
 
 
 def test_rounds_of_different_numbers_of_steps_are_compared_as_a_whole() -> None:

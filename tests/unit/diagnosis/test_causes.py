@@ -1,0 +1,98 @@
+"""Causes are ranked by what was measured; noise makes none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import diagnosis_samples as samples
+import numpy as np
+import pytest
+
+from pretrainkit.diagnosis.causes import Findings, find
+from pretrainkit.diagnosis.evidence import Evidence
+
+
+def findings(*ranks: dict[str, Any]) -> Findings:
+    """What some ranks' windows show."""
+    return find([Evidence(rank, confirmed_after=samples.CONFIRMED_AFTER) for rank in ranks], kind="script")
+
+
+@pytest.mark.parametrize("disturbed", [0.0, 0.3])
+def test_noise_makes_no_cause(disturbed: float) -> None:
+    for seed in range(5):
+        found = findings(samples.rank_result(np.random.default_rng(seed), disturbed=disturbed))
+        assert [cause for cause in found.causes if cause.share.value > 0.05] == []
+
+
+@pytest.mark.parametrize(
+    ("saved", "expected"),
+    [
+        ({"packing": 0.4, "threads": 0.1}, ["packing", "threads"]),
+        ({"threads": 0.3}, ["threads"]),
+        ({"micro_batch_x2": 0.4, "attention": 0.2}, ["micro_batch", "attention"]),
+        ({"data": 0.5, "workers_2": 0.45}, ["workers"]),
+        ({"data": 0.2, "packing": 0.5}, ["packing", "workers"]),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_planted_causes_are_ranked_by_their_share(saved: dict[str, float], expected: list[str]) -> None:
+    found = findings(samples.rank_result(np.random.default_rng(0), saved))
+    assert [cause.name for cause in found.causes] == expected
+    data = saved.get("data", 0.0)
+    wanted = {"packing": saved.get("packing", 0) * (1 - data), "workers": data}
+    for cause in found.causes:
+        if cause.name in wanted:
+            assert cause.share.value == pytest.approx(wanted[cause.name], abs=0.03)
+        assert cause.change
+        assert cause.gain
+
+
+def test_a_tokenizer_in_the_loop_is_the_cause_of_waiting_for_data() -> None:
+    rank = samples.rank_result(np.random.default_rng(0), {"data": 0.5, "workers_2": 0.3})
+    rank["observed"]["samples"][0]["is_tokenizer"] = True
+    found = findings(rank)
+    assert found.causes[0].name == "tokenizing"
+    assert "preprocess_data" in found.causes[0].change
+
+
+def test_workers_that_do_not_help_are_not_advised() -> None:
+    rank = samples.rank_result(np.random.default_rng(0), {"data": 0.5, "workers_2": -0.5})
+    found = findings(rank)
+    assert found.causes[0].name == "data"
+    assert "more don't help" in found.causes[0].why
+
+
+def test_too_few_workers_are_told_apart_from_slow_reading() -> None:
+    rank = samples.rank_result(np.random.default_rng(0), {"data": 0.6, "workers_4": 0.4}, num_workers=1)
+    assert [cause.name for cause in findings(rank).causes] == ["workers", "data"]
+
+
+def test_a_saving_of_wall_time_without_cpu_time_is_doubted() -> None:
+    rank = samples.rank_result(np.random.default_rng(0), {"attention": 0.3})
+    for window in rank["windows"]:
+        if window["probe"] == "attention":
+            window["cpu_s"] = window["before_cpu_s"]
+    found = findings(rank)
+    assert found.causes == []
+    assert "CPU time" in found.uncertain[0]["found"]
+
+
+def test_the_slowest_rank_is_named() -> None:
+    generator = np.random.default_rng(0)
+    fast = samples.rank_result(generator, {"exchange": 0.6}, world_size=2)
+    slow = samples.rank_result(generator, {"exchange": 0.05}, rank=1, world_size=2)
+    found = findings(fast, slow)
+    assert found.causes[0].name == "slow_rank"
+    assert "rank 1 on node1" in found.causes[0].title
+    assert found.causes[0].share.value == pytest.approx(0.55, abs=0.1)
+
+
+def test_equal_ranks_have_no_slowest() -> None:
+    generator = np.random.default_rng(0)
+    ranks = [samples.rank_result(generator, {"exchange": 0.2}, rank=rank, world_size=2) for rank in range(2)]
+    assert [cause.name for cause in findings(*ranks).causes] == []
+
+
+def test_what_was_not_applicable_is_told() -> None:
+    fine = findings(samples.rank_result(np.random.default_rng(0))).fine
+    assert {"what": "TF32", "found": "CUDA only"} in fine
