@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from pretrainkit.config.run_file import read_run, write_run
 from pretrainkit.config.schema import ResolvedRun, TrackingConfig
 from pretrainkit.errors import RequestError
 from pretrainkit.launch.machine import count_cpus
+from pretrainkit.launch.plan import LaunchPlan, plan_launch
 
 LONGEST_STEPS = 1_000_000
 """Steps that a run is told to do: more than any diagnosis needs."""
@@ -39,26 +39,25 @@ class Program:
         """The command of one start; a run writes its outputs to `scratch`, and takes `changes` of its training."""
         if self.run is None:
             return list(self.command)
-        assert self.train_script
         run_file = _scratch_run(self.run, scratch, changes)
         logs = scratch / "logs" / "attempt_1"
         logs.mkdir(parents=True)
-        return [
-            *(sys.executable, "-m", "pretrainkit.launch.node", "--ranks", str(self.run.world_size)),
-            *("--experiment_dir", str(run_file.parent), "--log_dir", str(logs), "--", str(self.train_script)),
-            *("--run", str(run_file)),
-        ]
+        return self._launch_plan(run_file, logs).node_command
 
     def start_environment(self) -> dict[str, str]:
         """Variables that the program needs; the user's own win, as in a real start."""
         if self.run is None:
             return self.environment
-        from pretrainkit.launch.plan import plan_launch
-
-        plan = plan_launch(
-            self.run, run_file=Path(), log_dir=Path(), train_script=self.train_script or Path(), num_cpus=count_cpus()
-        )
+        plan = self._launch_plan(Path("run.json"), Path())
         return {name: value for name, value in plan.environment.items() if name not in os.environ}
+
+    def _launch_plan(self, run_file: Path, log_dir: Path) -> LaunchPlan:
+        """As for a real start of the run."""
+        assert self.run and self.train_script
+        run = dataclasses.replace(self.run, experiment_dir=str(run_file.parent))
+        return plan_launch(
+            run, run_file=run_file, log_dir=log_dir, train_script=self.train_script, num_cpus=count_cpus()
+        )
 
 
 def of_experiment(folder: Path, train_script: Path) -> Program:
@@ -117,6 +116,7 @@ def _scratch_run(run: ResolvedRun, scratch: Path, changes: dict[str, Any]) -> Pa
         val_interval=0,
         time_limit=None,
         restart_limit=0,
+        start_parity="off",
         **changes,
     )
     config = dataclasses.replace(
@@ -137,8 +137,3 @@ def larger_micro_batch(run: ResolvedRun) -> dict[str, Any] | None:
     if training.global_batch_size % (doubled * run.data_parallel_size):
         return None
     return {"micro_batch_size": doubled}
-
-
-def words_of(command: Sequence[str]) -> str:
-    """A command as one would type it."""
-    return shlex.join(command)

@@ -270,7 +270,7 @@ def _logging(session: Session) -> Built:
 def _checkpoint_writes(session: Session) -> Built:
     if not session.saw_checkpoint_time:
         return "nothing was saved in the steps that were watched"
-    names = {"save", "save_file", "_save_checkpoint"}
+    names = {"save", "save_file", "_save", "_save_checkpoint"}
 
     def on() -> None:
         session.silenced |= names
