@@ -124,7 +124,10 @@ def _data(findings: Findings, rank: Evidence, kind: str) -> None:
         return
     places = Counter[str]()
     tokenizing = looks = 0
-    for sample in rank.rank["observed"]["samples"]:
+    # Where there are workers, the loop itself only waits for them.
+    has_workers = bool((rank.rank["facts"]["loader"] or {}).get("num_workers"))
+    samples = (has_workers and rank.rank.get("worker_samples")) or rank.rank["observed"]["samples"]
+    for sample in samples:
         if sample["phase"] == "data":
             looks += sample["count"]
             tokenizing += sample["count"] * sample["is_tokenizer"]

@@ -20,6 +20,7 @@ import torch.utils.data
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from pretrainkit.diagnosis import phases
+from pretrainkit.diagnosis.sampler import sampled_worker_loop
 
 if TYPE_CHECKING:
     from pretrainkit.diagnosis.child import Session
@@ -98,6 +99,7 @@ def _time(session: Session, owner: Any, name: str, phase: str) -> None:
 
 def _watch_loaders(session: Session) -> None:
     loader_class: Any = torch.utils.data.DataLoader
+    worker: Any = torch.utils.data._utils.worker
     make_iterator = loader_class.__iter__
 
     def iterate(loader: Any) -> Any:
@@ -106,6 +108,8 @@ def _watch_loaders(session: Session) -> None:
         return session.stream(loader, functools.partial(make_iterator, loader))
 
     loader_class.__iter__ = iterate
+    functools.update_wrapper(sampled_worker_loop, worker._worker_loop, assigned=(), updated=())
+    worker._worker_loop = sampled_worker_loop
 
 
 class _Engine:

@@ -15,6 +15,7 @@ from typing import Any
 import pretrainkit
 from pretrainkit.diagnosis.machine import Watch
 from pretrainkit.diagnosis.program import Program
+from pretrainkit.diagnosis.sampler import read_workers
 from pretrainkit.diagnosis.spec import SPEC_VARIABLE, UNSET_VARIABLE, Spec
 from pretrainkit.errors import EXIT_STOPPED_AFTER_SAVING, PretrainkitError
 from pretrainkit.logs import get_logger
@@ -128,6 +129,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _read_ranks(folder: Path) -> list[dict[str, Any]]:
     found = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("rank_*.json")]
     ranks: list[dict[str, Any]] = sorted(found, key=lambda rank: rank["rank"])
+    for rank in ranks:
+        rank["worker_samples"] = read_workers(folder, rank["rank"])
     return ranks if not ranks or len(ranks) == ranks[0]["world_size"] else []
 
 

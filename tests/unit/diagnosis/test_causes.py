@@ -55,6 +55,12 @@ def test_a_tokenizer_in_the_loop_is_the_cause_of_waiting_for_data() -> None:
     assert "preprocess_data" in found.causes[0].change
 
 
+def test_a_tokenizer_in_the_workers_is_seen_there() -> None:
+    rank = samples.rank_result(np.random.default_rng(0), {"data": 0.5}, num_workers=1)
+    rank["worker_samples"] = [{"phase": "data", "where": "f (a.py:1)", "is_tokenizer": True, "count": 9}]
+    assert findings(rank).causes[0].name == "tokenizing"
+
+
 def test_workers_that_do_not_help_are_not_advised() -> None:
     rank = samples.rank_result(np.random.default_rng(0), {"data": 0.5, "workers_2": -0.5})
     found = findings(rank)
