@@ -10,7 +10,7 @@ the others. Whoever has to stop, or failed, tells all. Every folder belongs to o
     failed          a node has failed: the others end
     node_K.json     how node K ended
     outcome.json    how the attempt ended
-    alive           touched by the head as long as it lives
+    alive_K         written again and again by node K as long as it lives
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ END_S = 90
 """Longest wait for the other nodes' ends."""
 HEARTBEAT_S = 10
 DEAD_AFTER_S = 180
-"""A head that has been silent so long is gone (assumed: far above what a shared disk caches)."""
+"""A node that has been silent so long is gone (assumed: far above what a shared disk caches)."""
 _POLL_S = 0.2
 
 
@@ -56,7 +56,7 @@ class Meeting:
     def __init__(self, folder: Path, node: int, num_nodes: int) -> None:
         self.folder, self.node, self.num_nodes = folder, node, num_nodes
         self._last_beat_s = 0.0
-        self._seen_beat: tuple[float, float] = (0.0, time.monotonic())
+        self._seen_beats: dict[int, tuple[str, float]] = {}
         folder.mkdir(parents=True, exist_ok=True)
 
     @property
@@ -123,14 +123,14 @@ class Meeting:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a node has failed, or the head is gone."""
-        return self._has("failed") or (not self.is_head and self._is_head_gone())
+        """Whether a node has failed, or is gone: the head looks at all others, they at the head."""
+        return self._has("failed") or bool(self._gone())
 
     def beat(self) -> None:
-        """Show that the head lives; cheap enough for every poll."""
-        if self.is_head and time.monotonic() - self._last_beat_s > HEARTBEAT_S:
+        """Show that this node lives; cheap enough for every poll."""
+        if time.monotonic() - self._last_beat_s > HEARTBEAT_S:
             self._last_beat_s = time.monotonic()
-            (self.folder / "alive").write_text(f"{time.time()}\n")
+            (self.folder / f"alive_{self.node}").write_text(f"{time.time()}\n")
 
     def report_end(self, outcome: Outcome, *, is_consequence: bool) -> None:
         """Say how this node ended, and whether that followed from another node's failure."""
@@ -158,14 +158,19 @@ class Meeting:
         # Listing the folder makes network file systems look again.
         return name in os.listdir(self.folder)  # noqa: PTH208
 
-    def _is_head_gone(self) -> bool:
-        try:
-            beat = float((self.folder / "alive").read_text() or 0)
-        except (OSError, ValueError):
-            return False
-        if beat != self._seen_beat[0]:
-            self._seen_beat = (beat, time.monotonic())
-        return time.monotonic() - self._seen_beat[1] > DEAD_AFTER_S
+    def _gone(self) -> list[int]:
+        """Nodes whose signs of life have not changed for too long; clocks of other machines don't matter."""
+        now_s, gone = time.monotonic(), []
+        for node in range(1, self.num_nodes) if self.is_head else [0]:
+            try:
+                beat = (self.folder / f"alive_{node}").read_text()
+            except OSError:
+                continue
+            if beat != self._seen_beats.get(node, ("", 0.0))[0]:
+                self._seen_beats[node] = (beat, now_s)
+            if now_s - self._seen_beats[node][1] > DEAD_AFTER_S:
+                gone.append(node)
+        return gone
 
     def _wait(self, condition: Callable[[], bool], longest_s: float, found: str) -> None:
         end_s = time.monotonic() + longest_s

@@ -19,6 +19,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -41,6 +42,8 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, si
 _DEAF_S = 60
 """Longest time that a rank is given to install its signal handler: it does so first of all."""
 _POLL_S = 0.1
+_AGENT_S = 5
+"""How long the agent may take to see that its ranks have been killed."""
 
 log = logs.get_logger(__name__)
 
@@ -136,6 +139,7 @@ def supervise(
     launcher = os.getppid()
     agent.start()
     told: set[int] = set()
+    ended_s = None
     while agent.is_alive():
         agent.join(_POLL_S)
         poll()
@@ -144,11 +148,16 @@ def supervise(
             requests.add()
         if requests.is_urgent or must_end():
             kill_descendants()
+            ended_s = ended_s or time.monotonic()
+            if time.monotonic() - ended_s > _AGENT_S:
+                break  # without ranks it still waits for the agents of other nodes
         elif requests.count:
             _tell_ranks(told, time.monotonic() - requests.first_s)
     kill_descendants()
     if requests.is_urgent:
         return Outcome(EXIT_FAILED, None, "killed before the ranks had saved")
+    if agent.is_alive():
+        return Outcome(EXIT_FAILED, None, "ended because another node had failed")
     if requests.count and agent.outcome.exit_code == EXIT_FAILED:
         return replace(agent.outcome, reason=f"stopped before the ranks had saved: {agent.outcome.reason}")
     return agent.outcome
@@ -179,5 +188,14 @@ def _listens(process: int) -> bool:
     return not masks or any(mask >> (signal.SIGTERM - 1) & 1 for mask in masks)
 
 
+def _exit(code: int) -> None:
+    """End this process. An agent that still waits for other nodes would be torn down in the middle, and abort it."""
+    if any(isinstance(thread, Agent) for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    _exit(main())
