@@ -21,8 +21,8 @@ def parse_shard(text: str, environment: Mapping[str, str]) -> tuple[int, int]:
     """Part I of N that a --shard value means: `I/N`, or `array[/N]` from the scheduler's variables.
 
     Array tasks are counted from their first one, so an array that runs some tasks again can't be told from a whole
-    one: it is refused where N shows it, unless it was submitted with our --array. PBS doesn't tell how many there are, so it needs `array/N`,
-    with an array that begins with 0.
+    one: it is refused where N shows it, unless it was submitted with our --array. PBS doesn't tell how many there
+    are, so it needs `array/N`, with an array that begins with 0.
     Raises RequestError.
     """
     which, _, count_text = text.partition("/")
