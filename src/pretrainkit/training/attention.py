@@ -17,6 +17,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 from pretrainkit.training.document_attention import attend_within_documents
 
@@ -98,9 +99,8 @@ class ScaledDotProductAttention(MegatronModule):
         """Chunk `index` of the sequence attends to the chunks before it, and causally to itself."""
         length = query.size(0)
         visible = (index + 1) * length
-        mask = None
-        if index:
-            mask = torch.ones(length, visible, dtype=torch.bool, device=query.device).tril(visible - length)
+        # On GPU this is the flash kernel's own alignment; elsewhere torch makes the mask of length x visible.
+        mask = causal_lower_right(length, visible) if index else None
         return self._attend(query, key[:visible], value[:visible], mask)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
