@@ -159,3 +159,10 @@ def test_a_run_that_had_to_take_tokenizers_is_continued_with_it(
     assert "continuing unfinished work" in errors
     manifest = json.loads((tmp_path / "out_text_document.manifest.json").read_text())
     assert manifest["tokenizer"]["engine"] == "tokenizers"
+
+
+def test_a_place_that_can_not_be_written_is_refused(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_text('{"text": "a"}\n')
+    code, errors = finish(start("--input", "in.jsonl", "--output-prefix", "in.jsonl/x"))
+    assert code == 2
+    assert "in.jsonl/x.partial: can't be written: Not a directory" in errors

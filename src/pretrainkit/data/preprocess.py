@@ -24,7 +24,7 @@ from pretrainkit.data.record import OutputRecorder
 from pretrainkit.data.request import Plan, Request, check_outputs, is_written, make_plan
 from pretrainkit.data.results import BadRecord, ChunkResult, Difference, Failure
 from pretrainkit.data.worker import Setup
-from pretrainkit.errors import EXIT_STOPPED_AFTER_SAVING, DataError, PretrainkitError
+from pretrainkit.errors import EXIT_STOPPED_AFTER_SAVING, DataError, PretrainkitError, RequestError
 from pretrainkit.logs import get_logger
 
 LOGGER = get_logger(__name__)
@@ -58,8 +58,15 @@ def preprocess(request: Request) -> list[Manifest]:
         finished = finished_outputs(plan.state_folder, identity)
         is_all = finished == len(plan.outputs)
         check_outputs(plan, finished if request.resume or is_all else 0)
-        with _machine_errors(plan.state_folder):
+        try:
             journal = Journal(plan.state_folder, identity, resume=request.resume or is_all)
+        except OSError as error:
+            raise RequestError(
+                f"can't be written: {error.strerror}",
+                where=str(plan.state_folder),
+                action="give another --output-prefix",
+            ) from error
+        with _machine_errors(plan.state_folder):
             try:
                 with _signals():
                     manifests = _with_best_engine(plan, journal, pool)
