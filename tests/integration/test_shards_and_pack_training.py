@@ -67,6 +67,7 @@ def pretrain(home: Path, experiment: str, dataset: Path | str, model: Path, max_
     words = f"--hf_model_id {model} --dataset_path {dataset} --experiment {experiment} --experiments_dir {home}"
     words += (
         f" --accelerator cpu -G 1 -g 4 --sequence_length 128 --split 8,2,0 --val_interval 0 --max_steps {max_steps}"
+        " --lr_decay_steps 4"
     )
     command = [sys.executable, "pretraining/pretrain.py", *words.split()]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
