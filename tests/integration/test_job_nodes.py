@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -107,8 +108,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     (tmp_path / "rank.py").write_text(RANK)
     jobs: list[Job] = []
 
-    def make(mode: str, **settings: str) -> Job:
-        jobs.append(Job(tmp_path, mode, **settings))  # type: ignore[arg-type]
+    def make(mode: str, **settings: Any) -> Job:
+        jobs.append(Job(tmp_path, mode, **settings))
         return jobs[-1]
 
     yield make
@@ -170,6 +171,18 @@ def test_a_job_that_only_continues_looks_how_the_last_one_ended(start: Callable[
     (job.log_dir / "outcome.json").unlink()  # killed: goes on
     assert start("end", PRETRAINKIT_CONTINUES="1").wait() == [0, 0]
     assert (job.folder / "logs" / "attempt_2").exists()
+
+
+def test_jobs_that_never_get_to_a_checkpoint_end(start: Callable[..., Job]) -> None:
+    for attempt in range(1, 4):
+        job = start("end", num_nodes=1, PRETRAINKIT_CONTINUES="1")
+        assert job.wait() == [0]
+        outcome = job.folder / "logs" / f"attempt_{attempt}" / "outcome.json"
+        outcome.write_text('{"exit_code": 85, "failed_rank": 0, "reason": "stopped after saving"}')
+    job = start("end", num_nodes=1, PRETRAINKIT_CONTINUES="1")
+    assert job.wait() == [1] and "3 jobs in a row ended without a new checkpoint" in job.terminal(0)
+    (job.folder / "checkpoints" / "step_00000007").mkdir(parents=True)
+    assert start("end", num_nodes=1, PRETRAINKIT_CONTINUES="1").wait() == [0]
 
 
 def test_two_jobs_of_one_experiment_do_not_run_at_once(start: Callable[..., Job]) -> None:

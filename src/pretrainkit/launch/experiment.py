@@ -144,10 +144,16 @@ def new_attempt(experiment_dir: Path) -> tuple[int, Path]:
             return number, folder
 
 
+def attempts(experiment_dir: Path) -> list[Path]:
+    """The log folders of all attempts, in order."""
+    folders = [path for path in (experiment_dir / LOGS).glob("attempt_*") if _attempt_number(path)]
+    return sorted(folders, key=_attempt_number)
+
+
 def newest_attempt(experiment_dir: Path) -> Path | None:
     """The log folder of the last attempt; None before the first."""
-    folders = [path for path in (experiment_dir / LOGS).glob("attempt_*") if _attempt_number(path)]
-    return max(folders, key=_attempt_number, default=None)
+    folders = attempts(experiment_dir)
+    return folders[-1] if folders else None
 
 
 def _attempt_number(path: Path) -> int:

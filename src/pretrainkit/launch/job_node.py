@@ -33,6 +33,10 @@ LOG_VARIABLE = "PRETRAINKIT_LOG"
 """The job's log file."""
 CONTINUES_VARIABLE = "PRETRAINKIT_CONTINUES"
 """1 in a job that only goes on where a predecessor's time was over."""
+JOB_FILE = "job.json"
+"""File of an attempt that says which job it belongs to, and at which checkpoint it began."""
+MAX_IDLE_JOBS = 3
+"""Jobs in a row without a new checkpoint, after which no further one begins: the bound of --restart_limit."""
 NODES_FOLDER = "nodes"
 """Folder in the job's, with one folder for each start (`meeting.py`)."""
 
@@ -184,12 +188,39 @@ def _end_of_chain(experiment_dir: Path) -> Head | None:
         return None  # it was killed, at the end of its time or with its node: go on from its last checkpoint
     outcome = read_outcome(last)
     if outcome.exit_code == EXIT_STOPPED_AFTER_SAVING:
-        return None
+        return _end_of_idle_jobs(experiment_dir)
     if outcome.exit_code == EXIT_DONE:
         return Head("", 0, "", refused=f"the run is done ({last}): this job ends", exit_code=EXIT_DONE)
     return Head(
         "", 0, "", refused=f"the run failed ({last}: {outcome.reason}): this job ends", exit_code=outcome.exit_code
     )
+
+
+def _end_of_idle_jobs(experiment_dir: Path) -> Head | None:
+    """Why jobs that only continue should end: the last ones all began at the checkpoint that is still the newest."""
+    begun = [_checkpoint_of(folder) for folder in experiment.attempts(experiment_dir)[-MAX_IDLE_JOBS:]]
+    if len(begun) < MAX_IDLE_JOBS or set(begun) != {_newest_checkpoint(experiment_dir)}:
+        return None
+    return Head(
+        "",
+        0,
+        "",
+        refused=f"{MAX_IDLE_JOBS} jobs in a row ended without a new checkpoint: from their start to --time_margin before "
+        "--time_limit there was no time for a step",
+        exit_code=EXIT_FAILED,
+    )
+
+
+def _checkpoint_of(attempt: Path) -> str | None:
+    try:
+        return str(files.read_json(attempt / JOB_FILE)["checkpoint"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _newest_checkpoint(experiment_dir: Path) -> str:
+    """Name of the newest checkpoint's folder, '' before the first; only for telling whether there is a new one."""
+    return max((path.name for path in (experiment_dir / experiment.CHECKPOINTS).glob("step_*")), default="")
 
 
 def _check_allocation(arguments: argparse.Namespace) -> None:
@@ -226,8 +257,13 @@ def _new_attempt(experiment_dir: Path, job_dir: Path) -> Path:
     for source in (experiment_dir / experiment.RUN_FILE, job_dir / "source.txt"):
         if source.is_file():
             shutil.copyfile(source, log_dir / source.name)
-    job = {"job_id": os.environ.get(JOB_VARIABLE), "log": os.environ.get(LOG_VARIABLE), "job_dir": str(job_dir)}
-    files.write_json(log_dir / "job.json", job)
+    job = {
+        "job_id": os.environ.get(JOB_VARIABLE),
+        "log": os.environ.get(LOG_VARIABLE),
+        "job_dir": str(job_dir),
+        "checkpoint": _newest_checkpoint(experiment_dir),
+    }
+    files.write_json(log_dir / JOB_FILE, job)
     return log_dir
 
 
