@@ -66,10 +66,11 @@ def test_a_task_of_an_array_does_its_own_part(folder: str, tokenizer_folder: Pat
     text = tmp_path / "my text"
     text.mkdir()
     for part in range(3):
-        (text / f"{part}.jsonl").write_text('{"text": "document"}\n' * (part + 1))
+        (text / f"{part}.jsonl").write_text('{"text": "document"}\n' * 2)
     output = tmp_path / "my data" / "corpus"
     done = run(
         script_of(folder, "preprocess"),
+        "--per-file",
         **TASKS[folder],
         INPUT=text,
         OUTPUT=output,
@@ -77,8 +78,7 @@ def test_a_task_of_an_array_does_its_own_part(folder: str, tokenizer_folder: Pat
         NUM_TASKS=3,
     )
     assert done.returncode == 0, done.stderr
-    assert "2 documents out" in done.stdout
-    assert len(list(output.parent.glob("*.idx"))) == 1
+    assert [path.name for path in output.parent.glob("*.idx")] == ["corpus_1_text_document.idx"]
 
 
 def test_convert_and_train(make_hf_llama: Callable[..., Path], dataset_prefix: Path, tmp_path: Path) -> None:

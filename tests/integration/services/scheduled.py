@@ -57,20 +57,32 @@ class Site:
         """What one of the scheduler's own commands prints; its exit code is not looked at."""
         return subprocess.run(words, capture_output=True, text=True).stdout
 
+    def is_there(self, job_id: str) -> bool:
+        """Whether the scheduler has a job waiting or running."""
+        if self.executor == "slurm":
+            return bool(self.command("squeue", "--noheader", "--states=PD,R,CG", "--jobs", job_id).strip())
+        return bool(self.command("qstat", "-j", job_id))
+
 
 def job_ids(stdout: str) -> list[str]:
     """Ids of the jobs that a command says it has submitted."""
     return [line.split()[1] for line in stdout.splitlines() if line.startswith("job ")]
 
 
+def records(experiment: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl that are complete."""
+    path = experiment / "metrics.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
 def losses(experiment: Path) -> dict[int, float]:
     """The training loss of each step."""
-    path = experiment / "metrics.jsonl"
-    if not path.is_file():
-        return {}
-    lines = path.read_text(encoding="utf-8").splitlines()
-    records = [json.loads(line) for line in lines if line.endswith("}")]
-    return {record["step"]: record["loss"] for record in records if "loss" in record and "learning_rate" in record}
+    return {
+        record["step"]: record["loss"]
+        for record in records(experiment)
+        if "loss" in record and "learning_rate" in record
+    }
 
 
 def checkpoints(experiment: Path) -> list[str]:
@@ -79,10 +91,16 @@ def checkpoints(experiment: Path) -> list[str]:
 
 
 def outcome(experiment: Path, attempt: int = 1) -> dict[str, Any]:
-    """How an attempt ended."""
-    text = (experiment / "logs" / f"attempt_{attempt}" / "outcome.json").read_text(encoding="utf-8")
-    result: dict[str, Any] = json.loads(text)
+    """How an attempt ended; empty while it hasn't."""
+    path = experiment / "logs" / f"attempt_{attempt}" / "outcome.json"
+    result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     return result
+
+
+def logs(experiment: Path) -> str:
+    """What the nodes and ranks of all attempts have said, for a failing test."""
+    paths = [*sorted(experiment.glob("logs/attempt_*/*.log")), *sorted(experiment.glob("logs/attempt_*/*.err"))]
+    return "\n".join(f"{path}:\n{path.read_text(encoding='utf-8', errors='replace')[-4000:]}" for path in paths)
 
 
 def wait_until(condition: Callable[[], Any], what: str) -> None:

@@ -6,16 +6,17 @@ from pathlib import Path
 
 import pytest
 import scheduled_cases
-from scheduled import Site, losses, wait_until
+from scheduled import Site, losses
 
 pytestmark = pytest.mark.integration
 
 
 def test_two_jobs_train_on_one_node_at_once(slurm: Site, run_words: list[str], tmp_path: Path) -> None:
     where = ["--set", "launch.scheduler_options=[nodelist=tests-node1]"]
-    for job_id, log in scheduled_cases.two_jobs_at_once(slurm, run_words, tmp_path, *where):
-        assert "NodeList=tests-node1" in slurm.command("scontrol", "show", "job", job_id)
-        assert "disk        ok" in log
+    for ids, log in scheduled_cases.two_jobs_at_once(slurm, run_words, tmp_path, *where):
+        states = [slurm.command("scontrol", "show", "job", job) for job in ids]
+        assert "NodeList=tests-node1" in states[0] and "JobState=CANCELLED" in states[1]
+        assert "disk        " in log
 
 
 def test_a_run_spans_two_nodes(slurm: Site, run_words: list[str], tmp_path: Path) -> None:
@@ -27,8 +28,11 @@ def test_a_run_spans_two_nodes(slurm: Site, run_words: list[str], tmp_path: Path
 
 
 def test_a_chain_goes_on_where_the_time_was_over(slurm: Site, run_words: list[str], tmp_path: Path) -> None:
-    *_, last = scheduled_cases.chain(slurm, run_words, tmp_path, time_limit="00:10:00", time_margin="00:09:59")
-    wait_until(lambda: "JobState=CANCELLED" in slurm.command("scontrol", "show", "job", last), "end of the third job")
+    def shorten(job: str) -> None:
+        slurm.command("scontrol", "update", f"JobId={job}", "TimeLimit=1")  # minutes
+
+    words = ["--time_limit", "00:30:00", "--time_margin", "00:01:00"]
+    scheduled_cases.chain(slurm, run_words, tmp_path, "scancel", *words, shorten=shorten)
 
 
 def test_a_cancelled_job_leaves_a_checkpoint_to_go_on_from(slurm: Site, run_words: list[str], tmp_path: Path) -> None:
