@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -53,6 +54,7 @@ def command(arguments: argparse.Namespace) -> int:
     """Measure, write the report and print it."""
     from pretrainkit.diagnosis import diagnose, program, report
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the program is ended with this command
     given = [arguments.experiment, arguments.script, arguments.module]
     if sum(source is not None for source in given) != 1:
         raise RequestError("not one program to diagnose", needed="one of EXPERIMENT, --script and --module")

@@ -32,7 +32,7 @@ def install() -> None:
         session = Session(spec)
         hooks.install(session)
         if spec.source != "experiment":
-            guard.install(Path(spec.folder) / "outputs")
+            session.guard = guard.install(Path(spec.folder) / "outputs")
 
 
 class Session:
@@ -43,6 +43,8 @@ class Session:
         self.clock = PhaseClock()
         self.loop = Loop()
         self.notes: list[str] = []
+        self.guard: Any = None
+        """The redirection of what the program writes; a run of this project needs none."""
         self.last_loader: Any = None
         self.epochs_begun = 0
         self.saw_checkpoint_time = False
@@ -81,9 +83,11 @@ class Session:
 
     def stream(self, loader: Any, make_iterator: Callable[[], Any]) -> Stream:
         """What the loop gets for iter(loader)."""
-        from pretrainkit.diagnosis import hooks
+        from pretrainkit.diagnosis import guard, hooks
 
         hooks.install_late(self)
+        if self.guard is not None:
+            guard.install_late(self.guard)
         return Stream(self, loader, make_iterator)
 
     def got(self, batch: Any) -> None:
@@ -215,6 +219,8 @@ class Session:
         if self.world_size > 1 and torch.distributed.is_initialized():
             # A rank that is gone breaks the collectives of those that are still on their way here.
             torch.distributed.barrier()
+        if self.guard is not None:
+            self.guard.remove_new_folders()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)

@@ -5,11 +5,13 @@ Temporary folders, caches and devices are left alone. A file that was redirected
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import contextlib
 import io
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +32,9 @@ class Redirection:
             os.path.realpath(place) + "/" for place in [*map(str, places), *caches, str(folder.parent)] if place
         )
         self._moved: dict[str, str] = {}
+        self.new_folders: list[str] = []
+        """Folders that the program has made in places where its files don't go."""
+        self.remove_folder: Callable[[str], None] = os.rmdir
 
     def target(self, path: Any, *, keep: bool) -> Any:
         """The path to write to; with `keep` it holds what is in the file now."""
@@ -52,6 +57,12 @@ class Redirection:
             return self._moved.get(os.path.realpath(os.fspath(path)), path)
         return path
 
+    def remove_new_folders(self) -> None:
+        """Take away the folders that the program has made and that hold nothing."""
+        while self.new_folders:
+            with contextlib.suppress(OSError):
+                self.remove_folder(self.new_folders.pop())
+
     def is_protected(self, path: Any) -> bool:
         """Whether a file or folder is neither redirected nor in a free place."""
         try:
@@ -61,10 +72,34 @@ class Redirection:
         return real not in self._moved and not real.startswith(self._free)
 
 
-def install(folder: Path) -> None:
+SAVE_TO_FOLDERS = (
+    ("transformers.modeling_utils", "PreTrainedModel"),
+    ("transformers.tokenization_utils_base", "PreTrainedTokenizerBase"),
+    ("transformers.processing_utils", "ProcessorMixin"),
+)
+"""Classes whose save_pretrained writes by compiled code, too."""
+
+
+def install_late(moved: Redirection) -> None:
+    """Redirect the savers of packages that the program has imported by now; harmless when called again."""
+    for module_name, class_name in SAVE_TO_FOLDERS:
+        owner: Any = getattr(sys.modules.get(module_name), class_name, None)
+        save = getattr(owner, "save_pretrained", None)
+        if save is None or hasattr(save, "is_guarded"):
+            continue
+
+        def guarded(self: Any, save_directory: Any, *args: Any, _save: Any = save, **kwargs: Any) -> Any:
+            return _save(self, moved.target(save_directory, keep=False), *args, **kwargs)
+
+        guarded.is_guarded = True  # type: ignore[attr-defined]
+        owner.save_pretrained = guarded
+
+
+def install(folder: Path) -> Redirection:
     """Redirect what this process writes from now on to `folder`."""
     moved = Redirection(folder)
     _redirect_open(moved)
+    _note_new_folders(moved)
     _redirect_renames(moved)
     import torch
 
@@ -77,6 +112,20 @@ def install(folder: Path) -> None:
         safetensors.torch.save_file = lambda tensors, filename, *args, **kwargs: save_file(
             tensors, moved.target(filename, keep=False), *args, **kwargs
         )
+    atexit.register(moved.remove_new_folders)
+    return moved
+
+
+def _note_new_folders(moved: Redirection) -> None:
+    system: Any = os
+    make, moved.remove_folder = system.mkdir, system.rmdir
+
+    def mkdir(path: Any, *args: Any, **kwargs: Any) -> None:
+        make(path, *args, **kwargs)
+        if kwargs.get("dir_fd") is None and moved.is_protected(path):
+            moved.new_folders.append(os.path.realpath(os.fspath(path)))
+
+    system.mkdir = mkdir
 
 
 def _redirect_open(moved: Redirection) -> None:

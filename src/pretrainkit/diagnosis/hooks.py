@@ -72,7 +72,7 @@ def install_late(session: Session) -> None:
             *outer, attribute = name.split(".")
             for part in outer:
                 owner = getattr(owner, part, None)
-            if hasattr(owner, attribute):
+            if hasattr(owner, attribute) and not hasattr(getattr(owner, attribute), "is_timed"):
                 _time(session, owner, attribute, phase)
 
 
@@ -91,6 +91,7 @@ def _time(session: Session, owner: Any, name: str, phase: str) -> None:
             if entered:
                 clock.leave()
 
+    timed.is_timed = True  # type: ignore[attr-defined]
     try:
         setattr(owner, name, timed)
     except (AttributeError, TypeError):

@@ -27,6 +27,8 @@ os.remove(out / "log.txt")
 (out / "keep.txt").unlink()
 os.rename(out / "keep.txt", out / "renamed.txt")
 shutil.rmtree(out / "folder")
+os.makedirs(out / "new" / "deep")
+(out / "new" / "deep" / "a.txt").write_text("x")
 with tempfile.TemporaryDirectory() as folder:
     pathlib.Path(folder, "a").mkdir()
     pathlib.Path(folder, "a", "b").write_text("x")
@@ -46,6 +48,7 @@ def test_outputs_stay_as_they_are(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         after = {str(path.relative_to(out)): path.read_text() for path in out.rglob("*") if path.is_file()}
         assert after == before
+        assert not (out / "new").exists()
     finally:
         shutil.rmtree(out)
 
