@@ -205,7 +205,7 @@ def _end_of_idle_jobs(experiment_dir: Path) -> Head | None:
         "",
         0,
         "",
-        refused=f"{MAX_IDLE_JOBS} jobs in a row ended without a new checkpoint: from their start to --time_margin before "
+        refused=f"{MAX_IDLE_JOBS} jobs in a row ended without a new checkpoint: from start to --time_margin before "
         "--time_limit there was no time for a step",
         exit_code=EXIT_FAILED,
     )
