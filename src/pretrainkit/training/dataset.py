@@ -24,6 +24,7 @@ from pretrainkit.data.token_documents import (
     is_token_folder,
     open_token_folder,
 )
+from pretrainkit.training.index_files import wait_until_seen
 
 Documents: TypeAlias = IndexedDataset | ShardDocuments | PackedDocuments | PackedRows
 
@@ -72,6 +73,9 @@ class EpochDataset(GPTDataset):
 
     def _build_document_sample_shuffle_indices(self) -> tuple[Any, ...]:
         if not isinstance(self.dataset, PackedRows):
+            if torch.distributed.is_initialized() and torch.distributed.get_rank() > 0:
+                name = f"{self.unique_description_hash}-{type(self).__name__}-{self.index_split.name}"
+                wait_until_seen(Path(self.config.path_to_cache), name)
             return super()._build_document_sample_shuffle_indices()
         order = np.random.RandomState(self.config.random_seed).permutation(self.indices)
         return order, None, None
