@@ -132,7 +132,8 @@ def _tokenizer() -> dict[str, Any] | None:
         return None
     import gc
 
-    found = [item for item in gc.get_objects() if isinstance(item, module.PreTrainedTokenizerBase)]
+    # By its type: isinstance asks the object itself, and some raise.
+    found = [item for item in gc.get_objects() if issubclass(type(item), module.PreTrainedTokenizerBase)]
     if not found:
         return None
     tokenizer = found[0]

@@ -118,7 +118,7 @@ class Silenced:
             (function, function.__code__)
             for code in codes
             for function in gc.get_referrers(code)
-            if isinstance(function, FunctionType) and function.__code__ is code and not code.co_freevars
+            if type(function) is FunctionType and function.__code__ is code and not code.co_freevars
         ]
 
     def __len__(self) -> int:

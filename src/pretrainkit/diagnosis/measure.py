@@ -135,11 +135,8 @@ def _read_ranks(folder: Path) -> list[dict[str, Any]]:
 
 
 def _failed(program: Program, folder: Path, exit_code: int, has_trained: bool) -> PretrainkitError:
-    logs = [
-        folder / "output.log",
-        *sorted(folder.glob("logs/attempt_1/*.err")),
-        *sorted(folder.glob("logs/attempt_1/node.log")),
-    ]
+    attempt = folder / "logs" / "attempt_1"
+    logs = [folder / "output.log", attempt / "node.log", *sorted(attempt.glob("rank_*.err"))]
     tail = ""
     for path in logs:
         if path.is_file() and path.stat().st_size:
