@@ -95,6 +95,23 @@ def test_a_run_is_submitted_to_pbs_as_a_chain_and_its_tokens_stay_with_its_owner
     assert len(texts) > 50 and not any(token.encode() in text for token in TOKENS.values() for text in texts)
 
 
+@pytest.mark.parametrize("executor", ["slurm", "sge"])
+def test_no_scheduler_hears_a_token(
+    executor: str, programs: Callable[..., Path], tmp_path: Path, hf_folder: Path, dataset_folder: Path
+) -> None:
+    heard = programs()
+    words = ["--executor", executor, "--hf_token", TOKENS["HF_TOKEN"]]
+    done = pretrain(tmp_path, hf_folder, dataset_folder, *words, PRETRAINKIT_CONTINUES="1", HF_TOKEN="")
+    assert done.returncode == 0, done.stderr
+    (secrets,) = tmp_path.rglob("secrets.sh")
+    assert TOKENS["HF_TOKEN"] in secrets.read_text() and stat.S_IMODE(secrets.stat().st_mode) == 0o600
+    for path in tmp_path.rglob("*"):
+        if path.is_file() and path != secrets:
+            assert not any(token.encode() in path.read_bytes() for token in TOKENS.values()), path
+    assert "job.slurm.sh" in heard.read_text() or "job.sge.sh" in heard.read_text()
+    assert "PRETRAINKIT_CONTINUES" not in heard.read_text()  # of the job that this was started in
+
+
 @pytest.mark.parametrize("executor", ["pbs", "slurm"])
 def test_a_refused_job_leaves_nothing_and_the_schedulers_words_are_shown(
     executor: str, programs: Callable[..., Path], tmp_path: Path, hf_folder: Path, dataset_folder: Path

@@ -100,3 +100,25 @@ def test_an_experiment_without_steps_is_drawn_too(tmp_path: Path) -> None:
 def test_a_folder_without_records_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"metrics\.jsonl"):
         read_history(tmp_path)
+
+
+def test_a_schedulers_jobs_and_their_logs_are_told(experiment: Path) -> None:
+    folder = experiment / "jobs" / "job_001"
+    folder.mkdir(parents=True)
+    (folder / "exit-7").write_text("85\n")
+    for number in (7, 8):
+        record = {
+            "scheduler": "slurm",
+            "job_id": str(number),
+            "folder": str(folder),
+            "logs": [str(folder / f"slurm-{number}.log")],
+            "exit_files": [str(folder / f"exit-{number}")],
+            "command": "sbatch",
+            "time": "now",
+        }
+        with (folder.parent / "jobs.jsonl").open("a") as file:
+            file.write(json.dumps(record) + "\n")
+    history = read_history(experiment)
+    assert [(job.job_id, job.exit_code) for job in history.jobs] == [("7", 85), ("8", None)]
+    assert f"slurm 7  log {folder}/slurm-7.log  exit code 85" in history.describe()
+    assert history.summary()["jobs"][1]["log"] == str(folder / "slurm-8.log")
