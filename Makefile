@@ -23,7 +23,7 @@ check: $(READY)
 	lint-imports
 	git ls-files '*.sh' '*.sbatch' .ci/run | xargs -r shellcheck
 
-# Two packages that hold tokenizers' vocabularies; their dependencies aren't needed.
+# Two packages that hold tokenizers' vocabularies, and a peer of conversion; their dependencies aren't needed.
 bench: $(READY)
-	python -m pip install --quiet --no-deps -c constraints.txt dashscope llama-models
+	python -m pip install --quiet --no-deps -c constraints.txt dashscope llama-models mbridge
 	for bench in tests/bench/bench_*.py; do python $$bench || exit; done

@@ -30,14 +30,14 @@ LOGITS_BYTES = {"fused": 2, "plain": 10}
 RESERVE_GIB = {"one GPU": 0.7, "several": 1.5}
 """Of CUDA, its libraries and NCCL, outside torch's allocator (assumed)."""
 
-MFU = {"fused": (0.33, 0.48, 0.53), "te": (0.27, 0.45, 0.51), "plain": (0.36, 0.40, 0.40)}
+MFU = {"fused": (0.49, 0.51, 0.53), "te": (0.40, 0.45, 0.52), "plain": (0.39, 0.40, 0.41)}
 """Assumed, from runs on one H100 in bf16, for little, medium and much work a layer and microbatch (WORK)."""
 WORK = (0.3e12, 0.7e12)
 """Bounds between them: parameters of a layer on one rank x tokens of a microbatch."""
-TENSOR_PARALLEL_SHARE, DATA_PARALLEL_SHARE = 0.75, 0.98
+TENSOR_PARALLEL_SHARE, DATA_PARALLEL_SHARE = 0.82, 0.98
 """What is left of a GPU's speed among several, measured with two; taken for context parallelism and for more, too."""
 BASIS = (
-    "assumes the MFU that 1B and 8B shapes reached on an H100, times 0.75 with TP or CP and 0.98 with DP (measured "
+    "assumes the MFU that 1B and 8B shapes reached on an H100, times 0.82 with TP or CP and 0.98 with DP (measured "
     "with 2 GPUs); networks between nodes, evaluations and saves are not counted"
 )
 
