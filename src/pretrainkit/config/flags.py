@@ -37,7 +37,9 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("--num_gpus", "launch.num_gpus", "GPUs per node, or processes per node on CPU", "-G"),
         Flag("--cpus_per_task", "launch.cpus_per_task", "CPU cores per node", default_word="the site's"),
         Flag("--accelerator", "launch.accelerator", "auto, cpu or gpu; auto takes GPUs where there are any"),
-        Flag("--gpu_name", "launch.gpu_name", "model of the GPUs, such as H100, for estimates", default_word="found out"),
+        Flag(
+            "--gpu_name", "launch.gpu_name", "model of the GPUs, such as H100, for estimates", default_word="found out"
+        ),
         Flag("--gpu_memory_gib", "launch.gpu_memory_gib", "memory of a GPU, in GiB", default_word="by --gpu_name"),
         Flag("--chain", "launch.chain", "jobs in a row; each continues where its predecessor's time was over"),
         Flag("--requeue", "launch.requeue", "put the job back into the queue as often as its time is over"),

@@ -181,7 +181,7 @@ def _read_pair(prefix: Path | str, split: str) -> _PairReading:
     )
 
 
-def _check_manifest(prefix: Path, dataset: IndexedDataset, manifest: Manifest) -> None:
+def _check_manifest(prefix: Path | str, dataset: IndexedDataset, manifest: Manifest) -> None:
     told = manifest.num_documents, manifest.bin_bytes, manifest.dtype
     found = dataset.num_documents, bin_path(prefix).stat().st_size, dataset.dtype.name
     if told != found:

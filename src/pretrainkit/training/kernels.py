@@ -122,7 +122,7 @@ def config_fields(kernels: Kernels, *, qk_norm: bool) -> dict[str, Any]:
         # Norms of queries and keys stand between the projection and the rotation.
         "fused_single_qkv_rope": fused_rotary and not qk_norm,
         "bias_activation_fusion": kernels.swiglu == "liger",
-        # Without biases and dropout a sum is left, and a compiled call takes longer on the host than the sum on the GPU.
+        # Without biases and dropout a sum is left; a compiled call takes longer on the host than the sum on the GPU.
         "bias_dropout_fusion": False,
         "gradient_accumulation_fusion": kernels.weight_gradient != PLAIN,
     }
