@@ -183,6 +183,17 @@ def test_a_second_signal_kills(node: Callable[[str], Attempt]) -> None:
     assert attempt.processes() == [] and "killed" in attempt.outcome["reason"]
 
 
+def test_signals_after_the_end_do_not_change_the_exit_code(node: Callable[[str], Attempt]) -> None:
+    attempt = node("save")
+    attempt.wait_for_ranks()
+    attempt.process.send_signal(signal.SIGTERM)
+    attempt.wait_until((attempt.log_dir / "outcome.json").exists, "the outcome")
+    while attempt.process.poll() is None:  # the interpreter ends, and takes its time
+        attempt.process.send_signal(signal.SIGUSR2)
+        time.sleep(0.002)
+    assert attempt.wait() == 85
+
+
 def test_two_attempts_at_once_find_ports_though_the_usual_one_is_taken(tmp_path: Path) -> None:
     with socket.socket() as taken:
         with contextlib.suppress(OSError):  # taken by another is as good

@@ -75,7 +75,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     for number in STOP_SIGNALS:
         signal.signal(number, requests.add)
     adopt_orphans()
-    arguments = build_parser().parse_args(argv)
+    try:
+        return _run(build_parser().parse_args(argv), requests)
+    finally:
+        # While the interpreter ends, a late signal would kill it, and its exit code would no longer be the ranks'.
+        for number in STOP_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
+
+def _run(arguments: argparse.Namespace, requests: StopRequests) -> int:
     if arguments.job_dir is not None:
         from pretrainkit.launch.job_node import run_in_job
 

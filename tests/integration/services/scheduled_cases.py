@@ -13,7 +13,18 @@ PRETRAIN = "pretraining/pretrain.py"
 
 def two_jobs_at_once(site: Site, run_words: list[str], folder: Path, *words: object) -> list[tuple[list[str], str]]:
     """Two runs of two ranks each on one node, with a successor each that they don't need; ids and log of each."""
-    common = [*run_words, "--experiments_dir", folder, "--max_steps", 3, "--chain", 2, *words]
+    common = [
+        *run_words,
+        "--experiments_dir",
+        folder,
+        "--max_steps",
+        3,
+        "--chain",
+        2,
+        "--time_limit",
+        "00:30:00",
+        *words,
+    ]
     processes = [site.start(PRETRAIN, *common, "--experiment", name, "--follow") for name in ("a", "b")]
     outputs = [process.communicate() for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
