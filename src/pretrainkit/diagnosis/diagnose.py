@@ -111,6 +111,8 @@ def _measure_and_report(
     first = ranks[0].rank
     on_gpu = first["facts"]["device"] != "cpu"
     variables = first["environment"]["variables"]
+    if run:  # what our own code sets is meant
+        variables = {name: value for name, value in variables.items() if name in os.environ}
     _debug_variables(findings, starter, checks.debug_variables(variables, on_gpu=on_gpu), request)
     if not request.quick:
         _run_settings(findings, starter, request, measured)

@@ -39,12 +39,12 @@ def _bar(x: float, y: float, width: float, height: float, colour: str, title: st
 
 def shares(causes: list[dict[str, Any]]) -> str:
     """A bar for each cause, with its interval."""
-    left, scale, parts = 330, WIDTH - 330 - 70, []
+    left, scale, parts = 390, WIDTH - 390 - 70, []
     for number, cause in enumerate(causes):
         y, share = 8 + number * 28, cause["share"]
         low, high = (left + scale * min(max(share[end], 0.0), 1.0) for end in ("low", "high"))
         parts += [
-            _text(left - 10, y + 14, cause["title"][:48], "end"),
+            _text(left - 10, y + 14, cause["title"][:58], "end"),
             _bar(left, y, scale * max(share["value"], 0.0), 18, "#c2410c"),
             f'<path d="M{low:.1f} {y + 9} H{high:.1f} M{low:.1f} {y + 4} v10 M{high:.1f} {y + 4} v10" '
             'stroke="currentColor" stroke-width="1.5"/>',
