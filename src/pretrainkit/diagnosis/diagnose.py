@@ -73,7 +73,7 @@ def diagnose(request: Request) -> dict[str, Any]:
     request.output.mkdir(parents=True, exist_ok=True)
     # Beside the run's own outputs, so that saving is as fast as there.
     place = request.experiment.parent if request.experiment and request.time_checkpoint else None
-    scratch = Path(tempfile.mkdtemp(prefix=".diagnosis-", dir=place))
+    scratch = Path(tempfile.mkdtemp(prefix=".diagnosis-", dir=place)).resolve()
     try:
         return _measure_and_report(request, scratch, static, against)
     finally:
