@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +35,8 @@ def two_jobs_at_once(site: Site, run_words: list[str], folder: Path, *words: obj
     assert all("step 3/3" in stderr for _, stderr in outputs)
     shown = site.run("tools/inspect_run.py", folder / "a", with_site=False)
     assert shown.returncode == 0 and "attempt_1" in shown.stdout, shown
+    for stdout, _ in outputs:
+        wait_until(functools.partial(_is_gone, site, job_ids(stdout)[1]), "end of the chain of a run that is done")
     return [(job_ids(stdout), stderr) for stdout, stderr in outputs]
 
 
@@ -121,3 +124,7 @@ def refused_job(site: Site, run_words: list[str], folder: Path, words: str) -> N
     assert (done.returncode, job_ids(done.stdout)) == (1, []), done
     assert words in done.stderr
     assert not list((folder / "refused").glob("jobs/*"))
+
+
+def _is_gone(site: Site, job_id: str) -> bool:
+    return not site.is_there(job_id)

@@ -12,8 +12,7 @@ pytestmark = pytest.mark.integration
 
 
 def test_two_jobs_train_on_one_node_at_once(grid_engine: Site, run_words: list[str], tmp_path: Path) -> None:
-    for ids, log in scheduled_cases.two_jobs_at_once(grid_engine, run_words, tmp_path):
-        assert not grid_engine.command("qstat", "-j", ids[1])
+    for _, log in scheduled_cases.two_jobs_at_once(grid_engine, run_words, tmp_path):
         assert "disk        " in log
 
 

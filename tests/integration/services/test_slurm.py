@@ -14,8 +14,7 @@ pytestmark = pytest.mark.integration
 def test_two_jobs_train_on_one_node_at_once(slurm: Site, run_words: list[str], tmp_path: Path) -> None:
     where = ["--set", "launch.scheduler_options=[nodelist=tests-node1]"]
     for ids, log in scheduled_cases.two_jobs_at_once(slurm, run_words, tmp_path, *where):
-        states = [slurm.command("scontrol", "show", "job", job) for job in ids]
-        assert "NodeList=tests-node1" in states[0] and "JobState=CANCELLED" in states[1]
+        assert "NodeList=tests-node1" in slurm.command("scontrol", "show", "job", ids[0])
         assert "disk        " in log
 
 
