@@ -14,7 +14,7 @@ demo: $(READY)
 	scripts/demo/run.sh
 
 test: $(READY)
-	python -m pytest -n auto --maxprocesses 4 --dist loadfile --durations 15
+	python -m pytest -n 3 --dist loadfile --durations 15
 
 check: $(READY)
 	ruff check .

@@ -73,6 +73,8 @@ def test_the_planted_mistake_is_ranked_first(plant: str, expected: str, probes: 
 
 def test_a_clean_loop_has_no_cause_and_its_files_stay(tmp_path: Path) -> None:
     outputs = ROOT / "build" / f"diagnosis-{os.getpid()}"  # temporary folders are free to be written to
+    if str(outputs).startswith(("/tmp/", "/var/tmp/")):
+        pytest.skip("the checkout lies in a temporary folder, where programs may write")
     outputs.mkdir(parents=True)
     log = outputs / "log.jsonl"
     try:

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 pytestmark = pytest.mark.integration
-DEADLINE_S = 90
+DEADLINE_S = 240
 
 RANK = """
 import os, signal, subprocess, sys, time

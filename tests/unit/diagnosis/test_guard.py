@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from pretrainkit.diagnosis.guard import Redirection
 
 PROGRAM = """
@@ -39,6 +41,8 @@ assert not os.path.exists(folder)
 def test_outputs_stay_as_they_are(tmp_path: Path) -> None:
     # Temporary folders are free; so the outputs need another place.
     out = Path(__file__).parents[3] / "build" / f"guarded-{os.getpid()}"
+    if str(out).startswith(("/tmp/", "/var/tmp/")):
+        pytest.skip("the checkout lies in a temporary folder, where programs may write")
     (out / "folder").mkdir(parents=True)
     try:
         before = {"log.txt": "old", "keep.txt": "kept", "state.json": "{}", "folder/a": "a"}

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
-from torch import Tensor
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated, so before the imports below
-
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
+from torch import Tensor
 
 from pretrainkit.training.triton_cross_entropy import BLOCK, vocab_parallel_cross_entropy
 from pretrainkit.training.triton_rotary import rotate_heads, rotate_qkv
