@@ -75,6 +75,8 @@ class Attempt:
                 stderr=terminal,
                 env={**os.environ, **environment},
                 start_new_session=True,
+                # Started in the background by a shell script, a process has Ctrl-C switched off, and so its children.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
         self._folder = folder
 
