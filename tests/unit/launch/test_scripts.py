@@ -358,7 +358,7 @@ def test_the_scripts_of_an_array_on_cpus_are_as_agreed(
     site: str, golden: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOGNAME", "me")
-    job = site_job(site, Path("/work/jobs/preprocess_data/job_001"), **{"launch.num_nodes": 1})
+    job = site_job(site, Path("/group/jobs/preprocess_data/job_001"), **{"launch.num_nodes": 1})
     job = dataclasses.replace(
         job,
         name="preprocess_data",
