@@ -39,6 +39,16 @@ def forms(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path, json
     return {"shards": folder / "shards", "packed": folder / "packed"}
 
 
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path, jsonl_file: Path) -> Path:
+    """The documents in rows of 128 tokens, as many as fit."""
+    folder = tmp_path_factory.mktemp("bestfit") / "rows"
+    words = ["tools/pack_dataset.py", "--input", jsonl_file, "--output_dir", folder, "--packing", "bestfit"]
+    words += ["--sequence_length", 128, "--tokenizer_model", tokenizer_folder]
+    subprocess.run([sys.executable, *map(str, words)], check=True, cwd=REPOSITORY)
+    return folder
+
+
 @pytest.mark.parametrize("form", ["shards", "packed"])
 def test_documents_are_those_of_the_pair(form: str, forms: dict[str, Path], dataset_prefix: Path) -> None:
     pair, documents = IndexedDataset(dataset_prefix), open_token_folder(forms[form])
@@ -132,18 +142,14 @@ def test_shards_behind_a_url_train_as_those_of_the_folder(
 
 
 def test_rows_of_bestfit_train_and_resume_in_the_middle(
-    jsonl_file: Path,
-    tokenizer_folder: Path,
+    rows: Path,
     make_hf_llama,  # type: ignore[no-untyped-def]
     tmp_path: Path,
 ) -> None:
-    words = ["tools/pack_dataset.py", "--input", jsonl_file, "--output_dir", tmp_path / "rows", "--packing", "bestfit"]
-    words += ["--sequence_length", 128, "--tokenizer_model", tokenizer_folder]
-    subprocess.run([sys.executable, *map(str, words)], check=True, cwd=REPOSITORY)
     model = make_hf_llama()
-    whole = pretrain(tmp_path, "whole", tmp_path / "rows", model, 4)
-    pretrain(tmp_path, "resumed", tmp_path / "rows", model, 2)
-    assert pretrain(tmp_path, "resumed", tmp_path / "rows", model, 4) == whole
+    whole = pretrain(tmp_path, "whole", rows, model, 4)
+    pretrain(tmp_path, "resumed", rows, model, 2)
+    assert pretrain(tmp_path, "resumed", rows, model, 4) == whole
     assert [step for step, _ in whole] == [1, 2, 3, 4]
 
 
@@ -159,15 +165,11 @@ def test_rows_of_bestfit_train_and_resume_in_the_middle(
 def test_what_rows_can_not_do_is_refused(
     flags: str,
     told: str,
-    jsonl_file: Path,
-    tokenizer_folder: Path,
+    rows: Path,
     make_hf_llama,  # type: ignore[no-untyped-def]
     tmp_path: Path,
 ) -> None:
-    words = ["tools/pack_dataset.py", "--input", jsonl_file, "--output_dir", tmp_path / "rows", "--packing", "bestfit"]
-    words += ["--sequence_length", 128, "--tokenizer_model", tokenizer_folder]
-    subprocess.run([sys.executable, *map(str, words)], check=True, cwd=REPOSITORY)
-    words = [*f"--hf_model_id {make_hf_llama()} --dataset_path {tmp_path / 'rows'} --accelerator cpu -g 4".split()]
+    words = [*f"--hf_model_id {make_hf_llama()} --dataset_path {rows} --accelerator cpu -g 4".split()]
     words += ["--split", "8,2,0", "--experiments_dir", tmp_path, "--dry_run", *flags.split()]
     if "-G" not in flags:
         words += ["-G", 1]

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,3 +124,17 @@ class SafetensorsWriter:
         """Flush the file, which has everything that was planned."""
         assert not self._pending, self._pending
         os.fsync(self._descriptor)
+
+
+def open_by_package(folder: Path, stack: ExitStack) -> tuple[Callable[[str], torch.Tensor], set[str]]:
+    """A reader of a folder's tensors by name, and their names, through the safetensors package, until `stack` closes.
+
+    For checks: they must not read with the code that wrote.
+    """
+    from safetensors import safe_open
+
+    files = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        handle = stack.enter_context(safe_open(path, framework="pt"))
+        files.update(dict.fromkeys(handle.keys(), handle))
+    return lambda name: files[name].get_tensor(name), set(files)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pretrainkit.checkpoint.detect import Found
 from pretrainkit.checkpoint.mapping import Entry, expand
+from pretrainkit.checkpoint.safetensors import open_by_package
 from pretrainkit.checkpoint.targets import Source, open_source
 from pretrainkit.checkpoint.verify_verdict import Check, check_of
 from pretrainkit.config.schema import ModelShape
@@ -29,7 +30,7 @@ def check_weights(found: Found, released: Path, shape: ModelShape) -> Iterator[C
     reader = open_source(found, entries, shape)
     wanted = {name for entry in entries for name in entry.hf}
     with ExitStack() as stack:
-        read, names = _open_released(released, stack)
+        read, names = open_by_package(released, stack)
         extra = names - wanted - ({"lm_head.weight"} if shape.tie_word_embeddings else set())
         missing = wanted - names
         yield check_of("every tensor is there", sorted(missing), f"{len(wanted)} tensors")
@@ -93,17 +94,6 @@ class _Comparison:
         yield check_of("finite", self.not_finite, "all elements")
         yield check_of("no tensor of zeros", self.zero, "none")
         yield check_of("dtype is what config.json says", self.dtypes, str(self.declared))
-
-
-def _open_released(released: Path, stack: ExitStack) -> tuple[Callable[[str], Tensor], set[str]]:
-    """A reader of released tensors by name, and their names, through the safetensors package."""
-    from safetensors import safe_open
-
-    files = {}
-    for path in sorted(released.glob("*.safetensors")):
-        handle = stack.enter_context(safe_open(path, framework="pt"))
-        files.update(dict.fromkeys(handle.keys(), handle))
-    return lambda name: files[name].get_tensor(name), set(files)
 
 
 def _same_bits(first: Tensor, second: Tensor) -> bool:

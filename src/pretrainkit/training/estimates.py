@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from pretrainkit.config.schema import Estimates, ModelShape, Recompute, ResolvedRun
 from pretrainkit.training.cards import memory_gib, peak_flops
-from pretrainkit.training.throughput import training_flops_per_token
+from pretrainkit.training.throughput import layer_parameters, training_flops_per_token
 
 GIB = 2**30
 LOGITS_BYTES = {"fused": 2, "plain": 10}
@@ -57,7 +57,7 @@ def parameters(shape: ModelShape, padded_vocab_size: int) -> int:
     """Parameters of the whole model."""
     embeddings = 1 if shape.tie_word_embeddings else 2
     norms = shape.hidden_size * (2 * shape.num_layers + 1)
-    return shape.num_layers * _layer_parameters(shape) + embeddings * padded_vocab_size * shape.hidden_size + norms
+    return shape.num_layers * layer_parameters(shape) + embeddings * padded_vocab_size * shape.hidden_size + norms
 
 
 def estimate(run: ResolvedRun, implementation: Implementation) -> Estimates:
@@ -100,11 +100,6 @@ def cheapest_recompute(run: ResolvedRun, implementation: Implementation) -> Reso
     return run
 
 
-def _layer_parameters(shape: ModelShape) -> int:
-    attention = shape.hidden_size * shape.head_dim * 2 * (shape.num_attention_heads + shape.num_query_groups)
-    return attention + 3 * shape.hidden_size * shape.ffn_hidden_size
-
-
 def _stage_bytes(run: ResolvedRun, implementation: Implementation, *, is_first: bool) -> tuple[float, float, float]:
     """Bytes of weights with gradients and optimizer state, activations, and logits on a GPU of one stage."""
     shape, parallel = run.model, run.config.parallel
@@ -112,7 +107,7 @@ def _stage_bytes(run: ResolvedRun, implementation: Implementation, *, is_first: 
     layers, is_last = shape.num_layers // stages, not is_first or stages == 1
     embedding = run.padded_vocab_size * shape.hidden_size / tensor
     embeddings = 2 if stages == 1 and not shape.tie_word_embeddings else 1
-    on_rank = layers * (_layer_parameters(shape) / tensor + 2 * shape.hidden_size) + embeddings * embedding
+    on_rank = layers * (layer_parameters(shape) / tensor + 2 * shape.hidden_size) + embeddings * embedding
     shards = run.data_parallel_size * parallel.context_parallel_size if run.config.optimizer.distributed else 1
     bf16 = run.precision == "bf16"
     weights = on_rank * ((6 + 12 / shards) if bf16 else (8 + 8 / shards))
@@ -172,7 +167,7 @@ def _speed(run: ResolvedRun, implementation: Implementation) -> tuple[float | No
     if peak is None or run.precision != "bf16":
         return None, None
     parallel, training, shape = run.config.parallel, run.config.training, run.model
-    work = _layer_parameters(shape) / parallel.tensor_model_parallel_size * _tokens(run)
+    work = layer_parameters(shape) / parallel.tensor_model_parallel_size * _tokens(run)
     mfu = MFU[implementation.layers][sum(work > bound for bound in WORK)]
     if parallel.tensor_model_parallel_size * parallel.context_parallel_size > 1:
         mfu *= TENSOR_PARALLEL_SHARE
@@ -190,5 +185,5 @@ def _speed(run: ResolvedRun, implementation: Implementation) -> tuple[float | No
 def _share_computed_again(run: ResolvedRun) -> float:
     shape, recompute = run.model, run.recompute
     if recompute.granularity == "selective":
-        return 3 * shape.hidden_size * shape.ffn_hidden_size / _layer_parameters(shape)
+        return 3 * shape.hidden_size * shape.ffn_hidden_size / layer_parameters(shape)
     return recompute.num_layers * run.config.parallel.pipeline_model_parallel_size / shape.num_layers

@@ -125,7 +125,9 @@ def _streaming_model(folder: Path, rounded: Any, stack: ExitStack) -> Any:
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    read, names = _open_tensors(folder, stack)
+    from pretrainkit.checkpoint.safetensors import open_by_package
+
+    read, names = open_by_package(folder, stack)
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -169,17 +171,6 @@ def _stream(block: Any, prefix: str, read: Callable[[str], Any], progress: _Prog
 
     block.register_forward_pre_hook(load)
     block.register_forward_hook(drop)
-
-
-def _open_tensors(folder: Path, stack: ExitStack) -> tuple[Callable[[str], Any], set[str]]:
-    """A reader of the folder's tensors by name, and their names."""
-    from safetensors import safe_open
-
-    files = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        handle = stack.enter_context(safe_open(path, framework="pt"))
-        files.update(dict.fromkeys(handle.keys(), handle))
-    return lambda name: files[name].get_tensor(name), set(files)
 
 
 class _Progress:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+from pretrainkit.config import resolve
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import RequestError
 from pretrainkit.training import kernels, start_plan
@@ -105,11 +106,11 @@ def _spread(run: ResolvedRun, tensor: int, pipeline: int, world_size: int) -> Re
     parallel = dataclasses.replace(
         run.config.parallel, tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline
     )
-    asked = parallel.sequence_parallel
+    config = dataclasses.replace(run.config, parallel=parallel)
     return dataclasses.replace(
         run,
-        config=dataclasses.replace(run.config, parallel=parallel),
+        config=config,
         world_size=world_size,
         data_parallel_size=world_size // (tensor * pipeline * parallel.context_parallel_size),
-        sequence_parallel=tensor > 1 and (asked is None or asked),
+        sequence_parallel=resolve.sequence_parallel(config),
     )

@@ -7,6 +7,11 @@ from pretrainkit.config.schema import ModelShape
 
 def matmul_parameters(shape: ModelShape) -> int:
     """Parameters that a token is multiplied with: all but input embedding and norms; of experts, those it visits."""
+    return shape.num_layers * layer_parameters(shape) + shape.hidden_size * shape.vocab_size
+
+
+def layer_parameters(shape: ModelShape) -> int:
+    """Those of one layer: `matmul_parameters` without the output layer."""
     heads, groups = shape.num_attention_heads, shape.num_query_groups
     attention = shape.hidden_size * shape.head_dim * (2 * heads + 2 * groups)
     mlp = 3 * shape.hidden_size * shape.ffn_hidden_size
@@ -14,7 +19,7 @@ def matmul_parameters(shape: ModelShape) -> int:
         router = shape.hidden_size * shape.num_experts
         visited = shape.expert_ffn_hidden_size * shape.experts_per_token + shape.shared_expert_ffn_hidden_size
         mlp = 3 * shape.hidden_size * visited + router
-    return shape.num_layers * (attention + mlp) + shape.hidden_size * shape.vocab_size
+    return attention + mlp
 
 
 def training_flops_per_token(shape: ModelShape, sequence_length: int) -> float:
