@@ -30,6 +30,8 @@ _FUSED = {
     "cross_entropy": "triton",
     "weight_gradient": "product",
 }
+_BF16_ONLY = ("cross_entropy", "weight_gradient")
+"""Megatron's own cross entropy serves in fp32 (`model_config`), and so does adding a product of that type."""
 _NEEDS = {"liger": ("liger_kernel", "triton"), "triton": ("triton",), "product": ()}
 
 
@@ -83,13 +85,13 @@ def choose(
     fused = tuple(
         part
         for part in asked
-        if fusable and installed.issuperset(_NEEDS[_FUSED[part]]) and (part != "weight_gradient" or precision == "bf16")
+        if fusable and installed.issuperset(_NEEDS[_FUSED[part]]) and (precision == "bf16" or part not in _BF16_ONLY)
     )
     missing = [part for part in asked if fused_kernels != "auto" and part not in fused]
     if missing:
         raise RequestError(
             f"fused {', '.join(missing)} can't be used on this machine ({accelerator}, {precision})",
-            needed=f"a GPU, {_packages(missing)}" + (", bf16" if "weight_gradient" in missing else ""),
+            needed=f"a GPU, {_packages(missing)}" + (", bf16" if set(missing) & set(_BF16_ONLY) else ""),
             action="install what is missing, or leave it out: --fused_kernels auto takes what is there",
             where="--fused_kernels",
         )
@@ -101,7 +103,8 @@ def choose(
         )
     if layer_spec == "auto":
         # Ours with every kernel is the faster one; plain torch layers are not, with long microbatches.
-        ours_is_faster = set(fused) >= {"rotary", "swiglu", "cross_entropy"}
+        wanted = {"rotary", "swiglu", "cross_entropy"} - (set() if precision == "bf16" else set(_BF16_ONLY))
+        ours_is_faster = wanted.issubset(fused)
         layer_spec = "te" if "transformer_engine" in installed and fusable and not ours_is_faster else "torch"
     choice = {part: _FUSED[part] if part in fused else PLAIN for part in FUSED_KERNELS}
     if layer_spec == "te":

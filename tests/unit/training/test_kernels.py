@@ -32,8 +32,9 @@ def test_on_cpu_nothing_is_fused() -> None:
     assert chosen(*ALL, accelerator="cpu") == PLAIN
 
 
-def test_weight_gradients_accumulate_in_the_product_in_bf16_alone() -> None:
-    assert chosen("triton", "liger_kernel", precision="fp32").weight_gradient == "torch"
+def test_in_fp32_the_cross_entropy_and_the_weight_gradient_stay_plain() -> None:
+    assert chosen("triton", "liger_kernel", precision="fp32") == Kernels("torch", "triton", "liger", "torch", "torch")
+    assert chosen(*ALL, precision="fp32").layer_spec == "torch"
 
 
 def test_without_liger_its_parts_stay_plain() -> None:
@@ -82,8 +83,9 @@ def test_norms_of_queries_and_keys_keep_the_projection_apart() -> None:
         ({"fused": "swiglu"}, ["fused swiglu", "liger_kernel and triton"]),
         ({"fused": "rotary", "accelerator": "cpu"}, ["(cpu, bf16)", "a GPU"]),
         ({"fused": "weight_gradient", "precision": "fp32"}, ["(gpu, fp32)", "bf16"]),
+        ({"fused": "cross_entropy", "precision": "fp32"}, ["(gpu, fp32)", "bf16"]),
     ],
-    ids=["te", "package", "device", "precision"],
+    ids=["te", "package", "device", "weight gradient in fp32", "cross entropy in fp32"],
 )
 def test_what_is_asked_by_name_and_missing_is_refused(request_: dict[str, str], words: list[str]) -> None:
     with pytest.raises(RequestError) as error:
