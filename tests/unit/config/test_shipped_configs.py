@@ -6,26 +6,27 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from published_models import write_config
 
 from pretrainkit.config.checks import problems_of, problems_of_launch
 from pretrainkit.config.fields import FIELDS
 from pretrainkit.config.load import load_config
 from pretrainkit.config.resolve import RunFacts, resolve
-from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import RequestError
 from pretrainkit.launch.summary import summarize
+from pretrainkit.models.registry import read_shape
 
 CONFIGS = Path(__file__).parents[3] / "configs"
-SMOLLM2_135M = ModelShape("llama", 30, 576, 1536, 9, 3, 64, 49152, 8192, 100000.0, 1e-5, True)
 
 
 @pytest.fixture
-def facts_of(facts: RunFacts):  # type: ignore[no-untyped-def]
+def facts_of(facts: RunFacts, tmp_path: Path):  # type: ignore[no-untyped-def]
     """Facts of a model by its file's name, with plenty of data."""
 
     def build(model: str) -> RunFacts:
-        shape = SMOLLM2_135M if model == "smollm2-135m" else facts.model
-        assert shape and facts.dataset
+        hub_name = load_config([CONFIGS / "model" / f"{model}.yaml"]).hf_model_id
+        shape = read_shape(write_config(hub_name, tmp_path))
+        assert facts.dataset
         return dataclasses.replace(
             facts,
             model=shape,
