@@ -1,10 +1,10 @@
-# setup | demo | test | check | bench. Each target makes the environment first when that is needed.
+# setup | demo | test | check | docs-check | bench. Each target makes the environment first when that is needed.
 SHELL := /bin/bash
 VENV ?= .venv
 READY := $(VENV)/.ready
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 
-.PHONY: setup demo test check bench
+.PHONY: setup demo test check docs-check bench
 setup: $(READY)
 
 $(READY): pyproject.toml constraints.txt scripts/setup.sh
@@ -22,6 +22,10 @@ check: $(READY)
 	mypy
 	lint-imports
 	git ls-files '*.sh' '*.sbatch' .ci/run | xargs -r shellcheck
+
+# Links, commands and messages in the documents; a part of `make test` that takes seconds.
+docs-check: $(READY)
+	python -m pytest -q tests/docs
 
 # Two packages that hold tokenizers' vocabularies, and a peer of conversion; their dependencies aren't needed.
 bench: $(READY)
