@@ -1,6 +1,8 @@
 #!/usr/bin/env python
 """Preflight of a node or container: GPUs, driver, all-reduce, disk, clock, packages and time left, as one table.
 
+With --software also what an image must have: the engine's imports, kernels of each library, caches outside the home.
+
 With --num_nodes run it once on every node of a job; then they also try an all-reduce over all of them:
 
     srun --ntasks-per-node=1 python tools/check_node.py --output_dir experiments   (Slurm says the rest)
@@ -45,11 +47,17 @@ def build_parser() -> Parser:
         "--needed_time", type=parse_duration, default=0.0, metavar="TIME", help="job time needed, [D-]HH:MM:SS (0)"
     )
     what.add_argument("--constraints", type=Path, help="file of tested versions; unset: the checkout's constraints.txt")
+    what.add_argument(
+        "--software", action="store_true", help="import the engine, run kernels once, look at caches and the home"
+    )
+    what.add_argument(
+        "--kept", type=Path, help="with an image of containers/: packages that it must keep, name==version"
+    )
     nodes = parser.add_argument_group("several nodes (under Slurm's srun all are known)")
     nodes.add_argument("--num_nodes", "-N", type=int, help="nodes, each of which runs this command")
     nodes.add_argument("--node_rank", type=int, help="which of them this is, from 0")
     nodes.add_argument("--meeting", metavar="WORD", help="the same on all nodes, another for each check")
-    parser.add_argument("--quick", action="store_true", help="only what takes a second: no processes, no all-reduce")
+    parser.add_argument("--quick", action="store_true", help="no all-reduce, which with all else takes a second")
     parser.add_argument(
         "--timeout", type=float, default=120.0, metavar="SECONDS", help="longest wait for each trial (120)"
     )
@@ -79,8 +87,9 @@ def make_request(arguments: argparse.Namespace) -> NodeCheckRequest:
     """What to look at, with what this machine has filled in."""
     num_gpus = count_gpus() if arguments.accelerator != "cpu" else 0
     accelerator = arguments.accelerator if arguments.accelerator != "auto" else "gpu" if num_gpus else "cpu"
-    if arguments.constraints and not arguments.constraints.is_file():
-        raise RequestError("no such file", where=f"--constraints {arguments.constraints}")
+    for flag, path in (("--constraints", arguments.constraints), ("--kept", arguments.kept)):
+        if path and not path.is_file():
+            raise RequestError("no such file", where=f"{flag} {path}")
     return NodeCheckRequest(
         ranks=arguments.num_gpus or (max(num_gpus, 1) if accelerator == "gpu" else 2),
         accelerator=accelerator,
@@ -90,6 +99,8 @@ def make_request(arguments: argparse.Namespace) -> NodeCheckRequest:
         constraints=arguments.constraints or CONSTRAINTS,
         collectives=not arguments.quick,
         timeout_s=arguments.timeout,
+        software=arguments.software,
+        kept=arguments.kept,
     )
 
 

@@ -1,62 +1,30 @@
 """Tries out what ranks will do together: compute, and all-reduce within a node and over all nodes.
 
-The trial is done by processes of its own (`collectives_rank`), which can be killed when they hang, and which leave no
-CUDA context behind in the caller.
+The trial is done by processes of its own (`collectives_rank`).
 """
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import signal
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pretrainkit.launch.node_probes import FAILED, OK, SKIPPED, WARNING, Check
+from pretrainkit.launch.links import Link, active_infiniband, link_between
+from pretrainkit.launch.node_probes import FAILED, OK, SKIPPED, WARNING, Check, visible_gpus
+from pretrainkit.launch.trials import Trial, run_trials
 from pretrainkit.units import format_bytes
 
 RANK_MODULE = "pretrainkit.launch.collectives_rank"
 SLOW_SHARE = 0.8
 """Share of the median speed of a node's GPUs below which one is called slow (assumed; equal GPUs differ by 3%)."""
-_END_S = 20
-"""Time that processes have to end by themselves after their own timeout."""
-_POLL_S = 0.05
+SLOW_LINK_SHARES = {"NVLink": 0.25, "PCIe": 0.1}
+"""Shares of a link's rate below which an all-reduce is called slow. Assumed: nccl-tests reach 80 to 100% of NVLink's at
+sizes of gigabytes, about half at the 64 MiB of this trial; PCIe is shared with neighbours."""
 _CLUSTER_ADVICE = "exclude the node, or run with NCCL_DEBUG=INFO and show the log to the administrators"
-
-
-@dataclass(frozen=True)
-class Trial:
-    """What one process of a trial has to do; passed to it as JSON."""
-
-    kind: str
-    """local: compute and all-reduce within the node; world: over all nodes; even, odd: in pairs of nodes."""
-    accelerator: str
-    local_rank: int
-    ranks_per_node: int
-    folder: str
-    """For results, and for the store of a local trial."""
-    timeout_s: float
-    node: int = 0
-    num_nodes: int = 1
-    address: str = ""
-    port: int = 0
-
-    @property
-    def result_file(self) -> Path:
-        """Where the process writes what it found."""
-        return Path(self.folder) / f"{self.kind}_{self.local_rank}.json"
-
-    def to_json(self) -> str:
-        """The text for the command line."""
-        return json.dumps(asdict(self))
 
 
 def check_local(ranks: int, accelerator: str, *, timeout_s: float) -> list[Check]:
@@ -65,9 +33,10 @@ def check_local(ranks: int, accelerator: str, *, timeout_s: float) -> list[Check
         return [Check("all-reduce", SKIPPED, "one rank")]
     with tempfile.TemporaryDirectory(prefix="check_node_") as folder:
         first = Trial("local", accelerator, 0, ranks, folder, timeout_s)
-        results = _run([replace(first, local_rank=rank) for rank in range(ranks)])
+        results = run_trials([replace(first, local_rank=rank) for rank in range(ranks)], RANK_MODULE)
         checks = [_compute(results)] if accelerator == "gpu" else []
-        return [*checks, _all_reduce(results, accelerator, _nccl_transport(Path(folder)))]
+        link = link_between([gpu["index"] for gpu in visible_gpus()[:ranks]]) if accelerator == "gpu" else None
+        return [*checks, _all_reduce(results, accelerator, _nccl_transport(Path(folder)), link)]
 
 
 def check_world(
@@ -76,19 +45,28 @@ def check_world(
     """The check 'network' over all nodes, the same on each of them."""
     with tempfile.TemporaryDirectory(prefix="check_node_") as folder:
         first = Trial("world", accelerator, 0, ranks, folder, timeout_s, node, len(hosts), address, port)
-        result = _run([replace(first, local_rank=rank) for rank in range(ranks)])[0]
+        result = run_trials([replace(first, local_rank=rank) for rank in range(ranks)], RANK_MODULE)[0]
         if result.get("bad_nodes") == []:
             speed = f", {format_bytes(result['num_bytes'])} at {format_bytes(result['bytes_per_s'])}/s"
             over = _nccl_transport(Path(folder)) or accelerator_word(accelerator)
-            return Check("network", OK, f"{ranks * len(hosts)} ranks on {len(hosts)} nodes over {over}{speed}")
+            return _network(f"{ranks * len(hosts)} ranks on {len(hosts)} nodes over {over}{speed}")
         for kind in ("even", "odd"):
-            result = _run([replace(first, kind=kind)])[0]
+            result = run_trials([replace(first, kind=kind)], RANK_MODULE)[0]
     return _network_failure(result, hosts)
 
 
 def accelerator_word(accelerator: str) -> str:
     """The library that ranks talk through."""
     return "NCCL" if accelerator == "gpu" else "gloo"
+
+
+def _network(found: str, infiniband: Sequence[str] | None = None) -> Check:
+    """The check of a network that works: with a warning when NCCL leaves its fast part unused."""
+    devices = active_infiniband() if infiniband is None else infiniband
+    if "NET/Socket" in found and devices:
+        action = "the image needs the libraries of InfiniBand (rdma-core), and /dev/infiniband; look at NCCL_IB_DISABLE"
+        return Check("network", WARNING, f"{found}; sockets, though there is InfiniBand: {', '.join(devices)}", action)
+    return Check("network", OK, found)
 
 
 def _network_failure(result: dict[str, Any], hosts: Sequence[str]) -> Check:
@@ -123,24 +101,34 @@ def _compute(results: list[dict[str, Any]]) -> Check:
     return Check("compute", OK, found)
 
 
-def _all_reduce(results: list[dict[str, Any]], accelerator: str, transport: str) -> Check:
+def _all_reduce(results: list[dict[str, Any]], accelerator: str, transport: str, link: Link | None) -> Check:
+    name = "all-reduce"
     failed = [
         f"rank {rank}: {_reason(result, 'bytes_per_s')}"
         for rank, result in enumerate(results)
         if "bytes_per_s" not in result
     ]
     if failed:
-        return Check("all-reduce", FAILED, "; ".join(failed), _CLUSTER_ADVICE)
+        return Check(name, FAILED, "; ".join(failed), _CLUSTER_ADVICE)
     first = results[0]
     library = f"NCCL {first['nccl']}" if accelerator == "gpu" else "gloo"
     ranks = f"{len(results)} rank{'s' if len(results) > 1 else ''} over {library}"
     if len(results) == 1:
-        return Check("all-reduce", OK, ranks)
+        return Check(name, OK, ranks)
     speed = min(float(result["bytes_per_s"]) for result in results)
     found = (
         f"{ranks}{f', {transport}' if transport else ''}, {format_bytes(first['num_bytes'])} at {format_bytes(speed)}/s"
     )
-    return Check("all-reduce", OK, found)
+    if link is None:
+        return Check(name, OK, found)
+    found += f"; {link.kind} gives {format_bytes(link.bytes_per_s)}/s"
+    if link.kind == "NVLink" and transport and "P2P" not in transport:
+        action = "unset NCCL_P2P_DISABLE; Docker needs --ipc=host; look at nvidia-smi topo -m"
+        return Check(name, WARNING, f"{found}, and NCCL doesn't use it", action)
+    if speed < SLOW_LINK_SHARES[link.kind] * link.bytes_per_s:
+        action = "look at nvidia-smi topo -m and nvlink --status, and at who else uses the node"
+        return Check(name, WARNING, f"{found}: slow", action)
+    return Check(name, OK, found)
 
 
 def _reason(result: dict[str, Any], wanted: str) -> str:
@@ -156,60 +144,3 @@ def _nccl_transport(folder: Path) -> str:
     networks = sorted(set(re.findall(r"Using network (\w+)", text)))
     words = channels + ([f"network {', '.join(networks)}"] if networks else [])
     return ", ".join(words)
-
-
-def _run(trials: list[Trial]) -> list[dict[str, Any]]:
-    """Start a process per trial, wait, and give what each found; 'error' says why something is missing."""
-    folder = Path(trials[0].folder)
-    processes = [_start(trial, folder / f"{trial.kind}_{trial.local_rank}.log") for trial in trials]
-    end_s = time.monotonic() + trials[0].timeout_s + _END_S
-    try:
-        while any(process.poll() is None for process in processes) and time.monotonic() < end_s:
-            time.sleep(_POLL_S)
-    finally:
-        hanging = [process.poll() is None for process in processes]
-        for process in processes:
-            process.kill()
-        for process in processes:
-            process.wait()
-    return [
-        _result(trial, process.returncode, hangs)
-        for trial, process, hangs in zip(trials, processes, hanging, strict=True)
-    ]
-
-
-def _start(trial: Trial, log: Path) -> subprocess.Popen[bytes]:
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith(("NCCL_DEBUG", "TORCHELASTIC"))
-    }
-    environment |= {
-        "NCCL_DEBUG": "INFO",
-        "NCCL_DEBUG_SUBSYS": "INIT",
-        "NCCL_DEBUG_FILE": f"{trial.folder}/nccl.%h.%p",
-        # A collective that waits too long raises instead of hanging.
-        "TORCH_NCCL_BLOCKING_WAIT": "1",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-        "OMP_NUM_THREADS": "1",
-    }
-    with log.open("wb") as output:
-        return subprocess.Popen(
-            [sys.executable, "-m", RANK_MODULE, trial.to_json()],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            env=environment,
-        )
-
-
-def _result(trial: Trial, exit_code: int, hangs: bool) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    if trial.result_file.is_file():
-        found = json.loads(trial.result_file.read_text(encoding="utf-8"))
-    if hangs:
-        found.setdefault("error", f"no answer within {trial.timeout_s:.0f} s")
-    elif exit_code < 0:
-        found.setdefault("error", f"killed by {signal.Signals(-exit_code).name}")
-    elif exit_code > 0:
-        log = (Path(trial.folder) / f"{trial.kind}_{trial.local_rank}.log").read_text(errors="replace")
-        found.setdefault("error", (log.strip().splitlines() or [f"exit code {exit_code}"])[-1])
-    return found

@@ -7,11 +7,9 @@ import os
 import sys
 import time
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
-from pretrainkit import files
-from pretrainkit.launch.collectives import Trial
+from pretrainkit.launch.trials import Findings, Trial, one_line
 
 NUM_BYTES = {"gpu": 64 * 2**20, "cpu": 4 * 2**20}
 """Size of the all-reduce that is timed: large enough to be about bandwidth."""
@@ -25,22 +23,10 @@ COLLECTIVE_SHARE, READ_SHARE = 0.5, 0.8
 _START_S = time.monotonic()
 
 
-class _Findings:
-    """What was found so far, on disk after each step: a later step may hang."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._values: dict[str, Any] = {}
-
-    def add(self, **values: Any) -> None:
-        self._values |= values
-        files.write_json(self._path, self._values)
-
-
 def main() -> int:
     """Do the trial that the command line describes."""
     trial = Trial(**json.loads(sys.argv[1]))
-    findings = _Findings(trial.result_file)
+    findings = Findings(trial.result_file)
     try:
         device = _device(trial)
         if trial.kind == "local":
@@ -50,14 +36,9 @@ def main() -> int:
         else:
             _pair(trial, device, findings)
     except Exception as error:
-        findings.add(error=_one_line(error))
+        findings.add(error=one_line(error))
         os._exit(1)  # a communicator that has failed may hang while it is taken down
     os._exit(0)
-
-
-def _one_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:500]
 
 
 def _device(trial: Trial) -> Any:
@@ -69,7 +50,7 @@ def _device(trial: Trial) -> Any:
     return torch.device("cuda", trial.local_rank)
 
 
-def _local(trial: Trial, device: Any, findings: _Findings) -> None:
+def _local(trial: Trial, device: Any, findings: Findings) -> None:
     import torch
     from torch.distributed import FileStore
 
@@ -136,7 +117,7 @@ def _wait_for(device: Any) -> None:
         torch.cuda.synchronize()
 
 
-def _world(trial: Trial, device: Any, findings: _Findings) -> None:
+def _world(trial: Trial, device: Any, findings: Findings) -> None:
     """All ranks of all nodes. The first rank of each node then reads in the store how it went on the others."""
     store = _connect(trial)
     rank = trial.node * trial.ranks_per_node + trial.local_rank
@@ -144,7 +125,7 @@ def _world(trial: Trial, device: Any, findings: _Findings) -> None:
     try:
         findings.add(**_all_reduce(_part(store, "ranks"), rank, _world_size(trial), device, trial))
     except Exception as error:
-        word = _one_line(error)
+        word = one_line(error)
     store.set(f"world/{rank}", word)
     if trial.local_rank == 0:
         words = [_read(store, f"world/{other}", READ_SHARE * trial.timeout_s) for other in range(_world_size(trial))]
@@ -152,7 +133,7 @@ def _world(trial: Trial, device: Any, findings: _Findings) -> None:
         findings.add(bad_nodes=_agreed(store, "world", bad, trial))
 
 
-def _pair(trial: Trial, device: Any, findings: _Findings) -> None:
+def _pair(trial: Trial, device: Any, findings: Findings) -> None:
     """The first ranks of two neighbouring nodes; after the second round it is known who reached nobody."""
     store = _connect(trial)
     if pair := pair_of(trial.kind, trial.node, trial.num_nodes):
@@ -161,7 +142,7 @@ def _pair(trial: Trial, device: Any, findings: _Findings) -> None:
         try:
             _all_reduce(_part(store, name), pair.index(trial.node), 2, device, trial)
         except Exception as error:
-            word = _one_line(error)
+            word = one_line(error)
         store.set(f"pair/{name}/{trial.node}", word)
     if trial.kind == "odd":
         findings.add(**_agreed(store, "pairs", _judge_pairs(store, trial), trial))

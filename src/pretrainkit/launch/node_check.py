@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pretrainkit.launch import collectives
+from pretrainkit.launch import collectives, software_probes
 from pretrainkit.launch.node_probes import (
     CONSTRAINTS,
+    ENGINE,
     FAILED,
     QUICK_WRITE_BYTES,
     SKIPPED,
@@ -22,6 +24,7 @@ from pretrainkit.launch.node_probes import (
     check_limits,
     check_packages,
     check_time,
+    needed_packages,
 )
 
 
@@ -47,6 +50,10 @@ class NodeCheckRequest:
     """Whether processes are started that compute and all-reduce; without them a check takes about a second."""
     timeout_s: float = 120.0
     """Longest wait for those processes."""
+    software: bool = False
+    """Whether the engine is imported, kernels of each library run once, and caches and foreign packages looked at."""
+    kept: Path | None = None
+    """File of the packages that an image must keep as its base has them (name==version lines)."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +100,15 @@ def check_node(request: NodeCheckRequest) -> NodeReport:
     }
     if request.accelerator == "gpu":
         probes = {"gpus": lambda: check_gpus(request.ranks)} | probes
+    if kept := request.kept:
+        probes["image's own"] = lambda: software_probes.check_kept(kept)
+    if request.software:
+        probes["isolation"] = lambda: software_probes.check_isolation(os.environ, ENGINE | set(needed_packages()))
+        probes["caches"] = lambda: software_probes.check_caches(os.environ)
     checks = [_guarded(name, probe) for name, probe in probes.items()]
+    if request.software:
+        accelerator = "cpu" if any(check.is_failed for check in checks if check.name == "gpus") else request.accelerator
+        checks += software_probes.check_software(accelerator, timeout_s=request.timeout_s)
     if request.collectives:
         if any(check.is_failed for check in checks if check.name == "gpus"):
             checks.append(Check("all-reduce", SKIPPED, "not tried with too few GPUs"))

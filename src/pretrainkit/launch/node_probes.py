@@ -70,7 +70,7 @@ class Check:
 def check_gpus(ranks: int) -> Check:
     """Whether the driver shows a GPU for every rank, each with free memory and without memory errors."""
     visible = count_gpus()
-    gpus = _visible_gpus(_query_gpus())
+    gpus = visible_gpus()
     what = _gpu_words(gpus) if gpus else f"{visible} GPUs"
     if visible < ranks:
         needed = f"{what}; {ranks} ranks need one each"
@@ -86,6 +86,11 @@ def check_gpus(ranks: int) -> Check:
         used = ", ".join(f"{gpu['index']} ({gpu['used']} of {gpu['total']} MiB)" for gpu in busy)
         return Check("gpus", FAILED, f"in use by others: GPU {used}", "end what uses them, or exclude the node")
     return Check("gpus", OK, what)
+
+
+def visible_gpus() -> list[dict[str, Any]]:
+    """What nvidia-smi says of the GPUs that CUDA_VISIBLE_DEVICES leaves visible; empty without nvidia-smi."""
+    return _visible_gpus(_query_gpus())
 
 
 def _query_gpus() -> list[dict[str, Any]]:
@@ -197,8 +202,8 @@ def check_limits() -> Check:
 
 def check_packages(constraints: Path | None) -> Check:
     """Installed packages that this project needs, against the versions it is tested with."""
-    needed = _needed_packages()
-    installed = {name: _version(name) for name in needed}
+    needed = needed_packages()
+    installed = {name: installed_version(name) for name in needed}
     missing = sorted(name for name, version in installed.items() if version is None)
     if missing:
         found = f"not installed: {', '.join(missing)}"
@@ -210,7 +215,7 @@ def check_packages(constraints: Path | None) -> Check:
     different = [
         f"{name} {installed[name]} (tested: {', '.join(sorted(tested[name]))})"
         for name in needed
-        if name in tested and str(installed[name]).partition("+")[0] not in tested[name]
+        if name in tested and not {str(installed[name]), str(installed[name]).partition("+")[0]} & tested[name]
     ]
     if different:
         action = "fine in an image that works; else install with -c constraints.txt"
@@ -227,7 +232,7 @@ def read_constraints(text: str) -> dict[str, set[str]]:
     return tested
 
 
-def _needed_packages() -> list[str]:
+def needed_packages() -> list[str]:
     """Names of the packages that this one requires; none when it runs without being installed."""
     try:
         requirements = importlib.metadata.requires("pretrainkit") or []
@@ -237,7 +242,8 @@ def _needed_packages() -> list[str]:
     return sorted(_normal(match[0]) for match in names if match)
 
 
-def _version(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
+    """The version of an installed package; None when there is none."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

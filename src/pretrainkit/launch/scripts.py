@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pretrainkit.errors import RequestError
+from pretrainkit.launch.caches import CACHES
 from pretrainkit.launch.job import Job, safe_name
 from pretrainkit.units import parse_duration
 
@@ -32,17 +33,6 @@ CODE = "code"
 CHAIN = "chain"
 """File of a job's folder with the ids of the jobs of a chain, in order, one a line."""
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_CACHES = {
-    "HF_HOME": "huggingface",
-    "TRITON_CACHE_DIR": "triton",
-    "TORCHINDUCTOR_CACHE_DIR": "torchinductor",
-    "WANDB_CACHE_DIR": "wandb",
-    "WANDB_DATA_DIR": "wandb",
-    "WANDB_CONFIG_DIR": "wandb",
-    "MPLCONFIGDIR": "matplotlib",
-    "XDG_CACHE_HOME": "xdg",
-}
-"""What would fill the home: variable -> folder in cache_dir."""
 _IMAGE_CACHES = {
     "apptainer": {"APPTAINER_CACHEDIR": "apptainer", "APPTAINER_TMPDIR": "tmp"},
     "pyxis": {"ENROOT_CACHE_PATH": "enroot", "ENROOT_DATA_PATH": "enroot-data", "ENROOT_TEMP_PATH": "tmp"},
@@ -165,7 +155,7 @@ def batch_script(job: Job, *, continues: bool, script: Path, is_array: bool, ind
 
 def caches_of(job: Job) -> dict[str, str]:
     """Variables that lead caches to the group's disk."""
-    return {name: str(folder) for name, folder in _cache_folders(job, _CACHES).items()}
+    return {name: str(folder) for name, folder in _cache_folders(job, CACHES).items()}
 
 
 def image_file(job: Job) -> Path | None:
@@ -191,7 +181,7 @@ def _host(job: Job) -> dict[str, Any]:
     """What the host's part of a script needs."""
     runtime = job.container.runtime if job.container else ""
     caches = _cache_folders(job, _IMAGE_CACHES.get(runtime, {}))
-    folders = [*caches.values(), *_cache_folders(job, _CACHES).values()]
+    folders = [*caches.values(), *_cache_folders(job, CACHES).values()]
     if file := image_file(job):
         folders.append(file.parent)
     return {

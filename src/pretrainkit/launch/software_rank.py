@@ -1,0 +1,180 @@
+"""The process of a look at the software: imports the engine, then runs kernels of each library once and compares.
+
+What it imports and runs is written before it is tried: a crash then has a name (`pretrainkit.launch.software_probes`).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from pretrainkit.launch.trials import Findings, Trial, one_line
+
+REQUIRED = (
+    "numpy",
+    "torch",
+    "transformers",
+    "tokenizers",
+    "lightning.pytorch",
+    "megatron.core",
+    "nemo.collections.llm",
+)
+"""Modules without which no run starts, in the order in which their failures are best understood."""
+OPTIONAL = ("triton", "liger_kernel", "transformer_engine.pytorch", "flash_attn")
+"""Modules that make it fast; those that are installed must work."""
+TOKENS, HEADS, HEAD_SIZE, HIDDEN = 512, 8, 64, 1024
+LARGEST_ERROR = 0.03
+"""Of a bf16 kernel against fp32, relative to the largest value (rounding is 0.004, sums of a thousand of them 0.01)."""
+
+
+def main() -> int:
+    """Do the trial that the command line describes."""
+    trial = Trial(**json.loads(sys.argv[1]))
+    findings = Findings(trial.result_file)
+    imported = import_all(findings)
+    if trial.accelerator == "gpu" and "torch" in imported:
+        run_all(kernels(imported), findings)
+    os._exit(0)
+
+
+def import_all(
+    findings: Findings, required: tuple[str, ...] = REQUIRED, optional: tuple[str, ...] = OPTIONAL
+) -> set[str]:
+    """Import modules one by one; gives the names of those that could be."""
+    done: dict[str, float] = {}
+    failed: dict[str, str] = {}
+    absent = [name for name in optional if importlib.util.find_spec(name.partition(".")[0]) is None]
+    for name in (*required, *(name for name in optional if name not in absent)):
+        findings.add(importing=name)
+        begin_s = time.monotonic()
+        try:
+            importlib.import_module(name)
+        except BaseException as error:  # a library may even exit
+            failed[name] = one_line(error)
+        else:
+            done[name] = round(time.monotonic() - begin_s, 2)
+        findings.add(imports=done, failed_imports=failed, absent=absent, importing="")
+    return set(done)
+
+
+def run_all(trials: dict[str, Callable[[], None]], findings: Findings) -> None:
+    """Run kernels one by one; each raises when its result is wrong."""
+    done: dict[str, float] = {}
+    failed: dict[str, str] = {}
+    for name, trial in trials.items():
+        findings.add(running=name)
+        begin_s = time.monotonic()
+        try:
+            trial()
+        except BaseException as error:
+            failed[name] = one_line(error)
+        else:
+            done[name] = round(time.monotonic() - begin_s, 2)
+        findings.add(kernels=done, failed_kernels=failed, running="")
+
+
+def kernels(imported: set[str], device: str = "cuda") -> dict[str, Callable[[], None]]:
+    """Name -> trial, for the libraries that could be imported."""
+    trials: dict[str, Callable[[], None]] = {"torch's attention": lambda: _try_attention(_torch_attention, device)}
+    if "liger_kernel" in imported:
+        trials["liger-kernel's SwiGLU"] = lambda: _try_swiglu(device)
+    if "transformer_engine.pytorch" in imported:
+        trials["Transformer Engine's norm and linear"] = lambda: _try_te_linear(device)
+        trials["Transformer Engine's attention"] = lambda: _try_attention(_te_attention, device)
+    if "flash_attn" in imported:
+        trials["flash attention"] = lambda: _try_attention(_flash_attention, device)
+    return trials
+
+
+def _try_attention(attention: Callable[[Any, Any, Any], Any], device: str) -> None:
+    """Causal attention of [1, tokens, heads, head size] in bf16, forward and backward, against fp32 written out."""
+    import torch
+
+    torch.manual_seed(0)
+    values = [torch.randn(1, TOKENS, HEADS, HEAD_SIZE, device=device) for _ in range(4)]
+    *exact, upstream = values
+    inputs = [value.to(torch.bfloat16).requires_grad_() for value in exact]
+    found = attention(*inputs).reshape(1, TOKENS, HEADS, HEAD_SIZE)
+    found.backward(upstream.to(torch.bfloat16))
+    expected_inputs = [value.detach().float().requires_grad_() for value in inputs]
+    query, key, value = (tensor.transpose(1, 2) for tensor in expected_inputs)
+    scores = query @ key.transpose(2, 3) / HEAD_SIZE**0.5
+    mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool, device=device).triu(1)
+    expected = (scores.masked_fill(mask, float("-inf")).softmax(-1) @ value).transpose(1, 2)
+    expected.backward(upstream.to(torch.bfloat16).float())
+    compare("output", found, expected)
+    for name, one, other in zip(("query", "key", "value"), inputs, expected_inputs, strict=True):
+        compare(f"gradient of {name}", one.grad, other.grad)
+
+
+def _torch_attention(query: Any, key: Any, value: Any) -> Any:
+    from torch.nn.functional import scaled_dot_product_attention
+
+    query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    return scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
+
+
+def _flash_attention(query: Any, key: Any, value: Any) -> Any:
+    from flash_attn import flash_attn_func
+
+    return flash_attn_func(query, key, value, causal=True)
+
+
+def _te_attention(query: Any, key: Any, value: Any) -> Any:
+    import transformer_engine.pytorch as te
+
+    layer = te.DotProductAttention(HEADS, HEAD_SIZE, attention_dropout=0.0, qkv_format="bshd", attn_mask_type="causal")
+    return layer(query, key, value)
+
+
+def _try_te_linear(device: str) -> None:
+    """Transformer Engine's RMSNorm with the linear layer behind it, forward and backward, against torch in fp32."""
+    import torch
+    import transformer_engine.pytorch as te
+
+    torch.manual_seed(0)
+    layer = te.LayerNormLinear(
+        HIDDEN, HIDDEN, bias=False, normalization="RMSNorm", params_dtype=torch.bfloat16, device=device
+    )
+    inputs = torch.randn(TOKENS, HIDDEN, device=device, dtype=torch.bfloat16, requires_grad=True)
+    found = layer(inputs)
+    found.sum().backward()
+    exact = inputs.detach().float().requires_grad_()
+    normed = torch.nn.functional.rms_norm(exact, (HIDDEN,), layer.layer_norm_weight.detach().float(), layer.eps)
+    expected = normed @ layer.weight.detach().float().t()
+    expected.sum().backward()
+    compare("output", found, expected)
+    compare("gradient", inputs.grad, exact.grad)
+
+
+def _try_swiglu(device: str) -> None:
+    """liger-kernel's SwiGLU, which Triton compiles here, against torch."""
+    import torch
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
+    torch.manual_seed(0)
+    gate, up = (torch.randn(TOKENS, HIDDEN, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    found = LigerSiLUMulFunction.apply(gate, up)
+    found.sum().backward()
+    exact = [tensor.detach().float().requires_grad_() for tensor in (gate, up)]
+    expected = torch.nn.functional.silu(exact[0]) * exact[1]
+    expected.sum().backward()
+    compare("output", found, expected)
+    compare("gradient", gate.grad, exact[0].grad)
+
+
+def compare(what: str, found: Any, expected: Any) -> None:
+    """Raise ValueError when a bf16 result is further from the exact one than rounding explains, or not a number."""
+    error = float((found.detach().float() - expected.detach()).abs().max() / expected.detach().abs().max())
+    if not error <= LARGEST_ERROR:
+        raise ValueError(f"{what} is off by {error:.1%} of its largest value")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
