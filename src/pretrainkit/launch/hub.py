@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from pretrainkit.errors import RequestError
@@ -23,7 +25,8 @@ CONFIG_AND_TOKENIZER = (
     "chat_template*",
 )
 """Files of a model repository that are not weights."""
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+"""The form of a model's name on the hub."""
 
 log = get_logger(__name__)
 
@@ -37,7 +40,7 @@ def local_folder(hf_model_id: str) -> Path:
     folder = Path(hf_model_id).expanduser()
     if folder.is_dir():
         return folder.resolve()
-    if not _HUB_ID.fullmatch(hf_model_id):
+    if not HUB_ID.fullmatch(hf_model_id):
         raise RequestError(
             f"no folder {hf_model_id}, and it can't be a model id of the hub",
             needed="a local folder, or an id of the form owner/name",
@@ -48,32 +51,48 @@ def local_folder(hf_model_id: str) -> Path:
 
 def _snapshot(model_id: str) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
-    try:
+    with hub_errors(model_id, where="--hf_model_id"):
         return Path(
             snapshot_download(model_id, allow_patterns=list(CONFIG_AND_TOKENIZER), token=os.environ.get("HF_TOKEN"))
         )
-    except LocalEntryNotFoundError as error:
+
+
+@contextmanager
+def hub_errors(model_id: str, *, where: str) -> Iterator[None]:
+    """Turns what goes wrong with the hub into a RequestError that says what to do."""
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    try:
+        yield
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("0", "")
         raise RequestError(
             f"{model_id} is no local folder and not in the hub's cache"
             + (", and HF_HUB_OFFLINE is set" if offline else ", and the hub can't be reached"),
-            action="download it on a machine with network: huggingface-cli download "
-            f"{model_id} --local-dir FOLDER, then use --hf_model_id FOLDER",
-            where="--hf_model_id",
+            action=f"fetch it on a machine with network: scripts/prefetch.sh --dir FOLDER --model {model_id}, then use "
+            f"FOLDER/models/{model_id}",
+            where=where,
         ) from error
     except GatedRepoError as error:
         raise RequestError(
             f"{model_id} is gated and this account has no access to it",
             action="ask for access on its page on the hub, and set HF_TOKEN to a token of that account",
-            where="--hf_model_id",
+            where=where,
         ) from error
     except RepositoryNotFoundError as error:
         raise RequestError(
             f"no model {model_id} on the hub, or it is private",
             action="check the spelling; for a private model set HF_TOKEN; for a folder check the path",
-            where="--hf_model_id",
+            where=where,
         ) from error
+    except RevisionNotFoundError as error:
+        raise RequestError(f"{model_id} has no such revision", needed="a branch, tag or commit", where=where) from error
     except (OSError, ValueError) as error:
-        raise RequestError(masked(f"{model_id} can't be had: {error}"), where="--hf_model_id") from error
+        raise RequestError(masked(f"{model_id} can't be had: {error}"), where=where) from error

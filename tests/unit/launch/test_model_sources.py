@@ -36,7 +36,7 @@ def test_offline_and_not_in_the_cache_is_told(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(RequestError, match="HF_HUB_OFFLINE is set") as error:
         hub.local_folder("someone/something")
-    assert "--local-dir FOLDER" in str(error.value)
+    assert "scripts/prefetch.sh --dir FOLDER --model someone/something" in str(error.value)
 
 
 def with_weights(hf_folder: Path, folder: Path) -> Path:

@@ -1,0 +1,146 @@
+#!/usr/bin/env bash
+# Builds an image with this project and its packages. docs/containers.md says which kind for which cluster.
+#
+#   containers/build.sh apptainer --output /group/me/pretrainkit.sif --cache-dir /group/me/cache
+#   containers/build.sh docker|podman|buildah [--output pretrainkit.tar] [--cache-dir DIR]
+#
+# Options:
+#   --target gpu|cpu   on NGC's PyTorch (gpu, the default), or on plain Python for nodes without GPUs
+#   --output PATH      Apptainer: the .sif file, or with --sandbox the folder (pretrainkit-TARGET.sif); the others: an archive
+#                      for `load` beside the image in their store
+#   --sandbox          Apptainer: a folder that can be changed, instead of a .sif
+#   --tag NAME         docker, podman, buildah: the image's name (pretrainkit:TARGET)
+#   --cache-dir DIR    folder on a group disk for downloads and podman's or buildah's store (PRETRAINKIT_CACHE_DIR)
+#   --tmp-dir DIR      folder for unpacking; a node's own disk is best (PRETRAINKIT_TMP_DIR; CACHE_DIR/tmp)
+#   --base IMAGE       another base image than that of versions.env: a name in a registry, or for Apptainer a file or folder
+#   --pip-conf FILE    pip's settings during the build, such as a mirror; it doesn't stay in the image
+#   --overwrite        replace an output that exists
+#   --dry-run          look at the room and show the commands, do nothing
+#   --no-room-check    don't look at quotas and free room
+#   -- WORD...         further options for the builder itself
+# Exit codes: 0 built and checked inside; 1 failed; 2 wrong request or too little room, before anything starts.
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+# shellcheck source=containers/steps.sh
+. "$here/steps.sh"
+# shellcheck source=containers/room.sh
+. "$here/room.sh"
+
+builder='' target=gpu output='' sandbox=0 tag='' base='' pip_conf='' overwrite=0 check=1 extra=()
+cache_dir=${PRETRAINKIT_CACHE_DIR:-} tmp_dir=${PRETRAINKIT_TMP_DIR:-}
+while [ $# -gt 0 ]; do
+    case $1 in
+        apptainer | docker | podman | buildah) builder=$1 ;;
+        --target | --output | --tag | --cache-dir | --tmp-dir | --base | --pip-conf)
+            [ $# -gt 1 ] || die 2 "$1 without a value"
+            name=${1#--}
+            printf -v "${name//-/_}" %s "$2"
+            shift
+            ;;
+        --sandbox) sandbox=1 ;;
+        --overwrite) overwrite=1 ;;
+        --dry-run) dry_run=1 ;;
+        --no-room-check) check=0 ;;
+        --help | -h) usage "$0"; exit 0 ;;
+        --) shift; extra=("$@"); break ;;
+        *) die 2 "unknown: $1" "containers/build.sh --help" ;;
+    esac
+    shift
+done
+
+[ -n "$builder" ] || die 2 "no builder named" "apptainer, docker, podman or buildah; containers/build.sh --help"
+case $target in gpu) kind=NGC ;; cpu) kind=CPU ;; *) die 2 "--target $target" "gpu or cpu" ;; esac
+[ "$sandbox" = 0 ] || [ "$builder" = apptainer ] || die 2 "--sandbox with $builder" "Apptainer alone has them"
+command -v "$builder" > /dev/null || die 2 "$builder isn't installed here" "load its module, or take another builder"
+[ -z "$pip_conf" ] || [ -r "$pip_conf" ] || die 2 "--pip-conf: no file $pip_conf"
+for folder in "$cache_dir" "$tmp_dir" "$output"; do
+    case $folder in *[:,]*) die 2 "$folder" "take a path without commas and colons: builders read them as separators" ;; esac
+done
+
+download=$(setting ${kind}_DOWNLOAD_GB) unpacked=$(setting ${kind}_UNPACKED_GB)
+base=${base:-$(setting ${kind}_IMAGE)}
+tag=${tag:-pretrainkit:$target}
+if [ "$builder" = apptainer ]; then output=${output:-pretrainkit-$target$([ "$sandbox" = 1 ] || echo .sif)}; fi
+if [ -n "$output" ]; then
+    output=$(final_path "$output" "$overwrite")
+    temporary=$(temporary_beside "$output")
+fi
+
+# Where things really go, if nothing is said: what the builder itself would take.
+where_cached() {
+    case $builder in
+        apptainer) echo "${cache_dir:+$cache_dir/apptainer}" "${APPTAINER_CACHEDIR:-$HOME/.apptainer/cache}" ;;
+        docker) docker info --format '{{ .DockerRootDir }}' 2> /dev/null ;;
+        *) echo "${cache_dir:+$cache_dir/containers}" "$("$builder" info 2> /dev/null | sed -n 's/.*graphRoot"\{0,1\}: *"\{0,1\}\([^",]*\).*/\1/Ip' | head -n 1)" ;;
+    esac
+}
+read -r cached _ <<< "$(where_cached)"
+case $builder:$cached in
+    docker: | docker:*[!\ -~]*) die 2 "docker doesn't say where it keeps images: its daemon can't be reached" ;;
+    *:) die 2 "$builder doesn't say where it keeps images" "--cache-dir" ;;
+esac
+[ -n "$tmp_dir" ] || tmp_dir=${cache_dir:+$cache_dir/tmp}
+tmp_dir=${tmp_dir:-${APPTAINER_TMPDIR:-${TMPDIR:-/tmp}}}
+if [ "$check" = 1 ]; then
+    case $builder in
+        apptainer)
+            need_room "$cached" "$download" download
+            need_room "$tmp_dir" "$unpacked" unpacking
+            if [ "$sandbox" = 1 ]; then image=$unpacked; else image=$((unpacked / 2)); fi
+            ;;
+        *) need_room "$cached" $((download + unpacked)) "download and unpacking"; image=$unpacked ;;
+    esac
+    [ -z "$output" ] || need_room "$(dirname -- "$output")" "$image" image
+    check_room
+fi
+
+[ -z "$output" ] || remove_leftovers "$output"
+context=$tmp_dir/pretrainkit-build-$(hostname)-$$
+if [ "$dry_run" = 0 ]; then
+    mkdir -p -- "$cached" "$tmp_dir" 2> /dev/null || [ "$builder" = docker ] || die 2 "can't write $cached or $tmp_dir"
+    made+=("$context" "$context.mnt")
+    copy_project "$context"
+    copy_pip_conf "$pip_conf" "$context.mnt"
+    cd -- "$context"
+fi
+
+case $builder in
+    apptainer)
+        export APPTAINER_CACHEDIR=$cached APPTAINER_TMPDIR=$tmp_dir
+        if [ -e "$base" ]; then kind=localimage base=$(cd -- "$(dirname -- "$base")" && pwd)/$(basename -- "$base"); else kind=docker; fi
+        options=(--build-arg "BOOTSTRAP=$kind" --build-arg "BASE_IMAGE=$base")
+        [ "$(id -u)" = 0 ] || options+=(--fakeroot)
+        [ "$sandbox" = 0 ] || options+=(--sandbox)
+        [ -z "$pip_conf" ] || options+=(--bind "$context.mnt:/mnt:ro")
+        made+=("$temporary")
+        step apptainer build "${options[@]}" ${extra[@]+"${extra[@]}"} "$temporary" containers/pretrainkit.def ||
+            die 1 "apptainer build failed"
+        ;;
+    *)
+        options=(--file containers/Dockerfile --target "$target" --tag "$tag" --build-arg "${kind}_IMAGE=$base")
+        [ -z "$pip_conf" ] || options+=(--secret "id=pip_conf,src=$context.mnt/pip.conf")
+        store=()
+        if [ "$builder" = docker ]; then
+            export DOCKER_BUILDKIT=1
+        elif [ -n "$cache_dir" ]; then
+            store=(--root "$cached")
+            export TMPDIR=$tmp_dir
+        fi
+        step "$builder" ${store[@]+"${store[@]}"} build "${options[@]}" ${extra[@]+"${extra[@]}"} . ||
+            die 1 "$builder build failed"
+        if [ -n "$output" ]; then
+            made+=("$temporary")
+            case $builder in
+                buildah) save=(push "$tag" "docker-archive:$temporary:$tag") ;;
+                *) save=(save --output "$temporary" "$tag") ;;
+            esac
+            step "$builder" ${store[@]+"${store[@]}"} "${save[@]}" || die 1 "$builder ${save[0]} failed"
+        fi
+        ;;
+esac
+
+if [ "$dry_run" = 0 ] && [ -n "$output" ]; then
+    [ -s "$temporary" ] || die 1 "$builder ended well, but wrote no image"
+    commit "$temporary" "$output" "$overwrite"
+fi
+echo "${output:-$tag}"

@@ -1,0 +1,19 @@
+#!/usr/bin/env bash
+# Looks at this container from inside, with tools/check_node.py: versions, imports, GPU, kernels of Transformer Engine and flash
+# attention, all-reduce, write rights, cache folders, as one table. Takes its options; ends with 0 when all is good.
+#   containers/check.sh --output_dir /group/me/experiments
+#   containers/check.sh --build     while an image is made: nothing of the machine that makes it counts
+set -euo pipefail
+project=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+export PYTHONNOUSERSITE=1
+
+options=(--software --output_dir "${TMPDIR:-/tmp}")
+if [ "${1:-}" = --build ]; then
+    shift
+    options+=(--quick --accelerator cpu)
+fi
+# What the image was made with, where install_packages.py made it.
+if [ -f "$project/image/kept.txt" ]; then
+    options+=(--constraints "$project/image/constraints.txt" --kept "$project/image/kept.txt")
+fi
+exec "${PYTHON:-python3}" "$project/tools/check_node.py" "${options[@]}" "$@"

@@ -1,0 +1,114 @@
+# shellcheck shell=bash
+# What build.sh and enroot.sh do in the same way: errors, steps that --dry-run only shows, and outputs that appear whole or not
+# at all. Sourced; reads dry_run (0 or 1).
+
+dry_run=0
+child=
+made=()
+
+# die CODE FOUND [WHAT TO DO]: 2 for a wrong request, 1 for work that failed.
+die() {
+    echo "error: $2" >&2
+    [ -z "${3:-}" ] || echo "  What to do: $3" >&2
+    exit "$1"
+}
+
+# usage SCRIPT: the comment at its top.
+usage() { sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "$1"; }
+
+# final_path OUTPUT OVERWRITE: its absolute path, once its folder is there and nobody's work would be lost.
+final_path() {
+    local path
+    mkdir -p -- "$(dirname -- "$1")" 2> /dev/null || die 2 "--output: can't make $(dirname -- "$1")"
+    path=$(cd -- "$(dirname -- "$1")" && pwd)/$(basename -- "$1")
+    [ ! -e "$path" ] || [ "$2" = 1 ] || die 2 "$path exists" "--overwrite, or another --output"
+    echo "$path"
+}
+
+# quoted WORD...: the words as bash takes them, on one line.
+quoted() {
+    local text
+    printf -v text ' %q' "$@"
+    printf '%s\n' "${text:1}"
+}
+
+# step COMMAND...: shown, and carried out unless --dry-run. A signal to this script ends the command, too.
+step() {
+    echo "+ $(quoted "$@")" >&2
+    [ "$dry_run" = 0 ] || return 0
+    "$@" < /dev/null &
+    child=$!
+    wait "$child"
+}
+
+# temporary_beside FINAL: a name beside FINAL for what isn't whole yet; it says which process of which host makes it.
+temporary_beside() {
+    echo "$(dirname "$1")/.$(basename "$1").partial-$(hostname)-$$"
+}
+
+# remove_leftovers FINAL: what killed builds of this host left beside it.
+remove_leftovers() {
+    local left process
+    for left in "$(dirname "$1")/.$(basename "$1").partial-$(hostname)-"*; do
+        process=${left##*-}
+        if [ -e "$left" ] && ! kill -0 "$process" 2> /dev/null; then
+            remove "$left"
+        fi
+    done
+}
+
+# remove PATH...: also folders of an image that its own permissions protect.
+remove() {
+    chmod -R u+rwX -- "$@" 2> /dev/null || true
+    rm -rf -- "$@"
+}
+
+# commit TEMPORARY FINAL OVERWRITE: gives what is whole its name.
+commit() {
+    sync -f "$1" 2> /dev/null || sync
+    if [ "$3" = 1 ] && [ -e "$2" ]; then
+        local old
+        old=$(temporary_beside "$2").old
+        mv -T -- "$2" "$old"
+        mv -T -- "$1" "$2"
+        remove "$old"
+        return
+    fi
+    mv -nT -- "$1" "$2"
+    [ ! -e "$1" ] || die 1 "$2 was made by somebody else meanwhile; theirs stays"
+}
+
+# clean: what an ended script leaves nowhere. Set as the trap of EXIT.
+clean() {
+    local code=$?
+    trap - EXIT INT TERM
+    if [ -n "$child" ] && kill -0 "$child" 2> /dev/null; then
+        kill -TERM "$child" 2> /dev/null || true
+        wait "$child" 2> /dev/null || true
+    fi
+    [ ${#made[@]} = 0 ] || remove "${made[@]}"
+    exit "$code"
+}
+trap clean EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM
+
+# setting NAME: the value of NAME in versions.env.
+setting() {
+    sed -n "s/^$1=//p" "$(dirname "${BASH_SOURCE[0]}")/versions.env"
+}
+
+# copy_pip_conf FILE FOLDER: pip's settings where install_packages.py looks for them when FOLDER is /mnt in the image.
+copy_pip_conf() {
+    mkdir -p -- "$2"
+    [ -z "$1" ] || install -m 600 -- "$1" "$2/pip.conf"
+}
+
+# copy_project FOLDER: what of this checkout belongs into an image; nothing hidden (.git, .venv, .env).
+copy_project() {
+    local project
+    project=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+    mkdir -p -- "$1"
+    tar -C "$project" -c --exclude='.*' --exclude=__pycache__ --exclude='*.egg-info' \
+        pyproject.toml constraints.txt README.md configs containers pretraining scripts src tools | tar -C "$1" -x
+}
