@@ -96,7 +96,7 @@ def build_parser() -> argparse.ArgumentParser:
         *(("gpus", 1), ("tp", 1), ("pp", 1), ("cp", 1)),
     ):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--recompute", default="none")
+    parser.add_argument("--recompute", default="none", help="as in pretrain.py: auto takes what fits the card")
     parser.add_argument("--losses", help="write every path's losses of the first round to this JSON file")
     return parser
 
@@ -191,6 +191,7 @@ def resolve_run(path: str, arguments: argparse.Namespace, folder: Path) -> Any:
     from pretrainkit.config.schema import RunConfig
     from pretrainkit.launch.dataset import read_dataset
     from pretrainkit.models.registry import read_shape
+    from pretrainkit.training import settle
 
     default, change = RunConfig(), dataclasses.replace
     layer_spec, fused_kernels = PATHS[path]
@@ -231,7 +232,8 @@ def resolve_run(path: str, arguments: argparse.Namespace, folder: Path) -> Any:
         split_tokens=dataset.split_tokens,
         dataset_tokenizers=dataset.tokenizers,
     )
-    return resolve(config, facts)
+    run = resolve(config, facts)
+    return settle.with_estimates(run) if arguments.recompute == "auto" else run
 
 
 def read_measurement(experiment: Path) -> Measurement:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from pretrainkit.config.checks import FUSED_KERNELS
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.training import kernels, megatron_model
 
@@ -46,42 +47,62 @@ def one_rank() -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
-def _gradients(shape: ModelShape, precision: str, chosen: kernels.Kernels | None) -> tuple[float, dict[str, Tensor]]:
+def _gradients(
+    shape: ModelShape, precision: str, chosen: kernels.Kernels | None, recompute: str = "none"
+) -> tuple[float, dict[str, Tensor]]:
     """Loss and fp32 gradients of one fixed batch with fixed weights."""
     torch.manual_seed(0)
     model: Any = megatron_model.build_model(
         shape, padded_vocab_size=shape.vocab_size, sequence_length=LENGTH, precision=precision, kernels=chosen
     ).cuda()
+    if recompute == "full":
+        config = model.decoder.config
+        config.recompute_granularity, config.recompute_method, config.recompute_num_layers = "full", "block", 2
+    for layer in model.decoder.layers:
+        layer.recompute_mlp = recompute == "mlp"
     generator = torch.Generator().manual_seed(1)
     for name, parameter in sorted(model.named_parameters()):
         values = 0.02 * torch.randn(parameter.shape, generator=generator) + ("norm" in name)
         parameter.data.copy_(values.to(torch.bfloat16))
         parameter.main_grad = torch.zeros(parameter.shape, device="cuda")
+        parameter.grad_added_to_main_grad = False  # as Megatron's data parallel wrapper sets it
     tokens = torch.randint(shape.vocab_size, (2, LENGTH + 1), generator=generator).cuda()
     positions = torch.arange(LENGTH, device="cuda").expand(2, LENGTH)
     loss = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:]).mean()
     loss.backward()
     found = {
-        name: parameter.main_grad if parameter.grad is None else parameter.grad.float()
+        name: parameter.main_grad if parameter.grad_added_to_main_grad else parameter.grad.float()
         for name, parameter in model.named_parameters()
     }
     return loss.item(), found
 
 
-@pytest.mark.parametrize("qk_norm", [False, True], ids=["llama", "qk norm"])
-def test_gradients_of_fused_kernels_are_as_near_to_fp32_as_plain_ones(qk_norm: bool) -> None:
-    shape = dataclasses.replace(SHAPE, qk_norm=qk_norm)
+@pytest.mark.parametrize(
+    ("qk_norm", "tied", "recompute"),
+    [
+        (False, False, "none"),
+        (True, False, "none"),
+        (False, True, "none"),
+        (False, False, "full"),
+        (False, False, "mlp"),
+    ],
+    ids=["llama", "qk norm", "tied", "layers recomputed", "blocks recomputed"],
+)
+def test_gradients_of_fused_kernels_are_as_near_to_fp32_as_plain_ones(
+    qk_norm: bool, tied: bool, recompute: str
+) -> None:
+    shape = dataclasses.replace(SHAPE, qk_norm=qk_norm, tie_word_embeddings=tied)
     exact_loss, exact = _gradients(shape, "fp32", None)
     plain_loss, plain = _gradients(shape, "bf16", None)
     chosen = kernels.choose(
         layer_spec="torch",
-        fused_kernels="rotary,swiglu,cross_entropy,weight_gradient",
+        fused_kernels=",".join(FUSED_KERNELS),
         accelerator="gpu",
         precision="bf16",
         installed=kernels.installed_libraries(),
     )
     kernels.install(chosen)
-    fused_loss, fused = _gradients(shape, "bf16", chosen)
+    fused_loss, fused = _gradients(shape, "bf16", chosen, recompute)
 
     assert abs(fused_loss - exact_loss) <= abs(plain_loss - exact_loss) + 1e-3
     for name, gradient in exact.items():

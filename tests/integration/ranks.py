@@ -102,6 +102,56 @@ def _train(rank: int, world_size: int, run_file: Path) -> bool:
     return nemo.train(run, plan, rank=rank, local_world_size=world_size)
 
 
+def norm_gradients_rank(rank: int, world_size: int) -> None:
+    """Loss and gradients with the norm in Triton (its interpreter) are torch's, whatever is recomputed."""
+    import torch
+
+    from pretrainkit.config.schema import ModelShape
+    from pretrainkit.training import megatron_model
+    from pretrainkit.training.kernels import Kernels
+
+    shape = ModelShape(
+        family="llama",
+        num_layers=2,
+        hidden_size=32,
+        ffn_hidden_size=48,
+        num_attention_heads=4,
+        num_query_groups=2,
+        head_dim=8,
+        vocab_size=64,
+        max_position_embeddings=64,
+        rope_theta=10000.0,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+    )
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=world_size)
+    megatron_model.initialize()
+    tokens = torch.randint(64, (2, 17), generator=torch.Generator().manual_seed(1))
+
+    def gradients(norm: str, recompute: str) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model: Any = megatron_model.build_model(
+            shape, padded_vocab_size=64, sequence_length=16, kernels=Kernels("torch", norm, *4 * ["torch"])
+        )
+        if recompute == "full":
+            config = model.decoder.config
+            config.recompute_granularity, config.recompute_method, config.recompute_num_layers = "full", "block", 1
+        for layer in model.decoder.layers:
+            layer.recompute_mlp = recompute == "mlp"
+        generator = torch.Generator().manual_seed(2)
+        for _, parameter in sorted(model.named_parameters()):
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator) / 4)
+        loss = model(tokens[:, :-1], torch.arange(16).expand(2, 16), None, labels=tokens[:, 1:]).mean()
+        loss.backward()
+        return {"loss": loss.detach(), **{name: parameter.grad for name, parameter in model.named_parameters()}}
+
+    expected = gradients("torch", "none")
+    assert min(gradient.abs().max() for gradient in expected.values()) > 1e-5
+    for recompute in ("none", "full", "mlp"):
+        found = gradients("triton", recompute)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6, msg=lambda text: f"{recompute}: {text}")
+
+
 def logits_rank(rank: int, world_size: int, *, hf_folder: Path, checkpoint: Path, tokens_file: Path) -> None:
     """Write the Megatron model's logits for saved tokens beside them, at tensor parallel size `world_size`."""
     import torch

@@ -58,3 +58,8 @@ def test_megatron_logits_are_those_of_transformers(
     logits = torch.load(tmp_path / "logits.pt")
     assert expected.abs().max() > 0.1  # random weights that say something
     assert (logits - expected).abs().max() < 1e-4
+
+
+def test_the_fused_norm_has_the_gradients_of_the_plain_one(tmp_path: Path) -> None:
+    """A whole model, since the residual stream takes another way through each of its blocks."""
+    ranks.run_ranks(ranks.norm_gradients_rank, 1, tmp_path)

@@ -2,13 +2,13 @@
 
 | part | plain | fused | why |
 |---|---|---|---|
+| norm | torch's | triton | the residual stream's gradient needs no launch of its own |
 | rotary | Megatron's torch code | triton | about twenty launches a layer become one |
 | swiglu | Megatron's torch code | liger | gate and product in one pass, nothing saved but the input |
 | cross_entropy | Megatron's | triton | no fp32 copy of the logits |
 | weight_gradient | added after the product | product | the product accumulates into the fp32 buffer |
 
-With Transformer Engine its layers have their own rotary embedding. RMSNorm is torch's: one launch each way,
-and faster than liger-kernel's.
+With Transformer Engine its layers have their own norm and rotary embedding.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from pretrainkit.errors import RequestError
 PLAIN = "torch"
 LIBRARIES = ("transformer_engine", "triton", "liger_kernel")
 _FUSED = {
+    "norm": "triton",
     "rotary": "triton",
     "swiglu": "liger",
     "cross_entropy": "triton",
@@ -41,6 +42,7 @@ class Kernels:
 
     layer_spec: str
     """te (Transformer Engine's layers) or torch (ours)."""
+    norm: str
     rotary: str
     swiglu: str
     cross_entropy: str
@@ -103,12 +105,12 @@ def choose(
         )
     if layer_spec == "auto":
         # Ours with every kernel is the faster one; plain torch layers are not, with long microbatches.
-        wanted = {"rotary", "swiglu", "cross_entropy"} - (set() if precision == "bf16" else set(_BF16_ONLY))
+        wanted = {"norm", "rotary", "swiglu", "cross_entropy"} - (set() if precision == "bf16" else set(_BF16_ONLY))
         ours_is_faster = wanted.issubset(fused)
         layer_spec = "te" if "transformer_engine" in installed and fusable and not ours_is_faster else "torch"
     choice = {part: _FUSED[part] if part in fused else PLAIN for part in FUSED_KERNELS}
     if layer_spec == "te":
-        choice["rotary"] = "te"
+        choice["norm"] = choice["rotary"] = "te"
     return Kernels(layer_spec=layer_spec, **choice)
 
 

@@ -6,10 +6,12 @@ it), so that checkpoints move freely between the two.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.identity_op import IdentityOp
@@ -53,11 +55,41 @@ class RMSNormColumnParallelLinear(ColumnParallelLinear):
         self.layer_norm_weight = _norm_weight(config, input_size)
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        normed = F.rms_norm(hidden, hidden.shape[-1:], self.layer_norm_weight, self.config.layernorm_epsilon)
-        return super().forward(normed, *args, **kwargs)
+        return super().forward(self._normalize(hidden), *args, **kwargs)
+
+    def _normalize(self, hidden: Tensor) -> Tensor:
+        return F.rms_norm(hidden, hidden.shape[-1:], self.layer_norm_weight, self.config.layernorm_epsilon)
 
 
-def torch_layer_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+class KeepingRMSNormColumnParallelLinear(RMSNormColumnParallelLinear):
+    """The same with the norm that carries the residual stream; `add_kept_residual` takes it from there.
+
+    Megatron's layer hands the stream to this module and, as another reference, to the sum after the block. So the
+    way past the block is hung on the tensor that both see.
+    """
+
+    def _normalize(self, hidden: Tensor) -> Tensor:
+        from pretrainkit.training.triton_rms_norm import keeping_rms_norm
+
+        normed, kept = keeping_rms_norm(hidden, self.layer_norm_weight, self.config.layernorm_epsilon)
+        if torch.is_grad_enabled():  # not where a recomputed block runs for the first time: the sum has no part in it
+            hidden.kept = kept
+        return normed
+
+
+def add_kept_residual(training: bool, fused: bool) -> Callable[..., Tensor]:
+    """Megatron's sum of a block's output and the residual stream, the stream taken from the block's norm."""
+    add = get_bias_dropout_add(training, fused)
+
+    def add_kept(output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
+        return add(output_with_bias, residual.__dict__.pop("kept", residual), dropout)
+
+    return add_kept
+
+
+def torch_layer_spec(
+    config: TransformerConfig, vp_stage: int | None = None, *, fused_norm: bool = False
+) -> TransformerBlockSubmodules:
     """The decoder's layers and final norm for a dense RMSNorm transformer."""
     if config.num_moe_experts or config.normalization != "RMSNorm":
         raise NotImplementedError(
@@ -68,10 +100,12 @@ def torch_layer_spec(config: TransformerConfig, vp_stage: int | None = None) -> 
     parts = layer.submodules
     attention = parts.self_attention.submodules
     attention.core_attention = ScaledDotProductAttention
-    attention.linear_qkv = RMSNormColumnParallelLinear
+    linear = KeepingRMSNormColumnParallelLinear if fused_norm else RMSNormColumnParallelLinear
+    attention.linear_qkv = parts.mlp.submodules.linear_fc1 = linear
+    if fused_norm:
+        parts.self_attn_bda = parts.mlp_bda = add_kept_residual
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    parts.mlp.submodules.linear_fc1 = RMSNormColumnParallelLinear
     parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
     # Megatron's local spec renames separate norms to TE's names when saving; ours have those names already.
     parts.sharded_state_dict_keys_map = {}

@@ -57,7 +57,7 @@ def build_model(
     elif shape.num_experts:
         spec = torch_expert_layer_spec(config, shape)
     else:
-        spec = torch_layer_spec(config)
+        spec = torch_layer_spec(config, fused_norm=kernels is not None and kernels.norm == "triton")
     model = GPTModel(
         config,
         transformer_layer_spec=spec,

@@ -16,7 +16,6 @@ from typing import Any
 import lightning.pytorch as pl
 import nemo.lightning.io.pl as nemo_checkpoint_io
 import torch
-from lightning.pytorch.loggers import TensorBoardLogger
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from nemo import lightning as nl
@@ -35,7 +34,14 @@ from pretrainkit.training.document_attention import with_document_bounds
 from pretrainkit.training.index_files import save_arrays_whole
 from pretrainkit.training.layer_spec import torch_layer_spec
 from pretrainkit.training.model_config import recompute_fields, transformer_config_fields
-from pretrainkit.training.nemo_callbacks import AsPlanned, LearningRate, Recording, StartParity
+from pretrainkit.training.nemo_callbacks import (
+    AsPlanned,
+    FrozenStart,
+    LearningRate,
+    Recording,
+    StartParity,
+    TensorBoard,
+)
 from pretrainkit.training.nemo_checkpoints import Checkpoints
 from pretrainkit.training.nemo_loss_guard import LossGuard
 from pretrainkit.training.nemo_stop import StopEarly
@@ -79,7 +85,7 @@ def train(
             max_steps=run.max_steps,
             world_size=run.world_size,
             peak_flops=peak_flops(torch.cuda.get_device_name()) if run.accelerator == "gpu" else None,
-            trackers=open_trackers(run, furthest),
+            trackers=[TensorBoard(experiment, furthest), *open_trackers(run, furthest)],
         )
         recorder.event("start", **plan.to_json(), world_size=run.world_size, kernels=chosen.to_json())
         requests.note_end_by(functools.partial(recorder.event, "stopped", step=plan.step))
@@ -93,8 +99,9 @@ def train(
     if parity:
         trainer.callbacks.insert(0, StartParity(parity, _forward_step, recorder))
     # Before the saving, to time the step alone.
-    trainer.callbacks[:0] = [AsPlanned(plan), LossGuard(run, recorder), Recording(run, recorder), StopEarly(requests)]
-    trainer.callbacks.append(Checkpoints(run, recorder, saved_step=plan.step))
+    guard = LossGuard(run, recorder)
+    trainer.callbacks[:0] = [AsPlanned(plan), guard, Recording(run, recorder, guard), StopEarly(requests)]
+    trainer.callbacks += [Checkpoints(run, recorder, saved_step=plan.step), FrozenStart()]
     pl.seed_everything(run.config.training.seed, workers=True, verbose=False)
     try:
         llm.pretrain(
@@ -138,7 +145,7 @@ def _model(run: ResolvedRun, chosen: kernels.Kernels, recorder: RunRecorder | No
         )
     # Set after construction, so that NeMo's saved context keeps its own defaults and loads anywhere.
     if chosen.layer_spec == "torch":
-        config.transformer_layer_spec = torch_layer_spec
+        config.transformer_layer_spec = functools.partial(torch_layer_spec, fused_norm=chosen.norm == "triton")
     for name, value in recompute_fields(run.recompute).items():
         setattr(config, name, value)
     for name, value in kernels.config_fields(chosen, qk_norm=shape.qk_norm).items():
@@ -254,7 +261,7 @@ def _trainer(run: ResolvedRun, plan: StartPlan, local_world_size: int) -> nl.Tra
         limit_val_batches=config.training.val_steps if validates else 0,
         limit_test_batches=0,
         num_sanity_val_steps=0,
-        log_every_n_steps=config.training.log_interval,
+        logger=False,  # see TensorBoard
         enable_checkpointing=False,  # Checkpoints does it
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -295,7 +302,6 @@ def _logger(experiment: Path) -> nl.NeMoLogger:
         explicit_log_dir=str(experiment / "logs" / "nemo"),
         update_logger_directory=False,
         log_global_rank_0_only=True,
-        tensorboard=TensorBoardLogger(save_dir=str(experiment), name="tensorboard", version=""),
     )
 
 

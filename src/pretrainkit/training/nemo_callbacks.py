@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import resource
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.loggers import TensorBoardLogger
 from nemo.lightning.pytorch.optim.base import LRSchedulerModule
 
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import CheckpointError
 from pretrainkit.logs import get_logger
+from pretrainkit.training.nemo_loss_guard import LossGuard
 from pretrainkit.training.records import RunRecorder
 from pretrainkit.training.schedule import Schedule, schedule_of
 from pretrainkit.training.start_parity import Parity, RefusedWeights, measure
@@ -109,15 +113,54 @@ class StartParity(pl.Callback):
             self._recorder.event("start_parity", **record)
 
 
-class Recording(pl.Callback):
-    """Hands the numbers of each step to the recorder."""
+class TensorBoard:
+    """The records as TensorBoard's files; a tracker like those of `trackers`.
 
-    def __init__(self, run: ResolvedRun, recorder: RunRecorder | None) -> None:
-        self._run, self._recorder = run, recorder
+    Lightning's trainer doesn't get the logger: it would ask the GPU for numbers after every step, and wait.
+    """
+
+    def __init__(self, experiment: Path, sent_step: int) -> None:
+        self._logger = TensorBoardLogger(save_dir=str(experiment), name="tensorboard", version="")
+        self._sent_step = sent_step
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Write the numbers of a step, unless an earlier attempt did."""
+        if step > self._sent_step:
+            self._logger.log_metrics(values, step)
+
+    def finish(self) -> None:
+        """Write what is left."""
+        self._logger.finalize("success")
+
+
+class FrozenStart(pl.Callback):
+    """Takes what the start has made out of Python's collections of garbage.
+
+    It lives to the end, and is so much that looking at it in the midst of a step lets the GPU run dry (30 ms seen).
+    """
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        gc.collect()
+        gc.freeze()
+
+
+class Recording(pl.Callback):
+    """Hands the numbers of each step to the recorder, without waiting for the GPU."""
+
+    def __init__(self, run: ResolvedRun, recorder: RunRecorder | None, guard: LossGuard) -> None:
+        self._run, self._recorder, self._guard = run, recorder, guard
         self._schedule = schedule_of(run)
         self._validation_began_s = 0.0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        log_metric = pl_module.log
+
+        def log_validation(name: str, *args: Any, **kwargs: Any) -> None:
+            # NeMo's numbers of a training step are known from the guard; Lightning would wait for them.
+            if name == "val_loss":
+                log_metric(name, *args, **kwargs)
+
+        pl_module.log = log_validation
         if self._recorder:
             self._recorder.start(trainer.global_step)
 
@@ -125,18 +168,17 @@ class Recording(pl.Callback):
         step = trainer.global_step
         if not self._recorder or (step % self._run.config.training.log_interval and step != self._run.max_steps):
             return
-        metrics = trainer.callback_metrics
-        grad_norm = metrics.get("grad_norm")
         self._recorder.train_step(
             step,
             consumed_samples=trainer.datamodule.state_dict()["consumed_samples"],
-            loss=float(metrics["reduced_train_loss"]),
+            loss=self._guard.loss,
             learning_rate=self._schedule.learning_rate(step - 1),
-            grad_norm=None if grad_norm is None else float(grad_norm),
+            grad_norm=self._guard.grad_norm,
             peak_memory_gib=_peak_memory_gib(self._run.accelerator),
         )
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        wait_for_device(self._run.accelerator)
         self._validation_began_s = time.monotonic()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -144,6 +186,12 @@ class Recording(pl.Callback):
             self._recorder.validation(trainer.global_step, loss=float(trainer.callback_metrics["val_loss"]))
         if self._recorder:
             self._recorder.skip_time(time.monotonic() - self._validation_began_s)
+
+
+def wait_for_device(accelerator: str) -> None:
+    """Let the GPU end the update of the step that is being recorded, so that its time is not counted elsewhere."""
+    if accelerator == "gpu":
+        torch.cuda.synchronize()
 
 
 def _peak_memory_gib(accelerator: str) -> float:

@@ -15,6 +15,7 @@ from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import CheckpointError, PretrainkitError
 from pretrainkit.logs import get_logger
 from pretrainkit.training import optimizer_state, resume
+from pretrainkit.training.nemo_callbacks import wait_for_device
 from pretrainkit.training.nemo_saving import Save, Saver
 from pretrainkit.training.records import RunRecorder
 from pretrainkit.training.save_failures import SaveFailure, wait_s
@@ -44,11 +45,14 @@ class Checkpoints(AsyncFinalizerCallback, Checkpoint):
         """The newest complete checkpoint that this attempt saved."""
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        is_last = trainer.should_stop or trainer.global_step >= self._run.max_steps
+        saves = is_last or trainer.global_step % self._run.config.training.save_interval == 0
+        if saves:
+            wait_for_device(self._run.accelerator)
         began_s = time.monotonic()
         if self._saver.current:
             self._look(trainer, wait=False)
-        is_last = trainer.should_stop or trainer.global_step >= self._run.max_steps
-        if is_last or trainer.global_step % self._run.config.training.save_interval == 0:
+        if saves:
             self._save(trainer, is_last=is_last)
         if self._recorder:
             self._recorder.skip_time(time.monotonic() - began_s)

@@ -11,6 +11,7 @@ from megatron.core import parallel_state
 
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import PretrainkitError
+from pretrainkit.training.agreement import Agreement
 from pretrainkit.training.dataset import documents_of_samples
 from pretrainkit.training.loss_judge import LossJudge
 from pretrainkit.training.records import RunRecorder
@@ -22,15 +23,21 @@ MAX_SKIPPED_IN_A_ROW = 10
 class LossGuard(pl.Callback):
     """Keeps a step whose loss or gradient norm is bad from changing the weights, on all ranks alike.
 
-    Judged between the backward pass and the update: the last pipeline stage knows the loss, averaged over all data
-    parallel ranks, every rank knows the norm, and one of them is enough to skip the update on all.
+    Judged between the backward pass and the update, where the norm has to be waited for anyway: the last pipeline stage
+    knows the loss, averaged over all data parallel ranks, every rank knows the norm, and one of them is enough to skip
+    the update on all.
     """
+
+    loss = 0.0
+    """Of the last step, in nats per token; not known on the pipeline stages between the first and the last."""
+    grad_norm = 0.0
+    """Of the last step, before clipping."""
 
     def __init__(self, run: ResolvedRun, recorder: RunRecorder | None) -> None:
         self._run, self._recorder = run, recorder
         self._judge = LossJudge(run.config.training.max_loss_spike)
-        self._loss: Any = None
-        self._grad_norm = 0.0
+        self._output: Any = None
+        self._is_good = True
         self._skipped_in_a_row = 0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -39,39 +46,38 @@ class LossGuard(pl.Callback):
 
         def noted_training_step(*args: Any, **kwargs: Any) -> Any:
             output = training_step(*args, **kwargs)
-            self._loss = output if torch.is_tensor(output) else output["loss"]
+            self._output = output if torch.is_tensor(output) else output["loss"]
             return output
 
         strategy.training_step = noted_training_step
+        self._agreement = Agreement()
         for optimizer in strategy.optimizers:
             self._guard(optimizer.mcore_optimizer, trainer)
 
     def _guard(self, optimizer: Any, trainer: pl.Trainer) -> None:
         get_grad_norm, step = optimizer.get_grad_norm, optimizer.step_with_ready_grads
 
-        def noted_grad_norm() -> Any:
+        def judged_grad_norm() -> Any:
             norm = get_grad_norm()
-            self._grad_norm = float(norm)
+            self.loss, self.grad_norm = float(self._output), float(norm)
+            self._is_good = self._judged(trainer)
             return norm
 
         def guarded_step() -> bool:
-            if self._is_good(trainer):
+            if self._is_good:
                 return step()
             # Moments are made in the first update; a checkpoint needs them even if there was none yet.
             for part in optimizer.chained_optimizers:
                 part.init_state_fn(part.optimizer, part.config)
             return False
 
-        optimizer.get_grad_norm, optimizer.step_with_ready_grads = noted_grad_norm, guarded_step
+        optimizer.get_grad_norm, optimizer.step_with_ready_grads = judged_grad_norm, guarded_step
 
-    def _is_good(self, trainer: pl.Trainer) -> bool:
-        loss = float(self._loss)
+    def _judged(self, trainer: pl.Trainer) -> bool:
+        loss = self.loss
         bad_loss = self._judge.problem(loss) if parallel_state.is_pipeline_last_stage() else ""
-        bad_norm = "" if math.isfinite(self._grad_norm) else f"the gradient norm is {self._grad_norm}"
-        flags = [bool(bad_loss), bool(bad_norm)]
-        bad = torch.tensor(flags, dtype=torch.int32, device=trainer.strategy.root_device)
-        torch.distributed.all_reduce(bad, op=torch.distributed.ReduceOp.MAX)
-        if not bad.any().item():
+        bad_norm = "" if math.isfinite(self.grad_norm) else f"the gradient norm is {self.grad_norm}"
+        if not any(self._agreement.any(bool(bad_loss or bad_norm))):
             self._judge.accept(loss)
             self._skipped_in_a_row = 0
             return True
@@ -101,7 +107,7 @@ class LossGuard(pl.Callback):
             trainer.global_step + 1,
             problem=what,
             loss=loss,
-            grad_norm=self._grad_norm,
+            grad_norm=self.grad_norm,
             samples=samples,
             documents=documents,
             skipped=not stop,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import megatron.core.dist_checkpointing.serialization as serialization
+import megatron.core.dist_checkpointing.strategies.filesystem_async as filesystem_async
 import psutil
 import torch
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
@@ -58,10 +60,16 @@ class Saver:
         self._timeout_s = parse_duration(run.config.training.save_timeout)
         self._errors: list[BaseException] = []
         self.current: Save | None = None
+        # Its process imports the main script again: begun now, beside the start, the first save needn't wait for it.
+        self._queue_start = threading.Thread(target=filesystem_async._get_write_results_queue, daemon=True)
+        if run.accelerator == "gpu":  # on CPU it is a fork (cpu.py), which takes no time and wants no other threads
+            self._queue_start.start()
 
     def begin(self, trainer: pl.Trainer) -> SaveFailure | None:
         """Copy the state of this step and let it be written; None when that goes on."""
         assert self.current is None
+        if self._queue_start.is_alive():
+            self._queue_start.join()
         folder = Path(self._run.experiment_dir) / resume.CHECKPOINTS / resume.checkpoint_name(trainer.global_step)
         with self._kept():
             if trainer.is_global_zero:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 
+from pretrainkit.training.agreement import Agreement
 from pretrainkit.training.stop_requests import StopRequests
 
 
@@ -21,6 +21,7 @@ class StopEarly(pl.Callback):
         self._requests = requests
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._agreement = Agreement()
         self._requests.begin_steps()
         self._agree(trainer)
 
@@ -32,9 +33,8 @@ class StopEarly(pl.Callback):
             raise StopIteration  # Lightning's loop of an evaluation ends by it, as when there are no more batches
 
     def _agree(self, trainer: pl.Trainer) -> bool:
-        asked = torch.tensor([self._requests.asked], dtype=torch.int32, device=trainer.strategy.root_device)
-        torch.distributed.all_reduce(asked, op=torch.distributed.ReduceOp.MAX)
-        if asked.item():
+        (asked,) = self._agreement.any(self._requests.asked)
+        if asked:
             trainer.should_stop = True
             trainer.limit_val_batches = 0  # Lightning evaluates before it stops early
         return trainer.should_stop

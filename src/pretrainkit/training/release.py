@@ -27,6 +27,7 @@ from pretrainkit.errors import CheckpointError, RequestError
 from pretrainkit.logs import get_logger
 from pretrainkit.models.registry import read_shape
 from pretrainkit.training import prompts
+from pretrainkit.training.engine_imports import engine_imports
 
 logger = get_logger(__name__)
 
@@ -212,14 +213,14 @@ def _rank(
     rank: int, size: int, port: int, weights: Path, prefix: str, shape: ModelShape, num_rows: int, folder: Path
 ) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(size)}
-    import torch
+    with engine_imports():
+        import torch
 
-    from pretrainkit.training import cpu
+        from pretrainkit.training import cpu
 
-    cpu.bridge()
+        cpu.bridge()
+        from pretrainkit.training import megatron_model
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // size))
-    from pretrainkit.training import megatron_model
-
     torch.distributed.init_process_group("gloo")
     megatron_model.initialize(tensor_parallel_size=size)
     tokens = torch.load(folder / "tokens.pt")

@@ -8,8 +8,8 @@ from pretrainkit.errors import RequestError
 from pretrainkit.training.kernels import LIBRARIES, Kernels, choose, config_fields
 
 ALL = frozenset(LIBRARIES)
-PLAIN = Kernels("torch", "torch", "torch", "torch", "torch")
-FUSED = Kernels("torch", "triton", "liger", "triton", "product")
+PLAIN = Kernels("torch", "torch", "torch", "torch", "torch", "torch")
+FUSED = Kernels("torch", "triton", "triton", "liger", "triton", "product")
 
 
 def chosen(
@@ -33,12 +33,14 @@ def test_on_cpu_nothing_is_fused() -> None:
 
 
 def test_in_fp32_the_cross_entropy_and_the_weight_gradient_stay_plain() -> None:
-    assert chosen("triton", "liger_kernel", precision="fp32") == Kernels("torch", "triton", "liger", "torch", "torch")
+    assert chosen("triton", "liger_kernel", precision="fp32") == Kernels(
+        "torch", "triton", "triton", "liger", "torch", "torch"
+    )
     assert chosen(*ALL, precision="fp32").layer_spec == "torch"
 
 
 def test_without_liger_its_parts_stay_plain() -> None:
-    assert chosen("triton") == Kernels("torch", "triton", "torch", "triton", "product")
+    assert chosen("triton") == Kernels("torch", "triton", "triton", "torch", "triton", "product")
 
 
 def test_off_is_plain_torch() -> None:
@@ -47,7 +49,7 @@ def test_off_is_plain_torch() -> None:
 
 def test_named_parts_alone_are_fused() -> None:
     assert chosen("triton", "liger_kernel", fused="rotary,swiglu") == Kernels(
-        "torch", "triton", "liger", "torch", "torch"
+        "torch", "torch", "triton", "liger", "torch", "torch"
     )
 
 
@@ -61,7 +63,7 @@ def test_the_faster_layers_of_those_installed_are_taken(installed: frozenset[str
 
 def test_transformer_engines_layers_keep_their_own_rotation() -> None:
     kernels = chosen(*ALL, layers="te")
-    assert kernels == Kernels("te", "te", "liger", "triton", "product")
+    assert kernels == Kernels("te", "te", "te", "liger", "triton", "product")
     assert config_fields(kernels, qk_norm=False) == {
         "apply_rope_fusion": True,
         "fused_single_qkv_rope": False,

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+import torch.nn.functional as F
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 from torch import Tensor
 
 from pretrainkit.training.triton_cross_entropy import BLOCK, vocab_parallel_cross_entropy
+from pretrainkit.training.triton_rms_norm import keeping_rms_norm
 from pretrainkit.training.triton_rotary import rotate_heads, rotate_qkv
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -93,3 +97,29 @@ def test_rotation_of_single_heads_is_megatrons() -> None:
 def test_interleaved_rotation_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="interleaved"):
         rotate_heads(torch.zeros(1, 1, 1, 4), torch.zeros(1, 1, 1, 4), interleaved=True)
+
+
+@pytest.mark.parametrize("columns", [64, 72], ids=["power of two", "other size"])
+@pytest.mark.parametrize("rows", [(1, 1), (5, 3)], ids=["one row", "more rows than programs"])
+def test_norm_with_the_residual_stream_is_torchs(columns: int, rows: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(*rows, columns, device=DEVICE), 1 + torch.rand(columns, device=DEVICE)
+    block, past = torch.randn(2, *rows, columns, device=DEVICE)
+
+    def gradients(norm: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> list[Tensor]:
+        leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+        normed, kept = norm(*leaves)
+        (normed * block + kept * past).sum().backward()
+        return [normed, *(leaf.grad for leaf in leaves)]
+
+    found = gradients(lambda hidden, weight: keeping_rms_norm(hidden, weight, 1e-5))
+    expected = gradients(lambda hidden, weight: (F.rms_norm(hidden, (columns,), weight, 1e-5), hidden))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_norm_alone_has_torchs_gradient() -> None:
+    hidden, weight = torch.randn(4, 64, device=DEVICE), torch.ones(64, device=DEVICE)
+    leaf, expected = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
+    keeping_rms_norm(leaf, weight, 1e-5)[0].pow(3).sum().backward()
+    F.rms_norm(expected, (64,), weight, 1e-5).pow(3).sum().backward()
+    torch.testing.assert_close(leaf.grad, expected.grad, rtol=1e-5, atol=1e-5)
