@@ -85,6 +85,7 @@ def rank_result(
         "peak_memory_gib": 1.5,
         "observed": {
             "steps": 4,
+            "wall_s": 0.37,
             "phases_s": {"data": 0.1, "forward": 0.1, "backward": 0.15, "optimizer": 0.02, "backward_passes": 8},
             "samples": [
                 {"phase": "data", "where": "decode (<b>/train.py:3)", "is_tokenizer": False, "count": 30},

@@ -16,9 +16,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pretrainkit.cli import Parser, run_command
+from pretrainkit.diagnosis.spec import PROBES
 from pretrainkit.errors import EXIT_DONE, RequestError
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+def probes(flag: str, text: str) -> tuple[str, ...]:
+    """Names of probes, divided by commas. Raises RequestError for one that there isn't."""
+    names = tuple(filter(None, text.split(",")))
+    unknown = [name for name in names if name not in PROBES]
+    if unknown:
+        raise RequestError(f"no probe is called {', '.join(unknown)}", needed=f"one of {', '.join(PROBES)}", where=flag)
+    return names
 
 
 def build_parser() -> Parser:
@@ -40,7 +50,7 @@ def build_parser() -> Parser:
     add("--data", metavar="PATH", help="data to check (of an experiment: its own)")
     add("--budget_s", type=float, default=60.0, help="time for the windows inside the program, s")
     add("--longest_s", type=float, default=1800.0, help="longest time of one start of the program, s")
-    add("--probes", default="", metavar="A,B", help="only these probes (names as in report.json)")
+    add("--probes", default="", metavar="A,B", help=f"only these of the probes {', '.join(PROBES)}")
     add("--without", default="", metavar="A,B", help="not these probes")
     add("--quick", action="store_true", help="no probe that needs the run to be started again")
     add("--time_checkpoint", action="store_true", help="let an experiment save once, beside its folder, and time it")
@@ -79,8 +89,8 @@ def command(arguments: argparse.Namespace) -> int:
             data=arguments.data,
             budget_s=arguments.budget_s,
             longest_s=arguments.longest_s,
-            only=tuple(filter(None, arguments.probes.split(","))),
-            excluded=tuple(filter(None, arguments.without.split(","))),
+            only=probes("--probes", arguments.probes),
+            excluded=probes("--without", arguments.without),
             quick=arguments.quick,
             time_checkpoint=arguments.time_checkpoint,
             compile=arguments.compile,

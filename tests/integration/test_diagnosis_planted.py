@@ -120,12 +120,13 @@ def test_a_module_is_trained_and_a_probe_that_breaks_it_is_left_out(tmp_path: Pa
     [
         ([], 2, "one of EXPERIMENT, --script and --module"),
         (["--script", "train.py", "--against", "x"], 2, "only experiments"),
+        (["--script", "train.py", "--probes", "packing,tf23"], 2, "no probe is called tf23"),
         (["--script", "/no/such/program"], 1, "can't be started"),
         (["--script", f"{sys.executable} -c 'import sys; sys.exit(7)'"], 1, "exit code 7"),
         (["--script", f"{sys.executable} -c 'import torch'"], 1, "no step was seen"),
         (["--module", "my_loop:nothing"], 1, "without .model"),
     ],
-    ids=["no source", "against", "missing", "fails", "trains nothing", "wrong object"],
+    ids=["no source", "against", "probe", "missing", "fails", "trains nothing", "wrong object"],
 )
 def test_what_cannot_be_diagnosed_is_told(words: list[str], code: int, message: str, tmp_path: Path) -> None:
     (tmp_path / "my_loop.py").write_text(MODULE)

@@ -29,13 +29,14 @@ CHECKED = {
     "deterministic": "deterministic algorithms",
     "recomputation": "activation recomputation",
     "compile": "torch.compile",
+    "persistent_workers": "workers that stay for the next epoch",
     "no_gradient_exchange": "exchange of gradients",
     "debug_variables": "debug variables",
 }
 """Probe -> what it checks, in the report."""
 
 
-def _cause(*args: Any, **kwargs: Any) -> Cause:
+def cause(*args: Any, **kwargs: Any) -> Cause:
     from pretrainkit.diagnosis.causes import Cause
 
     return Cause(*args, **kwargs)
@@ -43,7 +44,7 @@ def _cause(*args: Any, **kwargs: Any) -> Cause:
 
 def tokenizing(share: Interval, gain: str, where: str, tokenizer_share: float) -> Cause:
     """Text is made into tokens while the model waits."""
-    return _cause(
+    return cause(
         "tokenizing",
         "text is tokenized inside the loop",
         share,
@@ -64,7 +65,7 @@ def no_workers(share: Interval, tried: Shown | None, gain: str, where: str, kind
     measured = f"with the same batches ready-made: {gain}"
     if tried:
         measured += f"; {_with_workers(tried)}"
-    return _cause(
+    return cause(
         "workers",
         "data is fetched by the process that trains (0 workers)",
         share,
@@ -85,7 +86,7 @@ def loader(shown: Shown, gain: str, now: dict[str, Any], where: str, kind: str) 
     change = f"DataLoader(..., {flag})"
     if kind == "experiment" and name == "workers":
         change = f"--num_workers {flag.partition('=')[2]}"
-    return _cause(
+    return cause(
         name,
         f"data is fetched by {now.get('num_workers', 0)} workers",
         shown.share,
@@ -96,6 +97,30 @@ def loader(shown: Shown, gain: str, now: dict[str, Any], where: str, kind: str) 
     )
 
 
+def persistent_workers(share: Interval, gain: str, new_s: float, batches: int) -> Cause:
+    """Workers are started anew for each epoch."""
+    return cause(
+        "persistent_workers",
+        "the loader's workers are started again for every epoch",
+        share,
+        f"{new_s:.2g} s until the first batch of an epoch of {batches} batches",
+        "DataLoader(..., persistent_workers=True) (Trainer: dataloader_persistent_workers=True)",
+        f"time of an epoch with workers that stay: {gain}",
+    )
+
+
+def new_shapes(share: Interval, gain: str, shapes: int, batches: int, compiled: int) -> Cause:
+    """Shapes that were not seen before are compiled, or tuned, while the loop waits."""
+    return cause(
+        "new_shapes",
+        "every new shape of a batch is compiled again",
+        share,
+        f"{shapes} shapes in {batches} batches; {compiled} graphs were compiled in these steps",
+        "batches of one shape (packed, or pad_to_multiple_of), or torch.compile(dynamic=True)",
+        f"with shapes that were seen before: {gain}",
+    )
+
+
 def _with_workers(tried: Shown) -> str:
     """What other numbers of workers did to the step time in the running loop."""
     return f"with {tried.probe.rpartition('_')[2]} workers: step time {-tried.share.value:+.1%}"
@@ -103,7 +128,7 @@ def _with_workers(tried: Shown) -> str:
 
 def reading(share: Interval, gain: str, where: str, now: dict[str, Any], tried: Shown | None) -> Cause:
     """Data comes too slowly, whatever the loader's settings."""
-    return _cause(
+    return cause(
         "data",
         "data comes slower than the model takes it",
         share,
@@ -127,7 +152,7 @@ def micro_batch(shown: Shown, gain: str, rank: Evidence) -> Cause:
         if is_option
         else f", gradient accumulation {per_step:g} -> {max(1, per_step / factor):g}: the same global batch"
     )
-    return _cause(
+    return cause(
         "larger_batch" if is_option else "micro_batch",
         "micro batches are too small for the processor",
         shown.share,
@@ -137,103 +162,6 @@ def micro_batch(shown: Shown, gain: str, rank: Evidence) -> Cause:
         is_option,
         evidence=shown.to_json(),
     )
-
-
-def of_switch(shown: Shown, gain: str, rank: dict[str, Any]) -> Cause:
-    """The cause that a switch has shown."""
-    detail = rank["switches"][shown.probe]["detail"]
-    title, why, change = _TEXTS[shown.probe]
-    facts: dict[str, Any] = {
-        "detail": detail,
-        "attention": ", ".join((rank.get("profile") or {}).get("attention", {})) or "none",
-        "padding": "",
-        "shapes": len({tuple(batch["shape"]) for batch in rank["observed"]["batches"]}),
-        "loggers": "; ".join([*rank["observed"]["loggers"], *rank["observed"]["reads"]][:4]) or detail,
-    }
-    seen = [batch for batch in rank["observed"]["batches"] if batch["tokens"]]
-    if seen:
-        share = 1 - sum(batch["real_tokens"] for batch in seen) / sum(batch["tokens"] for batch in seen)
-        facts["padding"] = f"{share:.0%}"
-    return _cause(
-        shown.probe,
-        title,
-        shown.share,
-        why.format(**facts),
-        change.format(**facts),
-        f"with the change: {gain}",
-        shown.probe in ("bf16", "compile", "recomputation"),
-        evidence=shown.to_json(),
-    )
-
-
-_TEXTS: dict[str, tuple[str, str, str]] = {
-    # probe: title, what was seen, change
-    "packing": (
-        "padding is computed",
-        "{padding} of the tokens are padding, in {shapes} different shapes",
-        "pack samples into full rows (tools/pack_dataset.py, or .bin/.idx), or sort by length within a window",
-    ),
-    "attention": (
-        "a slow attention kernel is used",
-        "attention runs as {attention}",
-        'use {detail}: attn_implementation="sdpa", no sdpa_kernel(MATH), no dense mask where is_causal=True will do',
-    ),
-    "tf32": (
-        "TF32 is off",
-        "float32 matrix products run without tensor cores",
-        'torch.set_float32_matmul_precision("high")',
-    ),
-    "bf16": (
-        "float32 instead of bf16",
-        "the model computes in float32",
-        'with torch.autocast("cuda", torch.bfloat16): around the forward pass (Trainer: bf16=True)',
-    ),
-    "fused_optimizer": (
-        "the optimizer runs parameter by parameter",
-        "its step takes a visible part of the time",
-        "torch.optim.AdamW(..., fused=True)",
-    ),
-    "threads": (
-        "a wrong number of CPU threads",
-        "it could compute with {detail}",
-        "OMP_NUM_THREADS (torchrun sets 1 where it is not set), or torch.set_num_threads: {detail}",
-    ),
-    "cpu_binding": (
-        "the process is bound to too few cores",
-        "it could use {detail}",
-        "taskset, numactl or the scheduler's --cpus-per-task: {detail}",
-    ),
-    "logging": (
-        "logging holds up every step",
-        "in every step: {loggers}",
-        "log every 10 to 100 steps; keep values on the device (no .item(), no print) until then",
-    ),
-    "checkpoint_writes": (
-        "saving holds up the steps",
-        "files were saved in the steps that were watched",
-        "save less often",
-    ),
-    "anomaly_detection": (
-        "autograd's anomaly detection is on",
-        "torch.is_anomaly_enabled()",
-        "remove torch.autograd.set_detect_anomaly(True)",
-    ),
-    "deterministic": (
-        "deterministic algorithms are forced",
-        "torch.are_deterministic_algorithms_enabled()",
-        "remove torch.use_deterministic_algorithms(True)",
-    ),
-    "recomputation": (
-        "activations are computed twice",
-        "torch.utils.checkpoint is used",
-        "turn recomputation off, or on for fewer layers, if memory allows",
-    ),
-    "compile": (
-        "torch.compile is not used",
-        "the model's layers run operator by operator",
-        "for layer in model.layers: layer.compile()",
-    ),
-}
 
 
 def slow_rank(share: Interval, gain: str, ranks: list[Evidence], slowest: int, own_s: list[float]) -> Cause:
@@ -251,7 +179,7 @@ def slow_rank(share: Interval, gain: str, ranks: list[Evidence], slowest: int, o
         if sample["phase"] == phase:
             places[sample["where"]] += sample["count"]
     where = f", most of it at {places.most_common(1)[0][0]}" if places else ""
-    return _cause(
+    return cause(
         "slow_rank",
         f"rank {slowest} on {rank['host']} is slower than the others",
         share,
@@ -275,7 +203,7 @@ def _phases(rank: Evidence) -> dict[str, float]:
 
 def communication(shown: Shown, gain: str, num_ranks: int) -> Cause:
     """Exchanging gradients takes time even for the slowest rank."""
-    return _cause(
+    return cause(
         "communication",
         "ranks spend time on exchanging gradients",
         shown.share,
@@ -291,7 +219,7 @@ def communication(shown: Shown, gain: str, num_ranks: int) -> Cause:
 def debug_variables(share: Interval, gain: str, names: dict[str, str]) -> Cause:
     """Environment variables for finding faults are on."""
     listed = " ".join(f"{name}={value}" for name, value in names.items())
-    return _cause(
+    return cause(
         "debug_variables",
         "debug settings are left on",
         share,
@@ -303,7 +231,7 @@ def debug_variables(share: Interval, gain: str, names: dict[str, str]) -> Cause:
 
 def run_micro_batch(shown: Shown, gain: str, size: int, larger: int) -> Cause:
     """A run of this project whose micro batches are too small."""
-    return _cause(
+    return cause(
         "micro_batch",
         "micro batches are too small for the processor",
         shown.share,

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from pretrainkit.diagnosis.streams import OtherLoader
-from pretrainkit.diagnosis.switches import ignoring_errors
+from pretrainkit.diagnosis.streams import OtherLoader, time_epoch_starts
+from pretrainkit.diagnosis.switch import ignoring_errors
 
 if TYPE_CHECKING:
     from pretrainkit.diagnosis.child import Session
@@ -18,6 +18,7 @@ WORKERS = (0, 2, 4, 8)
 LONGEST_LOADER_S = 1.5
 MOST_BATCHES = 64
 ATTENTION_REPEATS = 20
+EPOCH_STARTS = 3
 
 
 def loader_settings(session: Session, loader: Any) -> dict[str, dict[str, Any]]:
@@ -41,6 +42,12 @@ def measure_alone(session: Session) -> None:
     with ignoring_errors(session.notes, "the loader alone"):
         if session.loop.loader is not None and session.spec.wants("loader_alone"):
             result["loader_alone"] = _loaders(session, session.loop.loader)
+    loader = session.loop.loader
+    if session.spec.wants("persistent_workers") and loader is not None and loader.num_workers:
+        with ignoring_errors(session.notes, "the start of an epoch"):
+            if not loader.persistent_workers:
+                new, kept = time_epoch_starts(loader, EPOCH_STARTS)
+                result["epoch_starts"] = {"new_s": new, "kept_s": kept}
     session.write(**result)
 
 

@@ -85,6 +85,40 @@ def num_samples(batch: Any) -> int:
     return 1
 
 
+def special_tokens(batch: Any, *, eos_id: int | None, bos_id: int | None) -> dict[str, int]:
+    """How documents end and begin in one batch: counts of rows and of EOS among the real tokens; empty without ids.
+
+    ended_rows, unended_rows: rows with padding, whose document is there to its end, with and without EOS as last token.
+    ends, masked_ends: EOS tokens, and those that the loss ignores. double_bos: rows that begin with two BOS.
+    """
+    ids, mask = token_ids(batch), _mask(batch)
+    if ids is None or mask is None:
+        return {}
+    labels: Any = batch.get("labels")
+    counts = {"ended_rows": 0, "unended_rows": 0, "ends": 0, "masked_ends": 0, "double_bos": 0}
+    if eos_id is not None:
+        is_end = (ids == eos_id) & mask
+        for row, row_mask in zip(is_end.tolist(), mask.tolist(), strict=True):
+            if not all(row_mask) and any(row_mask):
+                last = len(row_mask) - 1 - row_mask[::-1].index(True)
+                counts["ended_rows" if row[last] else "unended_rows"] += 1
+        if torch.is_tensor(labels) and labels.shape == ids.shape:
+            counts |= {"ends": int(is_end.sum()), "masked_ends": int((is_end & (labels == IGNORED_LABEL)).sum())}
+    if bos_id is not None and bos_id != eos_id and ids.shape[1] > 1:
+        first = mask.int().argmax(1)  # padding may be at the left
+        second = (first + 1).clamp(max=ids.shape[1] - 1)
+        rows = torch.arange(len(ids), device=ids.device)
+        counts["double_bos"] = int(((ids[rows, first] == bos_id) & (ids[rows, second] == bos_id)).sum())
+    return counts
+
+
+def _mask(batch: Any) -> torch.Tensor | None:
+    """[b, s] bool from the attention mask alone: labels may hide the tokens that are asked for."""
+    ids = token_ids(batch)
+    mask: Any = batch.get("attention_mask") if ids is not None else None
+    return mask.bool() if ids is not None and torch.is_tensor(mask) and mask.shape == ids.shape else None
+
+
 def measure(batch: Any) -> dict[str, Any]:
     """Samples, tokens, real tokens, shape, and the rows' real lengths of one batch."""
     ids, real = token_ids(batch), real_tokens(batch)

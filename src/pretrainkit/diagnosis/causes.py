@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pretrainkit.diagnosis import advice
+from pretrainkit.diagnosis import advice, switch_advice
 from pretrainkit.diagnosis.evidence import WORTH_TELLING, Evidence, Shown
 from pretrainkit.diagnosis.statistics import Interval
 
@@ -19,6 +19,8 @@ OPTIONS = ("bf16", "compile", "recomputation", "larger_batch")
 WORKERS = ("workers_2", "workers_4", "workers_8")
 TOKENIZING_SHARE = 0.5
 """Of the time for data that must be spent in a tokenizer for that to be the cause."""
+LITTLE = 0.05
+"""A change that saves less than this for certain is not worth making."""
 SLOWER_RANK = 0.05
 SLOWEST_OFTEN = 0.8
 """Share of the rounds in which the same rank must be the slowest."""
@@ -80,6 +82,7 @@ def find(ranks: list[Evidence], *, kind: str) -> Findings:
     """What the windows of all ranks show; `kind` is that of the program."""
     findings, first = Findings(), ranks[0]
     _data(findings, first, kind)
+    _epoch_starts(findings, first)
     _compute(findings, first, kind)
     _ranks(findings, ranks)
     for name, why in first.rank.get("why_not", {}).items():
@@ -95,10 +98,11 @@ def judged(findings: Findings, shown: Shown, make: Any) -> None:
     found = f"{percent(shown.share.value)} [{percent(shown.share.low)} to {percent(shown.share.high)}]"
     if shown.is_certain and shown.share.value >= WORTH_TELLING:
         findings.add(make())
-    elif shown.share.value < WORTH_TELLING or (shown.share.low <= 0 and shown.share.high < 2 * WORTH_TELLING):
+    elif shown.share.high < LITTLE:
         findings.fine.append({"what": what, "found": f"the change would save {found}"})
     else:
-        findings.uncertain.append({"what": what, "found": f"may save {found}: {shown.doubt}"})
+        doubt = shown.doubt or "too wide an interval"
+        findings.uncertain.append({"what": what, "found": f"may save {found}: {doubt}"})
 
 
 def percent(share: float) -> str:
@@ -121,6 +125,9 @@ def _data(findings: Findings, rank: Evidence, kind: str) -> None:
         return
     if not data.is_certain or data.share.value < WORTH_TELLING:
         judged(findings, data, lambda: None)
+        return
+    data = _without_new_shapes(findings, rank, data)
+    if data.share.value < WORTH_TELLING:
         return
     places = Counter[str]()
     tokenizing = looks = 0
@@ -158,6 +165,49 @@ def _data(findings: Findings, rank: Evidence, kind: str) -> None:
         findings.add(advice.reading(share, gain(share), where, loader, None))
 
 
+def _without_new_shapes(findings: Findings, rank: Evidence, data: Shown) -> Shown:
+    """What of the saving by known batches is time for data; the rest, where graphs are compiled, is their shapes."""
+    observed = rank.rank["observed"]
+    shapes = {tuple(batch["shape"]) for batch in observed["batches"]}
+    if not observed["compiled_frames"] or len(shapes) == 1:
+        return data
+    waiting = observed["phases_s"].get("data", 0.0) / observed["wall_s"]
+    part = min(1.0, waiting / data.share.value)
+    compiling = data.share.scaled(1 - part)
+    if compiling.value < max(WORTH_TELLING, data.noise):
+        return data
+    findings.add(
+        advice.new_shapes(
+            compiling, gain(compiling), len(shapes), len(observed["batches"]), observed["compiled_frames"]
+        )
+    )
+    return replace(data, share=data.share.scaled(part))
+
+
+def _epoch_starts(findings: Findings, rank: Evidence) -> None:
+    """Workers that are started again for every epoch."""
+    starts, loader = rank.rank.get("epoch_starts"), rank.rank["facts"]["loader"] or {}
+    what = advice.CHECKED["persistent_workers"]
+    if not loader.get("num_workers") or loader.get("persistent_workers"):
+        found = "on already" if loader.get("num_workers") else "no workers"
+        findings.fine.append({"what": what, "found": found})
+        return
+    if not starts or not loader.get("batches"):
+        return
+    new, kept = (sorted(starts[name]) for name in ("new_s", "kept_s"))
+    epoch_s = loader["batches"] / max(rank.micro_batches_per_step, 1.0) * rank.as_is_step_s.value
+
+    def share(lost_s: float) -> float:
+        return lost_s / (epoch_s + max(lost_s, 0.0))
+
+    middle = len(new) // 2
+    saved = Interval(share(new[middle] - kept[middle]), share(new[0] - kept[-1]), share(new[-1] - kept[0]))
+    if saved.value >= WORTH_TELLING and saved.low > 0:
+        findings.add(advice.persistent_workers(saved, gain(saved), new[middle], loader["batches"]))
+    else:
+        findings.fine.append({"what": what, "found": f"would save {percent(saved.value)} of an epoch"})
+
+
 def _best(rank: Evidence, probes: Iterable[str]) -> Shown | None:
     """Of several probes the certain one that saves most."""
     shown = [found for found in map(rank.shown, probes) if found is not None and found.is_certain]
@@ -177,7 +227,7 @@ def _compute(findings: Findings, rank: Evidence, kind: str) -> None:
             continue
         shown = rank.shown(probe)
         if shown is not None:
-            judged(findings, shown, lambda shown=shown: advice.of_switch(shown, gain(shown.share), rank.rank))
+            judged(findings, shown, lambda shown=shown: switch_advice.of_switch(shown, gain(shown.share), rank.rank))
     best = _best(rank, merged)
     best = best or _largest(rank, merged)
     if best is not None:

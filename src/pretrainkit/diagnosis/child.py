@@ -32,7 +32,7 @@ def install() -> None:
         session = Session(spec)
         hooks.install(session)
         if spec.source != "experiment":
-            session.guard = guard.install(Path(spec.folder) / "outputs")
+            session.guard = guard.install(Path(spec.folder) / "outputs", spec.old_temporary)
 
 
 class Session:
@@ -66,6 +66,8 @@ class Session:
         # Of the window that is measured:
         self.recorded: list[Any] | None = None
         self.measure_batches = False
+        self.special_ids: dict[str, int | None] = {"eos_id": None, "bos_id": None}
+        """Of the program's tokenizer, if it has one."""
         self.batch_facts: list[dict[str, Any]] = []
         self.micro_batches = 0
         self.step = 0
@@ -83,11 +85,12 @@ class Session:
 
     def stream(self, loader: Any, make_iterator: Callable[[], Any]) -> Stream:
         """What the loop gets for iter(loader)."""
-        from pretrainkit.diagnosis import guard, hooks
+        from pretrainkit.diagnosis import guard, hooks, uploads
 
         hooks.install_late(self)
         if self.guard is not None:
             guard.install_late(self.guard)
+            uploads.hold_back_commits()
         return Stream(self, loader, make_iterator)
 
     def got(self, batch: Any) -> None:
@@ -97,7 +100,7 @@ class Session:
             self.recorded.append(batches.copied(batch))
         if self.measure_batches:
             with self.clock.phase("data"):
-                self.batch_facts.append(batches.measure(batch))
+                self.batch_facts.append(batches.measure(batch) | batches.special_tokens(batch, **self.special_ids))
 
     def forward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run an outermost module."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrainkit import files
-from pretrainkit.diagnosis import advice, checks, compare, html, report
+from pretrainkit.diagnosis import advice, checks, compare, data_checks, guard, html, report
 from pretrainkit.diagnosis.causes import Findings, find, gain, judged
 from pretrainkit.diagnosis.checks import WARN, Check
 from pretrainkit.diagnosis.evidence import Evidence, Shown
@@ -71,11 +71,12 @@ def diagnose(request: Request) -> dict[str, Any]:
         against = compare.against_experiment(run, request.experiment, request.against)
     static = _static_checks(request)
     request.output.mkdir(parents=True, exist_ok=True)
+    old_temporary = guard.old_temporary_entries()
     # Beside the run's own outputs, so that saving is as fast as there.
     place = request.experiment.parent if request.experiment and request.time_checkpoint else None
     scratch = Path(tempfile.mkdtemp(prefix=".diagnosis-", dir=place)).resolve()
     try:
-        return _measure_and_report(request, scratch, static, against)
+        return _measure_and_report(request, scratch, static, against, old_temporary)
     finally:
         if request.keep:
             log.info("scratch folder kept: %s", scratch)
@@ -84,7 +85,11 @@ def diagnose(request: Request) -> dict[str, Any]:
 
 
 def _measure_and_report(
-    request: Request, scratch: Path, static: list[Check], against: dict[str, Any] | None
+    request: Request,
+    scratch: Path,
+    static: list[Check],
+    against: dict[str, Any] | None,
+    old_temporary: tuple[str, ...],
 ) -> dict[str, Any]:
     run = request.program.run
     cpu_ids = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
@@ -98,6 +103,7 @@ def _measure_and_report(
         excluded=request.excluded,
         time_checkpoint=request.time_checkpoint,
         compile=request.compile,
+        old_temporary=old_temporary,
     )
     starter = Starter(request.program, spec, scratch, request.longest_s)
     log.info("measuring %s", request.program.name)
@@ -108,6 +114,8 @@ def _measure_and_report(
         findings.uncertain.append(
             {"what": advice.CHECKED.get(probe, probe), "found": "the program fails with this change"}
         )
+    if measured.cut_short:
+        findings.uncertain.append({"what": "probes that are not listed", "found": f"not made: {measured.cut_short}"})
     first = ranks[0].rank
     on_gpu = first["facts"]["device"] != "cpu"
     variables = first["environment"]["variables"]
@@ -150,7 +158,7 @@ def _static_checks(request: Request) -> list[Check]:
     found = checks.check_tokenizer(tokenizer) if tokenizer else []
     places: Sequence[str] = [request.data] if request.data else run.dataset.prefixes if run else []
     for place in places:
-        found += checks.check_data(place)
+        found += data_checks.check_data(place)
     return found
 
 

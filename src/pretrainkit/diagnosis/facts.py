@@ -56,7 +56,7 @@ def of_program(session: Session) -> dict[str, Any]:
         "cpus": session.num_cpus,
         "allocator_retries": torch.cuda.memory_stats().get("num_alloc_retries", 0) if on_gpu else 0,
         "loop": [place(code) for code in session.loop.stack("optimizer")],
-        "tokenizer": _tokenizer(),
+        "tokenizer": tokenizer(),
     }
 
 
@@ -125,7 +125,7 @@ def _loader(loader: Any) -> dict[str, Any]:
     }
 
 
-def _tokenizer() -> dict[str, Any] | None:
+def tokenizer() -> dict[str, Any] | None:
     """Special tokens of a transformers tokenizer that the program has made."""
     module = sys.modules.get("transformers.tokenization_utils_base")
     if module is None:
@@ -136,11 +136,11 @@ def _tokenizer() -> dict[str, Any] | None:
     found = [item for item in gc.get_objects() if issubclass(type(item), module.PreTrainedTokenizerBase)]
     if not found:
         return None
-    tokenizer = found[0]
+    first = found[0]
     return {
-        "name": tokenizer.name_or_path,
-        "padding_side": tokenizer.padding_side,
-        "pad_token_id": tokenizer.pad_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "bos_token_id": tokenizer.bos_token_id,
+        "name": first.name_or_path,
+        "padding_side": first.padding_side,
+        "pad_token_id": first.pad_token_id,
+        "eos_token_id": first.eos_token_id,
+        "bos_token_id": first.bos_token_id,
     }

@@ -1,8 +1,11 @@
-"""Keeps a diagnosed program from changing files that it had written before: what it writes goes to a scratch folder.
+"""Keeps a diagnosed program from changing files that were there before: what it writes goes to a scratch folder.
 
-Temporary folders, caches and devices are left alone. A file that was redirected is read from where it went.
+Devices, caches, and what is new in temporary folders are left alone. A file that was redirected is read, asked for and
+changed where it went, by every process of the program that has torch.
 """
 
+# Every file that the program opens comes through here; pathlib would cost it more.
+# ruff: noqa: PTH100, PTH114, PTH118
 from __future__ import annotations
 
 import atexit
@@ -13,49 +16,68 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+
+_CACHES = ("HF_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCH_HOME")
+_COMPILERS = ("torchinductor_", "triton_", "torch_compile_debug")
+"""Folders in a temporary folder that outlive programs and hold nothing but what can be made again."""
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_TRUNC
+
+
+def temporary_folders() -> list[str]:
+    """Real paths of this machine's, the innermost first."""
+    found = {os.path.realpath(place) for place in (tempfile.gettempdir(), "/tmp", "/var/tmp")}
+    return sorted(found, key=len, reverse=True)
+
+
+def old_temporary_entries() -> tuple[str, ...]:
+    """What temporary folders hold now: outputs of a run may be among it."""
+    found: list[str] = []
+    for folder in temporary_folders():
+        with contextlib.suppress(OSError), os.scandir(folder) as entries:
+            found += [entry.path for entry in entries if not entry.name.startswith(_COMPILERS)]
+    return tuple(found)
 
 
 class Redirection:
     """Where files that the program wants to write really go."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, old_temporary: Iterable[str] = ()) -> None:
         self._folder = str(folder)
+        self._temporary = [place + "/" for place in temporary_folders()]
+        self._old_temporary = frozenset(old_temporary)
         home = Path.home()
-        caches = [
-            os.environ.get(name) for name in ("HF_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCH_HOME")
-        ]
-        places = [tempfile.gettempdir(), "/tmp", "/dev", "/proc", "/sys", "/var/tmp", home / ".cache", home / ".triton"]
-        self._free = tuple(
-            os.path.realpath(place) + "/" for place in [*map(str, places), *caches, str(folder.parent)] if place
-        )
-        self._moved: dict[str, str] = {}
+        places = ["/dev", "/proc", "/sys", home / ".cache", home / ".triton", folder.parent]
+        places += [os.environ[name] for name in _CACHES if os.environ.get(name)]
+        self._free = tuple(os.path.realpath(str(place)) + "/" for place in places)
+        self._real_parents: dict[str, str] = {}
         self.new_folders: list[str] = []
         """Folders that the program has made in places where its files don't go."""
         self.remove_folder: Callable[[str], None] = os.rmdir
 
     def target(self, path: Any, *, keep: bool) -> Any:
         """The path to write to; with `keep` it holds what is in the file now."""
-        if not isinstance(path, (str, os.PathLike)):
-            return path
-        real = os.path.realpath(os.fspath(path))
-        if not isinstance(real, str) or real.startswith(self._free):
+        real = self._real(path)
+        if real is None or self._is_free(real):
             return path
         moved = self._folder + real
-        if real not in self._moved:
+        if not os.path.lexists(moved):
             Path(moved).parent.mkdir(parents=True, exist_ok=True)
             if keep and Path(real).is_file():
                 shutil.copyfile(real, moved)
-            self._moved[real] = moved
         return moved
 
     def place(self, path: Any) -> Any:
-        """Where a file is read from."""
-        if self._moved and isinstance(path, (str, os.PathLike)):
-            return self._moved.get(os.path.realpath(os.fspath(path)), path)
-        return path
+        """Where a file is now."""
+        if not os.path.lexists(self._folder):  # nothing was redirected yet
+            return path
+        real = self._real(path)
+        if real is None or self._is_free(real):
+            return path
+        moved = self._folder + real
+        return moved if os.path.lexists(moved) else path
 
     def remove_new_folders(self) -> None:
         """Take away the folders that the program has made and that hold nothing."""
@@ -64,12 +86,35 @@ class Redirection:
                 self.remove_folder(self.new_folders.pop())
 
     def is_protected(self, path: Any) -> bool:
-        """Whether a file or folder is neither redirected nor in a free place."""
-        try:
-            real = os.path.realpath(os.fspath(path))
-        except TypeError:
+        """Whether there is a file or folder that is neither redirected nor in a free place."""
+        real = self._real(path)
+        if real is None or not os.path.lexists(real):
             return False
-        return real not in self._moved and not real.startswith(self._free)
+        return not self._is_free(real) and not os.path.lexists(self._folder + real)
+
+    def _real(self, path: Any) -> str | None:
+        """The absolute path without links; None for file descriptors and paths in bytes."""
+        if not isinstance(path, (str, os.PathLike)):
+            return None
+        text = os.fspath(path)
+        if not isinstance(text, str):
+            return None
+        if os.path.islink(text):
+            return os.path.realpath(text)
+        # Loops open file after file of a folder: one question to a file system of the network is enough.
+        parent, name = os.path.split(os.path.abspath(text))
+        if parent not in self._real_parents:
+            self._real_parents[parent] = os.path.realpath(parent)
+        return os.path.join(self._real_parents[parent], name)
+
+    def _is_free(self, real: str) -> bool:
+        if real.startswith(self._free):
+            return True
+        for folder in self._temporary:
+            if real.startswith(folder):
+                name = real[len(folder) :].partition("/")[0]
+                return folder + name not in self._old_temporary
+        return False
 
 
 SAVE_TO_FOLDERS = (
@@ -95,12 +140,13 @@ def install_late(moved: Redirection) -> None:
         owner.save_pretrained = guarded
 
 
-def install(folder: Path) -> Redirection:
-    """Redirect what this process writes from now on to `folder`."""
-    moved = Redirection(folder)
+def install(folder: Path, old_temporary: Iterable[str] = ()) -> Redirection:
+    """Redirect what this process writes from now on to `folder`; `old_temporary` are not free to be written to."""
+    moved = Redirection(folder, old_temporary)
     _redirect_open(moved)
     _note_new_folders(moved)
-    _redirect_renames(moved)
+    _redirect_changes(moved)
+    _redirect_questions(moved)
     import torch
 
     save = torch.save
@@ -116,6 +162,28 @@ def install(folder: Path) -> Redirection:
     return moved
 
 
+def _redirect_open(moved: Redirection) -> None:
+    plain_open: Any = io.open
+    system: Any = os
+    open_descriptor = system.open
+
+    def guarded_open(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if isinstance(mode, str) and set(mode) & set("wax+"):
+            file = moved.target(file, keep="w" not in mode)
+            mode = mode.replace("x", "w")
+        else:
+            file = moved.place(file)
+        return plain_open(file, mode, *args, **kwargs)
+
+    def guarded_descriptor(path: Any, flags: int, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("dir_fd") is None:
+            path = moved.target(path, keep=True) if flags & _WRITING else moved.place(path)
+        return open_descriptor(path, flags, *args, **kwargs)
+
+    builtins.open = io.open = guarded_open
+    system.open = guarded_descriptor
+
+
 def _note_new_folders(moved: Redirection) -> None:
     system: Any = os
     make, moved.remove_folder = system.mkdir, system.rmdir
@@ -128,42 +196,56 @@ def _note_new_folders(moved: Redirection) -> None:
     system.mkdir = mkdir
 
 
-def _redirect_open(moved: Redirection) -> None:
-    plain_open: Any = io.open
+def _redirect_changes(moved: Redirection) -> None:
+    """Names and properties of files: changed where a file was redirected, and otherwise left as they are."""
 
-    def guarded_open(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        if isinstance(mode, str) and set(mode) & set("wax+"):
-            file = moved.target(file, keep="w" not in mode)
-            mode = mode.replace("x", "w")
-        else:
-            file = moved.place(file)
-        return plain_open(file, mode, *args, **kwargs)
+    def of_two(call: Callable[..., Any], *, source_stays: bool) -> Callable[..., Any]:
+        def changed(source: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+            if not source_stays and moved.is_protected(source):
+                return None
+            return call(
+                source if source_stays else moved.place(source), moved.target(target, keep=False), *args, **kwargs
+            )
 
-    builtins.open = io.open = guarded_open
+        return changed
 
-
-def _redirect_renames(moved: Redirection) -> None:
-    def redirected(call: Callable[..., Any]) -> Callable[..., Any]:
-        def rename(source: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
-            if moved.is_protected(source):
-                return None  # the file stays where it is
-            return call(moved.place(source), moved.target(target, keep=False), *args, **kwargs)
-
-        return rename
-
-    def ignored(call: Callable[..., Any]) -> Callable[..., Any]:
-        def remove(path: Any, *args: Any, **kwargs: Any) -> Any:
+    def of_one(call: Callable[..., Any]) -> Callable[..., Any]:
+        def changed(path: Any, *args: Any, **kwargs: Any) -> Any:
             if kwargs.get("dir_fd") is not None:  # from within rmtree, whose own path was looked at
                 return call(path, *args, **kwargs)
             if moved.is_protected(path):
                 return None
             return call(moved.place(path), *args, **kwargs)
 
-        return remove
+        return changed
 
     system: Any = os
     for name in ("rename", "replace"):
-        setattr(system, name, redirected(getattr(system, name)))
-    for name in ("remove", "unlink", "rmdir"):
-        setattr(system, name, ignored(getattr(system, name)))
-    shutil.rmtree = ignored(shutil.rmtree)  # type: ignore[assignment]
+        setattr(system, name, of_two(getattr(system, name), source_stays=False))
+    for name in ("link", "symlink"):
+        setattr(system, name, of_two(getattr(system, name), source_stays=True))
+    for name in ("remove", "unlink", "rmdir", "chmod", "utime", "truncate", "setxattr"):
+        if hasattr(system, name):
+            setattr(system, name, of_one(getattr(system, name)))
+    shutil.rmtree = of_one(shutil.rmtree)  # type: ignore[assignment]
+
+
+def _redirect_questions(moved: Redirection) -> None:
+    """A redirected file is there, for those who ask."""
+
+    def asked(call: Callable[..., Any]) -> Callable[..., Any]:
+        def answer(path: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return call(path, *args, **kwargs)
+            except FileNotFoundError:
+                place = path if kwargs.get("dir_fd") is not None else moved.place(path)
+                if place == path:
+                    raise
+                return call(place, *args, **kwargs)
+
+        return answer
+
+    system: Any = os
+    for name in ("stat", "listxattr", "getxattr"):
+        if hasattr(system, name):
+            setattr(system, name, asked(getattr(system, name)))

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pretrainkit
+from pretrainkit.diagnosis import uploads
 from pretrainkit.diagnosis.machine import Watch
 from pretrainkit.diagnosis.program import Program
 from pretrainkit.diagnosis.sampler import read_workers
 from pretrainkit.diagnosis.spec import SPEC_VARIABLE, UNSET_VARIABLE, Spec
-from pretrainkit.errors import EXIT_STOPPED_AFTER_SAVING, PretrainkitError
+from pretrainkit.errors import EXIT_FAILED, EXIT_STOPPED_AFTER_SAVING, PretrainkitError
 from pretrainkit.logs import get_logger
 
 INJECTED = Path(__file__).with_name("inject")
@@ -37,6 +38,8 @@ class Measured:
     """Each rank's results, by rank."""
     machine: dict[str, Any]
     folder: Path
+    cut_short: str = ""
+    """Why not all was measured."""
     broken: tuple[str, ...] = ()
     """Probes that the program doesn't bear."""
 
@@ -63,16 +66,30 @@ class Starter:
             folder.mkdir(parents=True)
             asked = dataclasses.replace(self.spec, folder=str(folder), excluded=excluded, **spec)
             asked.write(folder / "spec.json")
+            late = ""
             with Watch() as watch:
-                exit_code = self._run(folder, unset, changes or {})
+                try:
+                    exit_code = self._run(folder, unset, changes or {})
+                except subprocess.TimeoutExpired:
+                    exit_code, late = EXIT_FAILED, f"it took longer than {self.longest_s:.0f} s (--longest_s)"
             ranks = _read_ranks(folder)
             tried = {path.read_text() for path in folder.glob("trying_*")} - {""}
             if ranks and all(rank.get("ended") for rank in ranks):
-                return Measured(ranks, watch.result(), folder, tuple(set(excluded) - set(self.spec.excluded)))
+                return Measured(ranks, watch.result(), folder, "", tuple(set(excluded) - set(self.spec.excluded)))
+            has_windows = bool(ranks) and all("windows" in rank for rank in ranks)
+            if has_windows and (late or (exit_code == 0 and not tried)):
+                if late and tried:
+                    late += f", while {', '.join(sorted(tried))} was tried"
+                why = late or "it has come to its own end: more of its steps are needed"
+                log.warning("the program ended before all was measured: %s", why)
+                return Measured(ranks, watch.result(), folder, why)
+            if late:
+                raise PretrainkitError(
+                    f"the program took longer than {self.longest_s:.0f} s",
+                    action="--longest_s allows more; its output:\n" + _tail(folder),
+                    where=self.program.name,
+                )
             if not tried:
-                if exit_code == 0 and ranks and all("windows" in rank for rank in ranks):
-                    log.warning("the program ended before all was measured")
-                    return Measured(ranks, watch.result(), folder)
                 raise _failed(self.program, folder, exit_code, bool(ranks))
             log.warning("the program fails with %s: it is started again without", ", ".join(sorted(tried)))
             excluded = (*excluded, *sorted(tried))
@@ -89,6 +106,10 @@ class Starter:
             SPEC_VARIABLE: str(folder / "spec.json"),
             "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         }
+        if self.program.kind != "experiment":  # a run of this project is started without trackers
+            trackers = folder / "trackers"
+            trackers.mkdir()
+            environment |= uploads.offline(environment, trackers)
         if unset:
             environment[UNSET_VARIABLE] = ",".join(unset)
         command = self.program.start_command(folder, changes)
@@ -103,12 +124,6 @@ class Starter:
                 ) from error
             try:
                 return process.wait(self.longest_s)
-            except subprocess.TimeoutExpired:
-                raise PretrainkitError(
-                    f"the program took longer than {self.longest_s:.0f} s",
-                    action="see its output; --longest_s allows more",
-                    where=str(folder / "output.log"),
-                ) from None
             finally:
                 _end(process)
 
@@ -134,13 +149,19 @@ def _read_ranks(folder: Path) -> list[dict[str, Any]]:
     return ranks if not ranks or len(ranks) == ranks[0]["world_size"] else []
 
 
-def _failed(program: Program, folder: Path, exit_code: int, has_trained: bool) -> PretrainkitError:
+def _tail(folder: Path) -> str:
+    """The end of what the program has written to its outputs."""
     attempt = folder / "logs" / "attempt_1"
     logs = [folder / "output.log", attempt / "node.log", *sorted(attempt.glob("rank_*.err"))]
     tail = ""
     for path in logs:
         if path.is_file() and path.stat().st_size:
             tail = path.read_text(encoding="utf-8", errors="replace")[-TAIL_CHARACTERS:]
+    return tail
+
+
+def _failed(program: Program, folder: Path, exit_code: int, has_trained: bool) -> PretrainkitError:
+    tail = _tail(folder)
     if exit_code in (0, EXIT_STOPPED_AFTER_SAVING) and not has_trained:
         return PretrainkitError(
             "the program ended before it had trained enough steps, or no step was seen",

@@ -25,7 +25,7 @@ from pretrainkit.diagnosis.sampler import Sampler
 from pretrainkit.diagnosis.spec import SPEED_ONLY
 from pretrainkit.diagnosis.statistics import Interval, saved_share, whole
 from pretrainkit.diagnosis.streams import OtherLoader, Replay, depth_of
-from pretrainkit.diagnosis.switches import SetUp, Switch, ignoring_errors
+from pretrainkit.diagnosis.switch import SetUp, Switch, ignoring_errors, work_of
 from pretrainkit.diagnosis.windows import Steps, Window, measure, warm_up
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Plan:
         chosen = [item for item in built.values() if isinstance(item, Switch)]
         self._why_not |= {name: item for name, item in built.items() if isinstance(item, str)}
         for switch in chosen:
-            self._details[switch.name] = {"detail": switch.detail, **switches.work_of(switch.seen or self._kept)}
+            self._details[switch.name] = {"detail": switch.detail, **work_of(switch.seen or self._kept)}
         yield from self._compute(chosen, self._spec.rounds)
         again = session.agree([switch.name for switch in chosen if self._seems_to_save(switch.name)])
         yield from self._compute([item for item in chosen if item.name in again], self._spec.confirming_rounds)
@@ -95,6 +95,8 @@ class Plan:
         """A look at the program as it is, for what no A/B tells: shapes, functions, the order of phases."""
         session = self._session
         session.loop.reads.clear()
+        tokenizer = facts.tokenizer() or {}
+        session.special_ids = {name: tokenizer.get(f"{name[:3]}_token_id") for name in ("eos_id", "bos_id")}
         session.measure_batches = session.is_watching_reads = True
         session.clock.events = []
         if session.on_gpu:
@@ -168,7 +170,7 @@ class Plan:
                 self._add(changed, before=before)
                 self._add(after)
                 before = after
-        self._save()
+            self._save()
 
     def _kept_window(self, name: str, switch: Switch | None, number: int) -> Generator[None, dict[str, float], Window]:
         settle_steps = switch.settle_steps if switch and number == 0 else 1
@@ -267,7 +269,7 @@ class Plan:
         if len(pairs) < 2:
             return False
         before, after = zip(*pairs, strict=True)
-        detail, kept = self._details[name], switches.work_of(self._kept)
+        detail, kept = self._details[name], work_of(self._kept)
         unit = "real_tokens" if kept["real_tokens"] else "samples"
         # Per micro batch; both windows have as many of them.
         ratio = detail[unit] / kept[unit] if kept[unit] else 1.0
@@ -285,7 +287,7 @@ class Plan:
         return time.perf_counter() - self._begin_s < self._spec.budget_s
 
     def _save(self, **more: Any) -> None:
-        kept_work = switches.work_of(self._kept)
+        kept_work = work_of(self._kept)
         self._session.write(
             windows=self._windows,
             why_not=self._why_not,

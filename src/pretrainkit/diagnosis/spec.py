@@ -13,6 +13,14 @@ UNSET_VARIABLE = "PRETRAINKIT_DIAGNOSIS_UNSET"
 SPEC_VARIABLE = "PRETRAINKIT_DIAGNOSIS"
 """Environment variable with the path of the file; without it the hooks do nothing."""
 
+PROBES = (
+    *("packing", "micro_batch_x2", "micro_batch_x4", "attention", "tf32", "bf16", "fused_optimizer", "threads"),
+    *("cpu_binding", "logging", "checkpoint_writes", "anomaly_detection", "deterministic", "recomputation", "compile"),
+    *("workers_2", "workers_4", "workers_8", "prefetch", "pinned_memory", "persistent_workers", "loader_alone"),
+    *("debug_variables", "micro_batch", "no_gradient_exchange"),
+)
+"""What can be asked for or left out; the data probe is always made, since its batches are those of the others."""
+
 FULL, SPEED_ONLY = "full", "speed_only"
 """Plans: all probes that can be switched within a process, or a few windows of the program as it is."""
 
@@ -47,6 +55,9 @@ class Spec:
     """Let the program save once at the end; only a run of this project can be told to."""
     compile: bool | None = None
     """Probe torch.compile; None: on CUDA alone, where it needs no C++ compiler."""
+
+    old_temporary: tuple[str, ...] = ()
+    """What temporary folders held before: the program may not change it."""
 
     def wants(self, probe: str) -> bool:
         """Whether a probe is to be made."""

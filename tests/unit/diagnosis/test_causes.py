@@ -102,3 +102,37 @@ def test_equal_ranks_have_no_slowest() -> None:
 def test_what_was_not_applicable_is_told() -> None:
     fine = findings(samples.rank_result(np.random.default_rng(0))).fine
     assert {"what": "TF32", "found": "CUDA only"} in fine
+
+
+def test_compiling_new_shapes_is_not_taken_for_reading() -> None:
+    rank = samples.rank_result(np.random.default_rng(0), {"data": 0.54})
+    rank["observed"]["compiled_frames"] = 8
+    for number, batch in enumerate(rank["observed"]["batches"]):
+        rank["observed"]["batches"][number] = {**batch, "shape": [4, 60 + number]}
+    found = findings(rank)
+    # Half of what known batches save is spent waiting for data.
+    assert {cause.name: round(cause.share.value, 1) for cause in found.causes} == {"new_shapes": 0.3, "workers": 0.3}
+    rank["observed"]["compiled_frames"] = 0
+    assert [cause.name for cause in findings(rank).causes] == ["workers"]
+
+
+def test_workers_that_are_started_for_every_epoch() -> None:
+    rank = samples.rank_result(np.random.default_rng(0), num_workers=2)
+    rank["facts"]["loader"]["batches"] = 40  # 20 steps of 0.1 s
+    rank["epoch_starts"] = {"new_s": [1.0, 1.1, 0.9], "kept_s": [0.1, 0.1, 0.1]}
+    (cause,) = findings(rank).causes
+    assert cause.name == "persistent_workers"
+    assert cause.share.value == pytest.approx(0.9 / 2.9, abs=0.02)
+    rank["facts"]["loader"]["batches"] = 4000
+    assert not findings(rank).causes
+
+
+def test_a_change_that_may_save_much_is_not_called_fine() -> None:
+    rank = samples.rank_result(np.random.default_rng(0))
+    for window in rank["windows"]:
+        if window["probe"] == "fused_optimizer":
+            factor = 3.0 if window["round"] % 2 else 0.5
+            window["steps_s"] = [step_s * factor for step_s in window["steps_s"]]
+    found = findings(rank)
+    assert "fused optimizer" in [item["what"] for item in found.uncertain]
+    assert "CPU threads" in [item["what"] for item in found.fine]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pretrainkit.data.indexed import IndexedDatasetWriter
-from pretrainkit.diagnosis import checks
+from pretrainkit.diagnosis import checks, data_checks
 from pretrainkit.diagnosis.checks import FINE, WARN, Check
 
 
@@ -52,31 +52,31 @@ def write_pair(prefix: Path, documents: list[list[int]]) -> None:
 )
 def test_ends_of_documents(tmp_path: Path, documents: list[list[int]], expected: list[str]) -> None:
     write_pair(tmp_path / "a", documents)
-    found = checks.check_data(str(tmp_path / "a"))
+    found = data_checks.check_data(str(tmp_path / "a"))
     assert [what for what in warned(found) if what != "file system"] == expected
     assert any("2 documents, 5 tokens" in check.found or "2 documents, 4 tokens" in check.found for check in found)
 
 
 def test_two_bos_are_told_where_the_manifest_names_bos() -> None:
-    found = checks._document_ends("a", [np.array([1, 1, 5, 2]), np.array([1, 5, 2])], 2, 1)
+    found = data_checks._document_ends("a", [np.array([1, 1, 5, 2]), np.array([1, 5, 2])], 2, 1)
     assert warned(found) == ["BOS"]
 
 
 def test_raw_text_is_told_to_be_prepared(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("{}\n")
-    assert "data format" in warned(checks.check_data(str(tmp_path)))
-    assert "data format" in warned(checks.check_data(str(tmp_path / "a.jsonl")))
+    assert "data format" in warned(data_checks.check_data(str(tmp_path)))
+    assert "data format" in warned(data_checks.check_data(str(tmp_path / "a.jsonl")))
 
 
 def test_many_small_files_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "MANY_FILES", 3)
+    monkeypatch.setattr(data_checks, "MANY_FILES", 3)
     for number in range(4):
         (tmp_path / f"{number}.txt").write_text("x")
-    assert "number of files" in warned(checks.check_place(tmp_path))
+    assert "number of files" in warned(data_checks.check_place(tmp_path))
 
 
 def test_file_system_of_a_path() -> None:
-    assert checks.file_system(Path("/proc/self")) == "proc"
+    assert data_checks.file_system(Path("/proc/self")) == "proc"
 
 
 def test_debug_variables_that_are_off_or_do_nothing_here_are_left_out() -> None:
@@ -89,3 +89,28 @@ def test_debug_variables_that_are_off_or_do_nothing_here_are_left_out() -> None:
     assert set(checks.debug_variables(variables, on_gpu=True)) == {"CUDA_LAUNCH_BLOCKING", "PYTHONDEVMODE"}
     assert set(checks.debug_variables(variables, on_gpu=False)) == {"PYTHONDEVMODE"}
     assert [check.state for check in checks.check_environment({}, on_gpu=True)] == [FINE]
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "counts", "expected"),
+    [
+        ({"pad_token_id": 2}, {"ends": 4, "masked_ends": 4, "ended_rows": 4}, ["padding token"]),
+        ({"pad_token_id": 2}, {"ends": 4, "ended_rows": 4}, []),
+        ({"pad_token_id": 2}, {}, ["padding token"]),
+        ({"pad_token_id": 0}, {"ends": 4, "masked_ends": 2, "ended_rows": 4}, ["EOS in the loss"]),
+        ({"pad_token_id": 0}, {"unended_rows": 3, "ended_rows": 1}, ["ends of documents in batches"]),
+        ({"pad_token_id": 0, "padding_side": "left"}, {"double_bos": 1}, ["padding side", "BOS in batches"]),
+    ],
+    ids=["masked", "not masked", "unknown", "PAD of its own", "no EOS", "left and two BOS"],
+)
+def test_batches_show_what_the_tokenizer_does(
+    tokenizer: dict[str, Any], counts: dict[str, int], expected: list[str]
+) -> None:
+    assert warned(checks.check_batches([counts], {"eos_token_id": 2, **tokenizer})) == expected
+
+
+def test_rows_of_text_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.jsonl").write_text("{}\n" * 300)
+    assert any("text: 300 rows" in check.found for check in data_checks.check_data(str(tmp_path / "a.jsonl")))
+    monkeypatch.setattr(data_checks, "LOOKED_AT_BYTES", 90)
+    assert any("about 300 rows" in check.found for check in data_checks.check_data(str(tmp_path / "a.jsonl")))
