@@ -9,7 +9,7 @@ from pathlib import Path
 import xxhash
 
 from pretrainkit.data.chunks import Span, Unit
-from pretrainkit.data.documents import Batch, RecordRules, parse_text, read_lines_between
+from pretrainkit.data.documents import BATCH_BYTES, Batch, RecordRules, parse_text, read_lines_between
 from pretrainkit.data.sources import Source
 from pretrainkit.data.streams import BLOCK_BYTES, PieceHash, read_blocks
 from pretrainkit.data.tables import read_rows
@@ -28,7 +28,7 @@ def read_span(source: Source, span: Span, rules: RecordRules) -> tuple[list[str]
     data, nominal, _ = read_lines_between(source.path, span.begin, span.end)
     if len(nominal) != span.end - span.begin:
         raise DataError("the file became shorter while it was read", where=source.path)
-    return [xxhash.xxh3_128_hexdigest(nominal)], len(data), parse_text(source, data, span.begin == 0, rules)
+    return [xxhash.xxh3_128_hexdigest(nominal)], len(data), parse_text(source, data, span.begin == 0, rules, BATCH_BYTES)
 
 
 def _piece_digests(source: Source, span: Span) -> list[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from pretrainkit.data.chunks import Unit
-from pretrainkit.data.documents import Batch, RecordRules, Reject, parse_text
+from pretrainkit.data.documents import BATCH_BYTES, Batch, RecordRules, Reject, parse_text
 from pretrainkit.data.encoder import Encoder, EngineSpec, finish
 from pretrainkit.data.parts import HeldChunk, PartWriter, Place, write_at
 from pretrainkit.data.proof import Answers, ask, first_difference
@@ -102,7 +102,7 @@ class _Worker:
 
     def block(self, data: bytes, number: int, block: int, source: int, disk_bytes: int) -> ChunkResult:
         """Encode a block of a stream that the parent has read."""
-        batches = parse_text(self.setup.sources[source], data, block == 0, self.setup.rules)
+        batches = parse_text(self.setup.sources[source], data, block == 0, self.setup.rules, BATCH_BYTES)
         return self._encode(number, block, disk_bytes, [(source, [], len(data), batches)])
 
     def _encode(

@@ -35,6 +35,25 @@ def test_pieces_of_any_size_hold_every_line_once_and_in_order(tmp_path: Path, se
     assert all(piece.endswith(b"\n") for piece in list(filter(None, pieces))[:-1])
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "txt", "txt-file"])
+@pytest.mark.parametrize("end", [b"", b"\n"])
+@pytest.mark.parametrize("batch_bytes", [1, 13, 40, 1 << 20])
+def test_batches_of_any_size_hold_what_one_batch_holds(kind: str, end: bytes, batch_bytes: int) -> None:
+    records = [b'{"text": "%d"}' % number for number in range(9)]
+    data = b"\xef\xbb\xbf" + b"\n".join([*records, b"", b'{"text": "\xff"}', b"  ", b'{"text": "end"}']) + end
+    for data in (data, b"", b"\n"):
+        source = Source("in", kind, "", len(data), 0, "in")
+        (whole,) = parse_text(source, data, True, RULES)
+        parts = list(parse_text(source, data, True, RULES, batch_bytes))
+        assert [text for part in parts for text in part.texts[0]] == whole.texts[0]
+        assert [line for part in parts for line in part.lines] == whole.lines
+        assert [reject for part in parts for reject in part.rejects] == whole.rejects
+        assert sum(part.num_blank for part in parts) == whole.num_blank
+        assert parts[-1].num_lines == whole.num_lines
+        for part in parts:
+            assert all(part.raw(line) == whole.raw(line) for line in part.lines)
+
+
 def test_good_records_keep_their_line_numbers() -> None:
     batch = parse(b'\n{"text": "a"}\n  \n{"text": 1}\n{"x": {"text": "no"}, "text": "b"}')
     assert batch.texts == [["a", "b"]]
