@@ -28,7 +28,8 @@ def read_span(source: Source, span: Span, rules: RecordRules) -> tuple[list[str]
     data, nominal, _ = read_lines_between(source.path, span.begin, span.end)
     if len(nominal) != span.end - span.begin:
         raise DataError("the file became shorter while it was read", where=source.path)
-    return [xxhash.xxh3_128_hexdigest(nominal)], len(data), parse_text(source, data, span.begin == 0, rules, BATCH_BYTES)
+    batches = parse_text(source, data, span.begin == 0, rules, BATCH_BYTES)
+    return [xxhash.xxh3_128_hexdigest(nominal)], len(data), batches
 
 
 def _piece_digests(source: Source, span: Span) -> list[str]:

@@ -40,8 +40,8 @@ def test_pieces_of_any_size_hold_every_line_once_and_in_order(tmp_path: Path, se
 @pytest.mark.parametrize("batch_bytes", [1, 13, 40, 1 << 20])
 def test_batches_of_any_size_hold_what_one_batch_holds(kind: str, end: bytes, batch_bytes: int) -> None:
     records = [b'{"text": "%d"}' % number for number in range(9)]
-    data = b"\xef\xbb\xbf" + b"\n".join([*records, b"", b'{"text": "\xff"}', b"  ", b'{"text": "end"}']) + end
-    for data in (data, b"", b"\n"):
+    mixed = b"\xef\xbb\xbf" + b"\n".join([*records, b"", b'{"text": "\xff"}', b"  ", b'{"text": "end"}']) + end
+    for data in (mixed, b"", b"\n"):
         source = Source("in", kind, "", len(data), 0, "in")
         (whole,) = parse_text(source, data, True, RULES)
         parts = list(parse_text(source, data, True, RULES, batch_bytes))
