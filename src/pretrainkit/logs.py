@@ -6,15 +6,27 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 LOGGER_NAME = "pretrainkit"
+TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY")
+"""Environment variables whose values are never written anywhere."""
+MASK = "***"
 
 
 def get_logger(module: str) -> logging.Logger:
     """The logger of a module; call it with `__name__`."""
     return logging.getLogger(module if module.startswith(LOGGER_NAME) else f"{LOGGER_NAME}.{module}")
+
+
+def masked(text: str, environment: Mapping[str, str] | None = None) -> str:
+    """`text` with the value of every token variable replaced by ***."""
+    values = os.environ if environment is None else environment
+    for name in TOKEN_VARIABLES:
+        if token := values.get(name):
+            text = text.replace(token, MASK)
+    return text
 
 
 def configure(*, verbose: bool = False, quiet: bool = False) -> None:

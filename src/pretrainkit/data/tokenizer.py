@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pretrainkit.data.hub import local_folder
 from pretrainkit.errors import RequestError
 from pretrainkit.logs import get_logger
 
@@ -74,15 +75,18 @@ class TokenizerFile:
 def load_tokenizer(name: Path | str, eod_token: str | None = None) -> TokenizerFile:
     """Read a tokenizer: a folder with tokenizer.json, such a file itself, or a hub id or older folder.
 
-    The last two go through transformers, as does a folder whose tokenizer_config.json says more than its
-    tokenizer.json. `eod_token` replaces the EOS token as end of document.
+    A folder without that file goes through transformers, as does one whose tokenizer_config.json says more than its
+    tokenizer.json. A hub id is looked for in the hub's cache, then on the hub, once. `eod_token` replaces the EOS
+    token as end of document.
     Raises RequestError when there is no such tokenizer, or it doesn't know `eod_token`.
     """
-    path = Path(name)
+    path = Path(name).expanduser()
+    if not path.exists():
+        path = local_folder(str(name), where="the tokenizer")
     roles: dict[str, str] = {}
     json_path = path / "tokenizer.json" if path.is_dir() else path
     if not json_path.is_file():
-        json_path, roles = _through_transformers(str(name))
+        json_path, roles = _through_transformers(path)
     raw = json_path.read_bytes()
     description = _parse(json_path, raw)
     if path.is_dir() and not roles:
@@ -90,7 +94,7 @@ def load_tokenizer(name: Path | str, eod_token: str | None = None) -> TokenizerF
         reason = _says_more(config, token_map, description)
         if reason:
             LOGGER.info("%s: %s, so transformers loads it", path, reason)
-            json_path, roles = _through_transformers(str(name))
+            json_path, roles = _through_transformers(path)
             raw = json_path.read_bytes()
             description = _parse(json_path, raw)
         else:
@@ -181,17 +185,17 @@ def _says_more(config: dict[str, Any], token_map: dict[str, Any], description: d
     return ""
 
 
-def _through_transformers(name: str) -> tuple[Path, dict[str, str]]:
-    """The tokenizer.json that transformers makes of a hub id or folder, in a temporary place, and its roles."""
+def _through_transformers(source: Path) -> tuple[Path, dict[str, str]]:
+    """The tokenizer.json that transformers makes of a folder, in a temporary place, and its roles."""
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, use_fast=True)
+        tokenizer = AutoTokenizer.from_pretrained(source, use_fast=True, local_files_only=True)
         text = tokenizer.backend_tokenizer.to_str()
     except Exception as error:
         raise RequestError(
             f"no tokenizer here: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
-            where=name,
+            where=str(source),
             needed="a folder with tokenizer.json, that file, or the hub id of a model",
         ) from error
     folder = Path(tempfile.mkdtemp(prefix="pretrainkit-tokenizer-"))

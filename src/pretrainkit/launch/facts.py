@@ -7,11 +7,11 @@ from pathlib import Path
 
 from pretrainkit.config.resolve import RunFacts
 from pretrainkit.config.schema import RunConfig
+from pretrainkit.data.hub import local_folder
 from pretrainkit.data.tokenizer import load_tokenizer
 from pretrainkit.errors import RequestError
 from pretrainkit.launch import weights
 from pretrainkit.launch.dataset import read_dataset
-from pretrainkit.launch.hub import local_folder
 from pretrainkit.launch.machine import read_machine
 from pretrainkit.models.registry import read_shape
 

@@ -24,8 +24,8 @@ from typing import Any
 
 from pretrainkit import files
 from pretrainkit.cli import Parser, run_command
+from pretrainkit.data.hub import CONFIG_AND_TOKENIZER, HUB_ID, hub_errors
 from pretrainkit.errors import EXIT_DONE, DataError, PretrainkitError, RequestError
-from pretrainkit.launch.hub import CONFIG_AND_TOKENIZER, HUB_ID, hub_errors
 from pretrainkit.logs import get_logger
 from pretrainkit.units import format_bytes
 

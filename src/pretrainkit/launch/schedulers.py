@@ -13,7 +13,8 @@ from typing import Protocol
 from pretrainkit.config.launch import LaunchConfig
 from pretrainkit.errors import PretrainkitError
 from pretrainkit.launch.job import Job
-from pretrainkit.launch.secrets import masked, without_tokens
+from pretrainkit.launch.secrets import without_tokens
+from pretrainkit.logs import masked
 
 _PLAIN_PATH = re.compile(r"[A-Za-z0-9_./+@=-]+")
 _TIMEOUT_S = 120

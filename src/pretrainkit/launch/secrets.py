@@ -9,10 +9,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY")
-"""Environment variables whose values are never written anywhere."""
+from pretrainkit.logs import TOKEN_VARIABLES
+
 _FLAGS = ("--hf_token", "--hf-token")
-MASK = "***"
 
 
 def split_token(words: Sequence[str]) -> tuple[list[str], str | None]:
@@ -83,12 +82,3 @@ def write_secrets(path: Path, secrets: Mapping[str, str]) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.writelines(f"export {name}={shlex.quote(value)}\n" for name, value in secrets.items())
-
-
-def masked(text: str, environment: Mapping[str, str] | None = None) -> str:
-    """`text` with the value of every token variable replaced by ***."""
-    values = os.environ if environment is None else environment
-    for name in TOKEN_VARIABLES:
-        if token := values.get(name):
-            text = text.replace(token, MASK)
-    return text

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pretrainkit import files
 from pretrainkit.config.schema import ResolvedRun
-from pretrainkit.launch.secrets import masked
+from pretrainkit.logs import masked
 
 PACKAGES = (
     "pretrainkit",

@@ -22,12 +22,11 @@ from pretrainkit.launch.machine import count_cpus
 from pretrainkit.launch.node import GRACE_S, NODE_LOG
 from pretrainkit.launch.plan import LaunchPlan, plan_launch
 from pretrainkit.launch.run_job import check_environment, needs_of
-from pretrainkit.launch.secrets import masked
 from pretrainkit.launch.source import describe
 from pretrainkit.launch.start_job import planned_job, provide_weights, start_job
 from pretrainkit.launch.submit import describe as describe_job
 from pretrainkit.launch.summary import summarize
-from pretrainkit.logs import get_logger
+from pretrainkit.logs import get_logger, masked
 
 log = get_logger(__name__)
 

@@ -1,7 +1,13 @@
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
+import socket
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -88,3 +94,31 @@ def test_bos_and_eod_frame_every_document(bos: int | None, eod: int | None) -> N
     assert out.tolist() == [token for document in framed for token in document]
     assert new_lengths.tolist() == [len(document) for document in framed]
     assert (out.dtype, new_lengths.dtype) == (np.uint16, np.int32)
+
+
+@pytest.mark.parametrize("name", ["/no/such", "./tok", "~/tok", "a/b/c", "folder/tokenizer.json", "tokenizer.json"])
+def test_a_path_that_is_not_there_is_not_looked_for_on_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # importing it now fails
+    with pytest.raises(RequestError, match="it can't be a model id of the hub"):
+        load_tokenizer(name)
+
+
+def test_a_hub_that_cannot_be_reached_is_tried_once(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        calls: list[object] = []
+
+        def refuse() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = server.accept()
+                    calls.append(connection)
+                    connection.close()
+
+        threading.Thread(target=refuse, daemon=True).start()
+        code = "from pretrainkit.data.tokenizer import load_tokenizer; load_tokenizer('owner/name')"
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+        environment = {**os.environ, "HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+        server.shutdown(socket.SHUT_RDWR)
+    assert "RequestError" in done.stderr and "the hub can't be reached" in done.stderr
+    assert len(calls) == 1

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from pretrainkit.checkpoint.fingerprint import weights_fingerprint
+from pretrainkit.data import hub
 from pretrainkit.errors import RequestError
-from pretrainkit.launch import hub, weights
+from pretrainkit.launch import weights
 from pretrainkit.models.registry import read_shape
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pretrainkit.launch.secrets import masked, split_token
+from pretrainkit.launch.secrets import split_token
+from pretrainkit.logs import masked
 
 TOKEN = "hf_very_secret_0123456789"
 

@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pretrainkit.errors import RequestError
-from pretrainkit.launch.secrets import masked
-from pretrainkit.logs import get_logger
+from pretrainkit.logs import masked
 
 CONFIG_AND_TOKENIZER = (
     "config.json",
@@ -25,16 +24,15 @@ CONFIG_AND_TOKENIZER = (
     "chat_template*",
 )
 """Files of a model repository that are not weights."""
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-"""The form of a model's name on the hub."""
-
-log = get_logger(__name__)
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(?<!\.json)")
+"""The form of a model's name on the hub; one that ends like a file is none."""
 
 
-def local_folder(hf_model_id: str) -> Path:
+def local_folder(hf_model_id: str, *, where: str = "--hf_model_id") -> Path:
     """The absolute folder of a model: the folder itself, or its config and tokenizer from the hub's cache.
 
-    Only what is missing in the cache is downloaded, never weights. HF_TOKEN and HF_HUB_OFFLINE are respected.
+    Only what is missing in the cache is downloaded, never weights; a hub that can't be reached is tried once.
+    HF_TOKEN and HF_HUB_OFFLINE are respected.
     Raises RequestError when there is no such folder or repository, or it can't be reached.
     """
     folder = Path(hf_model_id).expanduser()
@@ -44,15 +42,15 @@ def local_folder(hf_model_id: str) -> Path:
         raise RequestError(
             f"no folder {hf_model_id}, and it can't be a model id of the hub",
             needed="a local folder, or an id of the form owner/name",
-            where="--hf_model_id",
+            where=where,
         )
-    return _snapshot(hf_model_id)
+    return _snapshot(hf_model_id, where)
 
 
-def _snapshot(model_id: str) -> Path:
+def _snapshot(model_id: str, where: str) -> Path:
     from huggingface_hub import snapshot_download
 
-    with hub_errors(model_id, where="--hf_model_id"):
+    with hub_errors(model_id, where=where):
         return Path(
             snapshot_download(model_id, allow_patterns=list(CONFIG_AND_TOKENIZER), token=os.environ.get("HF_TOKEN"))
         )
