@@ -118,10 +118,17 @@ def _problem_of_run(arguments: argparse.Namespace) -> str | None:
 
 def _problem_of_shell_script(script: str, words: list[str]) -> str | None:
     """Flags behind a shell script are its own, or those of the commands that it starts."""
-    text = (REPOSITORY / script).read_text(encoding="utf-8")
+    text = _text_with_callees(REPOSITORY / script)
     known = {_spelling(word) for word in re.findall(r"--?[A-Za-z][\w-]*", text)}
     for tool in {match[0] for match in _TOOL.finditer(text)}:
         known |= options_of(tool)
     flags = [word.partition("=")[0] for word in words if re.match(r"--?[A-Za-z]", word)]
     unknown = [flag for flag in flags if _spelling(flag) not in known]
     return f"{script} doesn't know {', '.join(unknown)}" if unknown else None
+
+
+def _text_with_callees(path: Path) -> str:
+    """The text of a shell script, and of those beside it that it names."""
+    text = path.read_text(encoding="utf-8")
+    named = {path.with_name(name) for name in re.findall(r"[\w.-]+\.sh\b", text)} - {path}
+    return "\n".join([text, *(other.read_text(encoding="utf-8") for other in sorted(named) if other.is_file())])

@@ -11,7 +11,7 @@ from doc_commands import options_of, own_command, problem_of, tools
 from doc_pages import REPOSITORY, Command, commands, pages
 
 PROGRAMS = {
-    *("make", "python", "pip", "git", "cd", "export", "mkdir", "ls", "tail", "cat", "cp", "head", "source"),
+    *("make", "python", "pip", "git", "cd", "export", "mkdir", "ls", "tail", "cat", "cp", "head", "source", "."),
     *("sbatch", "srun", "salloc", "squeue", "scancel", "sacct", "qsub", "qstat", "qdel", "qacct", "module", "ssh"),
     *("apptainer", "enroot", "docker", "podman", "hf", "wandb", "nvidia-smi", "df", "rsync", "pytest", "tar"),
 }
