@@ -64,8 +64,9 @@ def _gradients(
     for name, parameter in sorted(model.named_parameters()):
         values = 0.02 * torch.randn(parameter.shape, generator=generator) + ("norm" in name)
         parameter.data.copy_(values.to(torch.bfloat16))
-        parameter.main_grad = torch.zeros(parameter.shape, device="cuda")
-        parameter.grad_added_to_main_grad = False  # as Megatron's data parallel wrapper sets it
+        parameter.grad_added_to_main_grad = False
+        if chosen:  # as Megatron's data parallel wrapper has it
+            parameter.main_grad = torch.zeros(parameter.shape, device="cuda")
     tokens = torch.randint(shape.vocab_size, (2, LENGTH + 1), generator=generator).cuda()
     positions = torch.arange(LENGTH, device="cuda").expand(2, LENGTH)
     loss = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:]).mean()

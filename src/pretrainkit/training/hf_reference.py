@@ -25,6 +25,7 @@ from typing import Any
 from pretrainkit import logs
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import CheckpointError, PretrainkitError
+from pretrainkit.training.engine_imports import engine_imports
 
 PROCESS_BYTES = 1_500_000_000
 """Of Python, torch and transformers; assumed, 0.7 GB were seen."""
@@ -121,9 +122,10 @@ def token_losses(request: Request) -> list[float]:
 
 def _streaming_model(folder: Path, rounded: Any, stack: ExitStack) -> Any:
     """The model of a folder, whose blocks have their weights only while they run."""
-    import torch
-    from accelerate import init_empty_weights
-    from transformers import AutoConfig, AutoModelForCausalLM
+    with engine_imports():
+        import torch
+        from accelerate import init_empty_weights
+        from transformers import AutoConfig, AutoModelForCausalLM
 
     from pretrainkit.checkpoint.safetensors import open_by_package
 

@@ -27,7 +27,7 @@ from nemo.utils import logging as nemo_logging
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.data.shard_urls import names_shards
 from pretrainkit.logs import get_logger
-from pretrainkit.training import kernels, optimizer, restarts, restored_weights, start_parity
+from pretrainkit.training import kernels, optimizer, optimizer_gather, restarts, restored_weights, start_parity
 from pretrainkit.training.cards import peak_flops
 from pretrainkit.training.dataset import EpochDataset, local_prefixes
 from pretrainkit.training.document_attention import with_document_bounds
@@ -73,6 +73,7 @@ def train(
     chosen = kernels.choose_for(run)
     kernels.install(chosen)
     optimizer.use_in_megatron()
+    optimizer_gather.use_in_megatron()
 
     recorder = None
     if rank == 0:

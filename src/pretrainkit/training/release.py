@@ -27,7 +27,6 @@ from pretrainkit.errors import CheckpointError, RequestError
 from pretrainkit.logs import get_logger
 from pretrainkit.models.registry import read_shape
 from pretrainkit.training import prompts
-from pretrainkit.training.engine_imports import engine_imports
 
 logger = get_logger(__name__)
 
@@ -186,6 +185,13 @@ def _megatron_weights(source: Path, shape: ModelShape, folder: Path, hf_folder: 
     return found.weights, name.removesuffix("embedding.word_embeddings.weight"), tensors[name].shape[0]
 
 
+def _rank_context() -> Any:
+    """Ranks are forks of one process, which imports Megatron once for all of them and bridges it to the CPU."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["pretrainkit.training.megatron_on_cpu"])
+    return context
+
+
 def _run_megatron(
     weights: Path, prefix: str, shape: ModelShape, num_rows: int, size: int, folder: Path
 ) -> dict[str, Any]:
@@ -193,8 +199,7 @@ def _run_megatron(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    # Spawned: a rank bridges torch to the CPU for good, and must do so before Megatron is imported.
-    context = multiprocessing.get_context("spawn")
+    context = _rank_context()
     arguments = (size, port, weights, prefix, shape, num_rows, folder)
     ranks = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(size)]
     for process in ranks:
@@ -213,13 +218,10 @@ def _rank(
     rank: int, size: int, port: int, weights: Path, prefix: str, shape: ModelShape, num_rows: int, folder: Path
 ) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(size)}
-    with engine_imports():
-        import torch
+    import torch
 
-        from pretrainkit.training import cpu
+    from pretrainkit.training.megatron_on_cpu import megatron_model
 
-        cpu.bridge()
-        from pretrainkit.training import megatron_model
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // size))
     torch.distributed.init_process_group("gloo")
     megatron_model.initialize(tensor_parallel_size=size)

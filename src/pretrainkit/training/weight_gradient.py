@@ -49,7 +49,7 @@ class EmbeddingIntoBuffer(torch.autograd.Function):
 
 def embedding(ids: Tensor, weight: Any) -> Tensor:
     """The rows [..., h] of `weight` [v, h] for ids [...]; backward adds to `weight.main_grad`, if Megatron made one."""
-    if not torch.is_grad_enabled() or not hasattr(weight, "grad_added_to_main_grad"):
+    if not torch.is_grad_enabled() or not hasattr(weight, "main_grad"):
         return F.embedding(ids, weight)
     if hasattr(weight, "zero_out_wgrad"):
         weight.zero_out_wgrad = False  # the output layer's gradient need not be zeros to be added to ours
