@@ -48,7 +48,8 @@ def make_blend(parts: list[str], temperature: float = 1.0) -> list[BlendEntry]:
         prefixes = find_pairs(path)
         total = sum(read_counts(prefix).num_tokens for prefix in prefixes)
         for prefix in prefixes:
-            label = name if name and len(prefixes) == 1 else f"{name}/{prefix.name}" if name else prefix.name
+            below = str(prefix.relative_to(path)) if Path(path) in prefix.parents else prefix.name
+            label = name if name and len(prefixes) == 1 else f"{name}/{below}" if name else below
             share = None
             if weight is not None:
                 share = weight * read_counts(prefix).num_tokens / max(total, 1)

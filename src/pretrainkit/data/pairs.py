@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,21 +33,21 @@ def natural_key(name: str) -> list[tuple[int, int, str]]:
 def find_pairs(path: Path | str) -> list[Path]:
     """The prefixes of all complete pairs at `path`, in natural order: a prefix, one of its files, or a folder.
 
+    A folder without pairs stands for all folders in it, as `preprocess_data.py --per-file` writes them.
     Raises RequestError when there is none, or half of one.
     """
     path = Path(path)
     if path.suffix in (".bin", ".idx") and path.is_file():
         path = path.with_suffix("")
     if path.is_dir():
-        names = {file.with_suffix("") for file in path.iterdir() if file.suffix in (".bin", ".idx")}
-        prefixes = sorted(names, key=lambda prefix: natural_key(prefix.name))
+        prefixes = _prefixes(path, path.iterdir()) or _prefixes(path, path.rglob("*"))
     else:
         prefixes = [path] if bin_path(path).is_file() or idx_path(path).is_file() else []
     if not prefixes:
         raise RequestError(
             "no .bin/.idx pair here",
             where=str(path),
-            needed="a folder with pairs, or a prefix P of P.bin and P.idx",
+            needed="a folder with pairs, itself or in folders below, or a prefix P of P.bin and P.idx",
             action="make one with tools/preprocess_data.py",
         )
     halves = [half for prefix in prefixes for half in (bin_path(prefix), idx_path(prefix)) if not half.is_file()]
@@ -57,6 +58,16 @@ def find_pairs(path: Path | str) -> list[Path]:
             action="preprocess or copy this data again, or move the other half away",
         )
     return prefixes
+
+
+def _prefixes(folder: Path, found: Iterable[Path]) -> list[Path]:
+    """Those of pairs among `found`, without what a preprocessing has not finished."""
+    names = {
+        file.with_suffix("")
+        for file in found
+        if file.suffix in (".bin", ".idx") and not any(above.suffix == ".partial" for above in file.parents)
+    }
+    return sorted(names, key=lambda prefix: natural_key(str(prefix.relative_to(folder))))
 
 
 def read_counts(prefix: Path | str) -> PairCounts:

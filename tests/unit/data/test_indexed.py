@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pretrainkit.data.blend import make_blend
 from pretrainkit.data.indexed import IndexedDataset, IndexedDatasetWriter, bin_path, idx_path, optimal_dtype
 from pretrainkit.data.pairs import find_pairs, natural_key, read_counts
 from pretrainkit.errors import DataError, RequestError
@@ -88,6 +89,17 @@ def test_pairs_of_a_folder_come_in_natural_order(make_pair: Callable[..., Path],
     assert [prefix.name for prefix in find_pairs(tmp_path)] == ["part1_text", "part2_text", "part10_text"]
     assert find_pairs(tmp_path / "part2_text") == find_pairs(tmp_path / "part2_text.idx") == [tmp_path / "part2_text"]
     assert read_counts(tmp_path / "part2_text").num_tokens == 6
+
+
+def test_a_folder_without_pairs_stands_for_those_below_it(make_pair: Callable[..., Path], tmp_path: Path) -> None:
+    for name in ("ja/part10", "ja/part2", "en/a/part1", "ja.partial/0"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        make_pair(name, DOCUMENTS)
+    found = [str(prefix.relative_to(tmp_path)) for prefix in find_pairs(tmp_path)]
+    assert found == ["en/a/part1", "ja/part2", "ja/part10"]
+    assert [entry.name for entry in make_blend([f"text={tmp_path}"])] == [f"text/{name}" for name in found]
+    make_pair("own", DOCUMENTS)
+    assert find_pairs(tmp_path) == [tmp_path / "own"]
 
 
 def test_a_folder_without_pairs_is_refused(tmp_path: Path) -> None:
