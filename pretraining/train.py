@@ -20,6 +20,7 @@ from pretrainkit.cli import Parser, run_command
 from pretrainkit.config.run_file import read_run
 from pretrainkit.errors import EXIT_DONE, EXIT_STOPPED_AFTER_SAVING, RequestError
 from pretrainkit.training import start_plan
+from pretrainkit.training.engine_imports import engine_imports
 from pretrainkit.training.stop_requests import StopRequests
 
 log = logs.get_logger("train")
@@ -56,12 +57,11 @@ def command(arguments: argparse.Namespace) -> int:
         return EXIT_DONE
     if rank == 0:
         start_plan.prepare(run, plan)
-    if run.accelerator == "cpu":
-        with logs.quiet_imports():
+    with engine_imports():
+        if run.accelerator == "cpu":
             from pretrainkit.training import cpu
 
             cpu.bridge()
-    with logs.quiet_imports():
         from pretrainkit.training import nemo
     logs.quiet_upstream()
     done = nemo.train(run, plan, rank=rank, local_world_size=local_world_size, requests=requests)

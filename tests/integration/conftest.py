@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -42,11 +44,12 @@ def dataset_prefix(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: P
     return prefix.with_name(prefix.name + "_text_document")
 
 
-@pytest.fixture
-def write_tiny_run(tmp_path: Path, dataset_prefix: Path) -> Callable[..., Path]:
-    """Write the run.json of a tiny model; keyword arguments change the run."""
+@pytest.fixture(scope="session")
+def write_tiny_run_in(dataset_prefix: Path) -> Callable[..., Path]:
+    """Write the run.json of a tiny model into an experiment of a folder; keyword arguments change the run."""
 
     def write(
+        home: Path,
         hf_folder: Path,
         experiment: str,
         *,
@@ -67,7 +70,7 @@ def write_tiny_run(tmp_path: Path, dataset_prefix: Path) -> Callable[..., Path]:
         settings = {"global_batch_size": 4, "save_interval": 4, "val_interval": 0, "precision": "fp32"} | training
         config = RunConfig(
             experiment=experiment,
-            experiments_dir=str(tmp_path),
+            experiments_dir=str(home),
             hf_model_id=str(hf_folder),
             data=DataConfig(dataset_path=str(dataset), sequence_length=128, split="8,1,1", num_workers=0),
             parallel=ParallelConfig(tensor, pipeline, context, sequence_parallel),
@@ -80,7 +83,7 @@ def write_tiny_run(tmp_path: Path, dataset_prefix: Path) -> Callable[..., Path]:
             config=config,
             model=read_shape(hf_folder),
             dataset=DatasetFacts((str(dataset),), (), 0, 0, None, "0" * 64),
-            experiment_dir=str(tmp_path / experiment),
+            experiment_dir=str(home / experiment),
             hf_folder=str(hf_folder),
             initial_checkpoint=str(initial_checkpoint) if initial_checkpoint else None,
             accelerator="cpu",
@@ -98,7 +101,7 @@ def write_tiny_run(tmp_path: Path, dataset_prefix: Path) -> Callable[..., Path]:
             recompute=recompute,
             hf_weights=str(hf_weights) if hf_weights else None,
         )
-        run_file = tmp_path / experiment / "run.json"
+        run_file = home / experiment / "run.json"
         run_file.parent.mkdir(parents=True, exist_ok=True)
         write_run(run_file, run)
         return run_file
@@ -106,17 +109,47 @@ def write_tiny_run(tmp_path: Path, dataset_prefix: Path) -> Callable[..., Path]:
     return write
 
 
-@pytest.fixture
-def train_tiny(write_tiny_run: Callable[..., Path]) -> Callable[..., list[dict[str, Any]]]:
-    """Train a tiny model and get its metrics records; arguments as those of `write_tiny_run`."""
+@pytest.fixture(scope="session")
+def train_tiny_in(write_tiny_run_in: Callable[..., Path]) -> Callable[..., list[dict[str, Any]]]:
+    """Train a tiny model in a folder and get its metrics records; arguments as those of `write_tiny_run_in`."""
 
     def train(*arguments: Any, **settings: Any) -> list[dict[str, Any]]:
-        run_file = write_tiny_run(*arguments, **settings)
-        world_size = read_run(run_file).world_size
-        ranks.run_ranks(ranks.train_rank, world_size, run_file.parent, run_file=run_file)
-        return read_metrics(run_file.parent / "metrics.jsonl")
+        return train_in_forked_ranks(write_tiny_run_in(*arguments, **settings))
 
     return train
+
+
+@pytest.fixture
+def write_tiny_run(tmp_path: Path, write_tiny_run_in: Callable[..., Path]) -> Callable[..., Path]:
+    """`write_tiny_run_in` a folder of this test's own."""
+    return functools.partial(write_tiny_run_in, tmp_path)
+
+
+@pytest.fixture
+def train_tiny(tmp_path: Path, train_tiny_in: Callable[..., Any]) -> Callable[..., list[dict[str, Any]]]:
+    """`train_tiny_in` a folder of this test's own."""
+    return functools.partial(train_tiny_in, tmp_path)
+
+
+@pytest.fixture(scope="session")
+def train_request() -> Callable[..., list[dict[str, Any]]]:
+    """Train what flags of pretrain.py ask for and get the metrics records.
+
+    All of a start is the command's own, but that the ranks are forked instead of started by torchrun.
+    """
+    main = runpy.run_path(str(REPOSITORY / "pretraining" / "pretrain.py"))["main"]
+
+    def train(words: list[str]) -> list[dict[str, Any]]:
+        assert main([*words, "--dry_run"]) == 0
+        home, experiment = (words[words.index(flag) + 1] for flag in ("--experiments_dir", "--experiment"))
+        return train_in_forked_ranks(Path(home) / experiment / "run.json")
+
+    return train
+
+
+def train_in_forked_ranks(run_file: Path) -> list[dict[str, Any]]:
+    ranks.run_ranks(ranks.train_rank, read_run(run_file).world_size, run_file.parent, run_file=run_file)
+    return read_metrics(run_file.parent / "metrics.jsonl")
 
 
 @pytest.fixture

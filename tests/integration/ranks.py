@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import resource
 import socket
@@ -11,6 +13,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from pretrainkit.errors import EXIT_STOPPED_AFTER_SAVING
 
@@ -27,9 +31,7 @@ def run_ranks(target: Callable[..., None], world_size: int, folder: Path, **argu
     for process in ranks:
         process.join(RANK_TIMEOUT_S)
     failed = [rank for rank, process in enumerate(ranks) if process.exitcode != 0]
-    for process in ranks:
-        process.kill()
-        process.join()
+    kill_with_children(ranks)
     if failed:
         tails = "\n".join(f"--- rank {rank}\n{outputs[rank].read_text()[-3000:]}" for rank in failed)
         raise AssertionError(f"ranks {failed} of {world_size} failed or hung\n{tails}")
@@ -37,10 +39,7 @@ def run_ranks(target: Callable[..., None], world_size: int, folder: Path, **argu
 
 def start_ranks(target: Callable[..., None], world_size: int, outputs: list[Path], **arguments: Any) -> list[Any]:
     """Start ranks as `run_ranks` does, and get their processes at once."""
-    # The fork server looks for modules to preload on PYTHONPATH alone.
-    os.environ["PYTHONPATH"] = str(Path(__file__).parent)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["ranks_preload"])
+    context = fork_server()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -51,6 +50,30 @@ def start_ranks(target: Callable[..., None], world_size: int, outputs: list[Path
     for process in ranks:
         process.start()
     return ranks
+
+
+def fork_server() -> Any:
+    """The context of the process that has NeMo imported; each test process starts one, for all that forks ranks."""
+    # The fork server looks for modules to preload on PYTHONPATH alone.
+    os.environ["PYTHONPATH"] = str(Path(__file__).parent)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["ranks_preload"])
+    multiprocessing.forkserver.ensure_running()
+    return context
+
+
+def kill_with_children(processes: list[Any]) -> None:
+    """SIGKILL for ranks and the processes that write for them, as when a node dies."""
+    family = set()
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
+            family |= {rank := psutil.Process(process.pid), *rank.children(recursive=True)}
+    for member in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.kill()
+    for process in processes:
+        process.join()
+    psutil.wait_procs(family, timeout=10)
 
 
 def _rank(target: Any, rank: int, world_size: int, port: int, output: Path, arguments: dict[str, Any]) -> None:
@@ -76,6 +99,18 @@ def _rank(target: Any, rank: int, world_size: int, port: int, output: Path, argu
     torch.set_num_threads(1)
     logs.configure()
     target(rank, world_size, **arguments)
+
+
+def look_at_imports(rank: int, world_size: int) -> None:
+    """NeMo warns, and goes on with less, where one of its modules can't be imported."""
+    from nemo.collections import llm
+
+    from pretrainkit.training.engine_imports import LEFT_OUT
+
+    assert callable(llm.pretrain)
+    assert not [name for name in LEFT_OUT if name in sys.modules]
+    for name in LEFT_OUT:
+        __import__(name)
 
 
 def train_rank(rank: int, world_size: int, *, run_file: Path) -> None:

@@ -1,7 +1,9 @@
 """Imported once by the process that ranks are forked from."""
 
-from pretrainkit.training import cpu
+from pretrainkit.training.engine_imports import engine_imports
 
-cpu.bridge()
+with engine_imports():
+    from pretrainkit.training import cpu
 
-from pretrainkit.training import nemo  # noqa: E402, F401
+    cpu.bridge()
+    from pretrainkit.training import nemo  # noqa: F401

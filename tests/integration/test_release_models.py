@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import ranks
 
 from pretrainkit.checkpoint.convert import Options, convert
 from pretrainkit.checkpoint.detect import Kind
@@ -27,6 +28,7 @@ def release(
     make_model: Callable[..., Path], tokenizer_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., tuple[Path, Path]]:
     """A Megatron checkpoint and the Hugging Face folder released from it."""
+    ranks.fork_server()  # models are compared in forks of it
 
     def make(name: str, kind: Kind, cut: Parallelism) -> tuple[Path, Path]:
         folder = tmp_path_factory.mktemp("release")

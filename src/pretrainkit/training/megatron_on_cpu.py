@@ -1,0 +1,14 @@
+"""Megatron's model on the CPU, bridged and imported once, by the process that ranks are forked from (preloaded there).
+
+Importing it bridges torch to the CPU for good, which a process must do before it imports Megatron.
+"""
+
+from __future__ import annotations
+
+from pretrainkit.training.engine_imports import engine_imports
+
+with engine_imports():
+    from pretrainkit.training import cpu
+
+    cpu.bridge()
+    from pretrainkit.training import megatron_model  # noqa: F401
