@@ -88,6 +88,12 @@ def _definitions(source: str) -> list[str]:
     return found
 
 
+def test_what_the_commands_write_by_default_is_no_part_of_the_source() -> None:
+    """Job folders may hold tokens: they must not be added to git by chance."""
+    ignored = read(".gitignore").splitlines()
+    assert {"/experiments/", "/jobs/", "/diagnosis/", "/data/", "/build/"} <= set(ignored)
+
+
 def test_docs_check_runs_this_folder() -> None:
     recipe = re.search(r"^docs-check:.*\n\t(.+)$", read("Makefile"), re.MULTILINE)
     assert recipe and str(Path(__file__).parent.relative_to(REPOSITORY)) in recipe[1].split()
