@@ -32,6 +32,7 @@ def test_an_experiment_is_measured_and_compared(
     before = contents(new)
     command = [sys.executable, str(ROOT / "tools" / "diagnose_speed.py"), str(new), "--against", str(old), "--quick"]
     command += ["--output", str(tmp_path / "report"), "--probes", "logging,threads", "--budget_s", "15"]
+    command += ["--time_checkpoint"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert contents(new) == before
@@ -45,6 +46,10 @@ def test_an_experiment_is_measured_and_compared(
     assert speed["effective_tokens_per_second"]["value"] * speed["step_time_s"]["value"] == pytest.approx(512, rel=1e-3)
     assert speed["micro_batches_per_step"] == 4
     assert {"data", "forward", "backward", "optimizer"} <= set(report["phases"])
+
+    saving = report["checkpoint"]
+    assert 0 < saving["seconds"] < 60
+    assert saving["save_interval"] > 0 and 0 < saving["share"] < 1
 
     against = report["against"]
     assert against["tokens"] == {"this": 8 * 512, "other": 4 * 512, "ratio": 2}

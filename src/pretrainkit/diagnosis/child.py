@@ -76,6 +76,8 @@ class Session:
         self._plan: Generator[None, dict[str, float], None] | None = None
         self._result: dict[str, Any] = {}
         self._is_over = False
+        self._ends_by_itself = False
+        """It was asked to save and to end."""
 
     # What the hooks call
 
@@ -208,12 +210,13 @@ class Session:
 
         self.clock.end_step()
         atexit.register(lambda: self.write(checkpoint_s=self.clock.end_step().get("checkpoint", 0.0)))
+        self._ends_by_itself = True
         os.kill(os.getpid(), signal.SIGTERM)
 
     def finish(self) -> None:
         """End the program at once, before it writes anything of its own."""
         self.write(ended=True, notes=self.notes)
-        if self.spec.time_checkpoint and self.spec.source == "experiment":
+        if self._ends_by_itself:
             return
         import multiprocessing
 

@@ -201,7 +201,7 @@ def _in_turn(starter: Starter, probe: str, **change: Any) -> Shown:
     after: list[list[float]] = []
     for _ in range(STARTS_PER_SETTING):
         for found, settings in ((before, {}), (after, change)):
-            measured = starter.measure(plan=SPEED_ONLY, **settings)
+            measured = starter.measure(plan=SPEED_ONLY, time_checkpoint=False, **settings)
             found += [[window["wall_s"] / window["steps"]] for window in measured.ranks[0]["windows"]]
     count = min(len(before), len(after))
     share, noise = saved_share(before[:count], after[:count]), noise_of(before)

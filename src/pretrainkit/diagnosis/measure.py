@@ -162,6 +162,14 @@ def _tail(folder: Path) -> str:
 
 def _failed(program: Program, folder: Path, exit_code: int, has_trained: bool) -> PretrainkitError:
     tail = _tail(folder)
+    seen = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("rank_*.json")]
+    if seen and len(seen) < seen[0]["world_size"] and exit_code == 0:
+        return PretrainkitError(
+            f"{len(seen)} of {seen[0]['world_size']} ranks were seen",
+            needed="all ranks on this machine",
+            action="diagnose the same command on one node",
+            where=program.name,
+        )
     if exit_code in (0, EXIT_STOPPED_AFTER_SAVING) and not has_trained:
         return PretrainkitError(
             "the program ended before it had trained enough steps, or no step was seen",

@@ -19,6 +19,8 @@ from pretrainkit.launch.plan import LaunchPlan, plan_launch
 
 LONGEST_STEPS = 1_000_000
 """Steps that a run is told to do: more than any diagnosis needs."""
+NODE_FLAGS = ("--nnodes", "--num-machines", "--num-nodes")
+"""Of torchrun, accelerate launch, and others."""
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 
 
@@ -94,9 +96,26 @@ def of_script(command_line: str) -> Program:
         raise RequestError(
             "no command", needed="'python train.py ...' or 'torchrun ... train.py ...'", where="--script"
         )
+    _refuse_several_nodes(words)
     if words[0].endswith(".py"):
         words.insert(0, sys.executable)
     return Program("script", command_line, tuple(words), environment)
+
+
+def _refuse_several_nodes(words: list[str]) -> None:
+    """Raise RequestError where a launcher is told to wait for ranks on other machines."""
+    for position, word in enumerate(words):
+        flag, given, value = word.partition("=")
+        if flag.replace("_", "-") not in NODE_FLAGS:
+            continue
+        value = value if given else (words[position + 1] if position + 1 < len(words) else "")
+        if value.partition(":")[0].isdecimal() and int(value.partition(":")[0]) > 1:
+            raise RequestError(
+                f"{flag} {value}: the ranks of other nodes can't be started from here",
+                action=f"diagnose it on one node ({flag} 1): the speed of a rank shows there, the network between "
+                "nodes doesn't (tools/check_node.py measures that)",
+                where="--script",
+            )
 
 
 def of_module(name: str) -> Program:

@@ -32,6 +32,13 @@ def test_an_empty_script_is_refused() -> None:
         program.of_script("A=1")
 
 
+@pytest.mark.parametrize("flag", ["--nnodes 2", "--nnodes=2:4", "--num_machines 2", "--num-nodes=3"])
+def test_ranks_on_other_nodes_are_refused(flag: str) -> None:
+    with pytest.raises(RequestError, match="other nodes"):
+        program.of_script(f"torchrun {flag} train.py")
+    assert program.of_script("torchrun --nnodes=1:1 --num_machines 1 train.py").kind == "script"
+
+
 def test_a_folder_that_is_no_experiment_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"run\.json"):
         program.of_experiment(tmp_path, Path("train.py"))

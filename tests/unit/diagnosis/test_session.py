@@ -1,0 +1,27 @@
+"""A rank under diagnosis ends its program when all is measured."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pretrainkit.diagnosis.spec import FULL, SPEED_ONLY
+
+PROGRAM = """
+import sys
+from pretrainkit.diagnosis.child import Session
+from pretrainkit.diagnosis.spec import Spec
+Session(Spec(folder=sys.argv[1], plan=sys.argv[2], source="experiment", time_checkpoint=True)).finish()
+sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("plan", [SPEED_ONLY, FULL])
+def test_a_program_that_was_not_told_to_save_is_ended(tmp_path: Path, plan: str) -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path), plan], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "rank_0.json").read_text())["ended"]
