@@ -92,6 +92,8 @@ def _tracked(path: Path) -> Path:
 
 
 def _hint(path: Path) -> str:
+    if path.name.startswith("mp_rank_"):
+        return f"one rank's part of a checkpoint: perhaps you mean {path.parent}"
     inside = [entry for entry in sorted(path.iterdir()) if entry.is_dir()]
     for entry in inside:
         if (entry / "weights").is_dir() or (entry / "metadata.json").is_file() or any(entry.glob("mp_rank_*")):

@@ -220,6 +220,12 @@ def test_parent_of_checkpoints_gets_a_hint(make_model: Callable[..., Path], tmp_
     assert "perhaps you mean" in message and "step_4" in message
 
 
+def test_one_rank_of_a_checkpoint_gets_a_hint(make_model: Callable[..., Path], tmp_path: Path) -> None:
+    convert(make_model("llama"), tmp_path / "m", Options(to=Kind.TORCH))
+    message = refused(tmp_path / "m" / "release" / "mp_rank_00", tmp_path / "out")
+    assert f"perhaps you mean {tmp_path / 'm' / 'release'}" in message
+
+
 @pytest.mark.parametrize("tracked", ["", "12", "abc", "iter_5"])
 def test_tracker_that_names_nothing(make_model: Callable[..., Path], tmp_path: Path, tracked: str) -> None:
     convert(make_model("llama"), tmp_path / "m", Options(to=Kind.TORCH_DIST))
