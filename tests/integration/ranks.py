@@ -64,10 +64,10 @@ def fork_server() -> Any:
 
 def kill_with_children(processes: list[Any]) -> None:
     """SIGKILL for ranks and the processes that write for them, as when a node dies."""
-    family = set()
+    family: list[psutil.Process] = []
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):  # it has ended
-            family |= {rank := psutil.Process(process.pid), *rank.children(recursive=True)}
+            family += [rank := psutil.Process(process.pid), *rank.children(recursive=True)]
     for member in family:
         with contextlib.suppress(psutil.NoSuchProcess):
             member.kill()
@@ -90,6 +90,8 @@ def _rank(target: Any, rank: int, world_size: int, port: int, output: Path, argu
         "TORCHELASTIC_RUN_ID": "test",
         "WANDB_MODE": "offline",
     }
+    # A fork server's children start theirs by fork servers of their own; a rank forks the workers of its loader.
+    multiprocessing.set_start_method("fork", force=True)
     import torch
 
     from pretrainkit import logs

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import http.server
-import json
 import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -73,18 +74,32 @@ def test_a_run_knows_of_them_what_it_knows_of_a_pair(form: str, forms: dict[str,
     assert found.facts.data_hash != of_pair.facts.data_hash
 
 
-def pretrain(home: Path, experiment: str, dataset: Path | str, model: Path, max_steps: int) -> list[tuple[int, float]]:
-    words = f"--hf_model_id {model} --dataset_path {dataset} --experiment {experiment} --experiments_dir {home}"
-    words += (
-        f" --accelerator cpu -G 1 -g 4 --sequence_length 128 --split 8,2,0 --val_interval 0 --max_steps {max_steps}"
-        " --lr_decay_steps 4"
-    )
-    command = [sys.executable, "pretraining/pretrain.py", *words.split()]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    lines = (home / experiment / "metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    return [(record["step"], record["loss"]) for record in records if "loss" in record and "learning_rate" in record]
+@pytest.fixture(scope="module")
+def model(make_hf_llama: Callable[..., Path]) -> Path:
+    return make_hf_llama()
+
+
+@pytest.fixture(scope="module")
+def losses(model: Path, train_request: Callable[..., list[dict[str, Any]]]) -> Callable[..., list[tuple[int, float]]]:
+    """Train on data of any form, or go on, and get the steps with their losses."""
+
+    def train(home: Path, experiment: str, dataset: Path | str, max_steps: int) -> list[tuple[int, float]]:
+        words = f"--hf_model_id {model} --dataset_path {dataset} --experiment {experiment} --experiments_dir {home}"
+        words += " --accelerator cpu -G 1 -g 4 --sequence_length 128 --split 8,2,0 --val_interval 0 --lr_decay_steps 4"
+        records = train_request([*words.split(), "--max_steps", str(max_steps)])
+        return [(each["step"], each["loss"]) for each in records if "loss" in each and "learning_rate" in each]
+
+    return train
+
+
+@pytest.fixture(scope="module")
+def of_shards(
+    losses: Callable[..., list[tuple[int, float]]], forms: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> list[tuple[int, float]]:
+    """Four steps on the shards, stopped after two."""
+    home = tmp_path_factory.mktemp("shards")
+    losses(home, "shards", forms["shards"], 2)
+    return losses(home, "shards", forms["shards"], 4)
 
 
 def test_samples_of_a_run_are_those_of_the_pair(forms: dict[str, Path], dataset_prefix: Path, tmp_path: Path) -> None:
@@ -116,40 +131,40 @@ def test_samples_of_a_run_are_those_of_the_pair(forms: dict[str, Path], dataset_
         assert samples(folder) == wanted
 
 
-def test_training_from_each_form_resumes_in_the_middle(forms: dict[str, Path], make_hf_llama, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    model, losses = make_hf_llama(), []
-    for form, folder in forms.items():
-        pretrain(tmp_path, form, folder, model, 2)
-        losses.append(pretrain(tmp_path, form, folder, model, 4))
-    assert [step for step, _ in losses[0]] == [1, 2, 3, 4]
-    assert losses[0] == losses[1]
-
-
-def test_shards_behind_a_url_train_as_those_of_the_folder(
+def test_training_from_each_form_resumes_in_the_middle(
+    of_shards: list[tuple[int, float]],
+    losses: Callable[..., list[tuple[int, float]]],
     forms: dict[str, Path],
-    make_hf_llama,  # type: ignore[no-untyped-def]
     tmp_path: Path,
 ) -> None:
-    model = make_hf_llama()
+    losses(tmp_path, "packed", forms["packed"], 2)
+    assert losses(tmp_path, "packed", forms["packed"], 4) == of_shards
+    assert [step for step, _ in of_shards] == [1, 2, 3, 4]
+
+
+def test_shards_behind_a_url_train_and_resume_as_those_of_the_folder(
+    of_shards: list[tuple[int, float]],
+    losses: Callable[..., list[tuple[int, float]]],
+    forms: dict[str, Path],
+    tmp_path: Path,
+) -> None:
     handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(forms["shards"]))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/shard-{{00000..00000}}.tar"
-        found = pretrain(tmp_path, "url", url, model, 2)
+        losses(tmp_path, "url", url, 2)
+        found = losses(tmp_path, "url", url, 4)
         server.shutdown()
-    assert found == pretrain(tmp_path, "folder", forms["shards"], model, 2)
+    assert found == of_shards
     assert len(list((tmp_path / ".shard_cache").glob("*/shard-00000.tar"))) == 1
 
 
 def test_rows_of_bestfit_train_and_resume_in_the_middle(
-    rows: Path,
-    make_hf_llama,  # type: ignore[no-untyped-def]
-    tmp_path: Path,
+    rows: Path, losses: Callable[..., list[tuple[int, float]]], tmp_path: Path
 ) -> None:
-    model = make_hf_llama()
-    whole = pretrain(tmp_path, "whole", rows, model, 4)
-    pretrain(tmp_path, "resumed", rows, model, 2)
-    assert pretrain(tmp_path, "resumed", rows, model, 4) == whole
+    whole = losses(tmp_path, "whole", rows, 4)
+    losses(tmp_path, "resumed", rows, 2)
+    assert losses(tmp_path, "resumed", rows, 4) == whole
     assert [step for step, _ in whole] == [1, 2, 3, 4]
 
 
@@ -166,10 +181,10 @@ def test_what_rows_can_not_do_is_refused(
     flags: str,
     told: str,
     rows: Path,
-    make_hf_llama,  # type: ignore[no-untyped-def]
+    model: Path,
     tmp_path: Path,
 ) -> None:
-    words = [*f"--hf_model_id {make_hf_llama()} --dataset_path {rows} --accelerator cpu -g 4".split()]
+    words = [*f"--hf_model_id {model} --dataset_path {rows} --accelerator cpu -g 4".split()]
     words += ["--split", "8,2,0", "--experiments_dir", tmp_path, "--dry_run", *flags.split()]
     if "-G" not in flags:
         words += ["-G", 1]

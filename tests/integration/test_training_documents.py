@@ -80,31 +80,35 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_training_on_rows_is_the_same_in_every_layout(
-    make_hf_llama: Callable[..., Path], tmp_path: Path, train_rows: Callable[..., list[float]], layout: dict[str, Any]
+    train_rows: Callable[..., list[float]], one: list[float], layout: dict[str, Any]
 ) -> None:
-    from pretrainkit.checkpoint.convert import convert
-
-    model, start = make_hf_llama(), tmp_path / "nemo"
-    convert(model, start)
-    layout = layout | {"initial_checkpoint": start}
-    one = train_rows(model, "one", initial_checkpoint=start)
     assert len(set(one)) == 3
     if "micro_batch_size" in layout:  # the mean over rows is another than the mean over pairs of rows
-        assert train_rows(model, "other", **layout) == pytest.approx(one, abs=0.05)
+        assert train_rows(**layout) == pytest.approx(one, abs=0.05)
     else:
-        assert train_rows(model, "other", **layout) == pytest.approx(one, abs=1e-6)
+        assert train_rows(**layout) == pytest.approx(one, abs=1e-6)
 
 
-@pytest.fixture
-def train_rows(write_tiny_run: Callable[..., Path], bestfit: Path) -> Callable[..., list[float]]:
+@pytest.fixture(scope="module")
+def train_rows(
+    make_hf_llama: Callable[..., Path],
+    write_tiny_run_in: Callable[..., Path],
+    bestfit: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[..., list[float]]:
     """The losses of a tiny model trained on rows."""
     import dataclasses
 
+    from pretrainkit.checkpoint.convert import convert
     from pretrainkit.config.run_file import write_run
     from pretrainkit.training.records import read_metrics
 
-    def train(model: Path, name: str, **layout: Any) -> list[float]:
-        run_file = write_tiny_run(model, name, max_steps=3, **layout)
+    model, start = make_hf_llama(), tmp_path_factory.mktemp("start") / "nemo"
+    convert(model, start)
+
+    def train(**layout: Any) -> list[float]:
+        home = tmp_path_factory.mktemp("rows")
+        run_file = write_tiny_run_in(home, model, "rows", max_steps=3, initial_checkpoint=start, **layout)
         run = read_run(run_file)
         run = dataclasses.replace(
             run, reset_attention_mask=True, dataset=dataclasses.replace(run.dataset, prefixes=(str(bestfit),))
@@ -114,3 +118,9 @@ def train_rows(write_tiny_run: Callable[..., Path], bestfit: Path) -> Callable[.
         return [record["loss"] for record in read_metrics(run_file.parent / "metrics.jsonl") if "loss" in record]
 
     return train
+
+
+@pytest.fixture(scope="module")
+def one(train_rows: Callable[..., list[float]]) -> list[float]:
+    """Those of one rank."""
+    return train_rows()

@@ -11,9 +11,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import psutil
 import pytest
 import ranks
 
@@ -43,15 +41,6 @@ def wait_for_step(folder: Path, attempt: int, step: int) -> None:
         time.sleep(0.01)
 
 
-def kill_all(process: Any) -> None:
-    """SIGKILL for a rank and the processes that write for it, as when a node dies."""
-    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-    for member in family:
-        member.kill()
-    psutil.wait_procs(family[1:], timeout=10)
-    process.join()
-
-
 @pytest.mark.parametrize("async_save", ["off", "on"])
 def test_a_checkpoint_is_always_there_whenever_a_run_is_killed(
     tiny: Path, tmp_path: Path, write_tiny_run: Callable[..., Path], async_save: str
@@ -74,7 +63,7 @@ def test_a_checkpoint_is_always_there_whenever_a_run_is_killed(
             assert resume.newest_complete(checkpoints)
             time.sleep(0.05)
         assert process.is_alive(), log.read_text()[-3000:]
-        kill_all(process)
+        ranks.kill_with_children([process])
         found = resume.newest_complete(checkpoints)
         assert found and found.step > newest
         newest = found.step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,19 @@ def start(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def train(
+    tiny: Path, start: Path, train_tiny_in: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., list[dict[str, Any]]]:
+    """Train at a layout and get the metrics records; each run is made once."""
+
+    @functools.cache
+    def trained(settings: tuple[tuple[str, Any], ...]) -> list[dict[str, Any]]:
+        return train_tiny_in(tmp_path_factory.mktemp("runs"), tiny, "run", initial_checkpoint=start, **dict(settings))
+
+    return lambda **settings: trained(tuple(settings.items()))
+
+
 RECOMPUTATIONS: dict[str, tuple[Recompute, dict[str, Any]]] = {
     "the MLPs": (Recompute("selective"), {}),
     "one layer": (Recompute("full", 1), {}),
@@ -43,10 +57,9 @@ RECOMPUTATIONS: dict[str, tuple[Recompute, dict[str, Any]]] = {
 
 @pytest.mark.parametrize(("recompute", "layout"), RECOMPUTATIONS.values(), ids=RECOMPUTATIONS.keys())
 def test_recomputation_changes_no_loss_and_no_gradient(
-    tiny: Path, start: Path, train_tiny: Callable[..., Any], recompute: Recompute, layout: dict[str, Any]
+    train: Callable[..., list[dict[str, Any]]], recompute: Recompute, layout: dict[str, Any]
 ) -> None:
-    kept = train_tiny(tiny, "kept", initial_checkpoint=start, **layout)
-    again = train_tiny(tiny, "again", initial_checkpoint=start, recompute=recompute, **layout)
+    kept, again = train(**layout), train(**layout, recompute=recompute)
     assert losses(again)[0] == losses(kept)[0]
     assert losses(again) == pytest.approx(losses(kept), abs=1e-6)
     norms = [[record["grad_norm"] for record in records if "loss" in record] for records in (again, kept)]
@@ -63,10 +76,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
-def test_losses_equal_those_of_one_rank(
-    tiny: Path, start: Path, train_tiny: Callable[..., Any], layout: dict[str, Any]
-) -> None:
-    one_rank = losses(train_tiny(tiny, "one rank", initial_checkpoint=start))
-    parallel = losses(train_tiny(tiny, "parallel", initial_checkpoint=start, **layout))
+def test_losses_equal_those_of_one_rank(train: Callable[..., list[dict[str, Any]]], layout: dict[str, Any]) -> None:
+    one_rank = losses(train())
     assert len(set(one_rank)) == 4
-    assert parallel == pytest.approx(one_rank, abs=1e-6)
+    assert losses(train(**layout)) == pytest.approx(one_rank, abs=1e-6)

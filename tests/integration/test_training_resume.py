@@ -36,8 +36,10 @@ def unbroken(
 
 @pytest.fixture(scope="module")
 def four_steps(tiny: Path, train_tiny_in: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of experiments with a run of four steps, `stopped`."""
+    """A folder of experiments with a run of four steps, `stopped` once while the learning rate rose, and then."""
     home = tmp_path_factory.mktemp("runs")
+    train_tiny_in(home, tiny, "stopped", max_steps=1)
+    assert read_run(home / "stopped" / "run.json").start_mode == "random"
     train_tiny_in(home, tiny, "stopped", max_steps=4)
     return home
 
@@ -52,10 +54,10 @@ def stopped(four_steps: Path, tmp_path: Path) -> None:
 def test_resumed_losses_equal_unbroken_ones(
     tiny: Path, tmp_path: Path, unbroken: dict[int, Any], train_tiny: Callable[..., Any]
 ) -> None:
-    assert read_run(tmp_path / "stopped" / "run.json").start_mode == "random"
     resumed = train_tiny(tiny, "stopped", max_steps=8)
     assert read_run(tmp_path / "stopped" / "run.json").start_mode == "continue"
-    assert [record["mode"] for record in resumed if record.get("event") == "start"] == ["random", "continue"]
+    starts = [(record["mode"], record["step"]) for record in resumed if record.get("event") == "start"]
+    assert starts == [("random", 0), ("continue", 1), ("continue", 4)]
     assert by_step(resumed) == unbroken
     assert sorted(unbroken) == list(range(1, 9))
 

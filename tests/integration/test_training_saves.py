@@ -81,9 +81,7 @@ def test_a_save_in_the_background_holds_the_step_it_began_at(
             seen.append(found[-1].last_step)
         time.sleep(0.02)
     assert (folder / "weights" / ".metadata").exists()
-    for process in processes:
-        process.kill()
-        process.join()
+    ranks.kill_with_children(processes)
     # Training went on while files were written: step 4 and 5, until step 6 was to be saved.
     assert max(seen) >= 5 and "training waits for it" in logs[0].read_text()
     assert resume.read(folder).step == 3 and resume.read(folder).consumed_samples == 12
