@@ -52,6 +52,7 @@ done
 case $target in gpu) kind=NGC ;; cpu) kind=CPU ;; *) die 2 "--target $target" "gpu or cpu" ;; esac
 [ "$sandbox" = 0 ] || [ "$builder" = apptainer ] || die 2 "--sandbox with $builder" "Apptainer alone has them"
 command -v "$builder" > /dev/null || die 2 "$builder isn't installed here" "load its module, or take another builder"
+case $("$builder" build --help 2>&1) in *--build-arg*) ;; *) die 2 "this $builder has no --build-arg" "Apptainer 1.2 or newer" ;; esac
 [ -z "$pip_conf" ] || [ -r "$pip_conf" ] || die 2 "--pip-conf: no file $pip_conf"
 for folder in "$cache_dir" "$tmp_dir" "$output"; do
     case $folder in *[:,]*) die 2 "$folder" "take a path without commas and colons: builders read them as separators" ;; esac
@@ -66,19 +67,16 @@ if [ -n "$output" ]; then
     temporary=$(temporary_beside "$output")
 fi
 
-# Where things really go, if nothing is said: what the builder itself would take.
-where_cached() {
-    case $builder in
-        apptainer) echo "${cache_dir:+$cache_dir/apptainer}" "${APPTAINER_CACHEDIR:-$HOME/.apptainer/cache}" ;;
-        docker) docker info --format '{{ .DockerRootDir }}' 2> /dev/null ;;
-        *) echo "${cache_dir:+$cache_dir/containers}" "$("$builder" info 2> /dev/null | sed -n 's/.*graphRoot"\{0,1\}: *"\{0,1\}\([^",]*\).*/\1/Ip' | head -n 1)" ;;
-    esac
-}
-read -r cached _ <<< "$(where_cached)"
-case $builder:$cached in
-    docker: | docker:*[!\ -~]*) die 2 "docker doesn't say where it keeps images: its daemon can't be reached" ;;
-    *:) die 2 "$builder doesn't say where it keeps images" "--cache-dir" ;;
+# Where things really go if nothing is said: what the builder itself would take.
+case $builder in
+    apptainer) cached=${APPTAINER_CACHEDIR:-$HOME/.apptainer/cache} ;;
+    docker) cached=$(docker info --format '{{ .DockerRootDir }}' 2> /dev/null) || die 2 "docker's daemon can't be reached" ;;
+    *) cached=$("$builder" info | sed -n 's/.*graphRoot"\{0,1\}: *"\{0,1\}\([^",]*\).*/\1/Ip' | head -n 1) ;;
 esac
+if [ -n "$cache_dir" ]; then
+    case $builder in apptainer) cached=$cache_dir/apptainer ;; podman | buildah) cached=$cache_dir/containers ;; esac
+fi
+[ -n "$cached" ] || die 2 "$builder doesn't say where it keeps images" "--cache-dir"
 [ -n "$tmp_dir" ] || tmp_dir=${cache_dir:+$cache_dir/tmp}
 tmp_dir=${tmp_dir:-${APPTAINER_TMPDIR:-${TMPDIR:-/tmp}}}
 if [ "$check" = 1 ]; then
@@ -107,7 +105,7 @@ fi
 case $builder in
     apptainer)
         export APPTAINER_CACHEDIR=$cached APPTAINER_TMPDIR=$tmp_dir
-        if [ -e "$base" ]; then kind=localimage base=$(cd -- "$(dirname -- "$base")" && pwd)/$(basename -- "$base"); else kind=docker; fi
+        if [ -e "$base" ]; then kind=localimage base=$(realpath -- "$base"); else kind=docker; fi
         options=(--build-arg "BOOTSTRAP=$kind" --build-arg "BASE_IMAGE=$base")
         [ "$(id -u)" = 0 ] || options+=(--fakeroot)
         [ "$sandbox" = 0 ] || options+=(--sandbox)
@@ -117,7 +115,12 @@ case $builder in
             die 1 "apptainer build failed"
         ;;
     *)
-        options=(--file containers/Dockerfile --target "$target" --tag "$tag" --build-arg "${kind}_IMAGE=$base")
+        options=(--file containers/Dockerfile --target "$target" --tag "$tag")
+        for name in NGC CPU; do
+            image=$(setting "${name}_IMAGE")
+            [ $name != $kind ] || image=$base
+            options+=(--build-arg "${name}_IMAGE=$image")
+        done
         [ -z "$pip_conf" ] || options+=(--secret "id=pip_conf,src=$context.mnt/pip.conf")
         store=()
         if [ "$builder" = docker ]; then

@@ -2,8 +2,8 @@
 """Installs this project's packages into the image's Python, and leaves the image's own torch and its kin alone.
 
 Used by Dockerfile, pretrainkit.def and enroot.sh, inside the image that is being built. Versions come from
-constraints.txt; packages of KEEP_PACKAGES (versions.env) that the image has stay as they are. Two files for check.sh
-are written to image/ beside constraints.txt:
+constraints.txt; packages of TORCH_PACKAGES and KEEP_PACKAGES (versions.env) that the image has stay as they are. Two
+files for check.sh are written to image/ beside constraints.txt:
 
     kept.txt          the packages that stayed, name==version
     constraints.txt   the project's, with those versions in place of its own
@@ -53,9 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def install(project: Path, *, dry_run: bool) -> None:
     """Install what `project` needs and the project itself (editable). Raises InstallError."""
-    patterns = read_setting(project / "containers" / "versions.env", "KEEP_PACKAGES").split(",")
-    before = list_installed()
-    kept = {name: version for name, version in before.items() if is_kept(name, patterns)}
+    settings = project / "containers" / "versions.env"
+    of_torch = read_setting(settings, "TORCH_PACKAGES").split(",")
+    patterns = [*of_torch, *read_setting(settings, "KEEP_PACKAGES").split(",")]
+    kept = {name: version for name, version in list_installed().items() if is_kept(name, patterns)}
     say(f"stay as they are: {', '.join(f'{name} {version}' for name, version in sorted(kept.items())) or 'none'}")
     merged = merge_constraints((project / "constraints.txt").read_text(encoding="utf-8"), kept)
     with tempfile.TemporaryDirectory(prefix="install_packages_") as folder:
@@ -63,7 +64,7 @@ def install(project: Path, *, dry_run: bool) -> None:
         constraints.write_text(merged, encoding="utf-8")
         pip = Pip(Path(folder, "cache"))
         wanted = resolve(pip, project, constraints, kept)
-        refuse_kept(wanted, kept, patterns)
+        refuse_kept(wanted, kept, of_torch)
         say(f"to be installed: {', '.join(f'{name} {version}' for name, version in sorted(wanted.items()))}")
         if dry_run:
             return
@@ -123,7 +124,7 @@ class Pip:
 def resolve(pip: Pip, project: Path, constraints: Path, kept: dict[str, str]) -> dict[str, str]:
     """Name -> version of what has to be installed, the project itself left out. Raises InstallError."""
     report = constraints.with_name("report.json")
-    words = ("--dry-run", "--quiet", "--report", str(report), "--constraint", str(constraints), str(project))
+    words = ("--dry-run", "--report", str(report), "--constraint", str(constraints), str(project))
     try:
         pip.run("install", *words)
     except InstallError as error:
@@ -138,14 +139,14 @@ def resolve(pip: Pip, project: Path, constraints: Path, kept: dict[str, str]) ->
     return {name: version for name, version in found.items() if name != "pretrainkit"}
 
 
-def refuse_kept(wanted: dict[str, str], kept: dict[str, str], patterns: Sequence[str]) -> None:
-    """Raise InstallError when pip would replace what stays or, where torch stays, add to it."""
-    forbidden = patterns if "torch" in kept else list(kept)
+def refuse_kept(wanted: dict[str, str], kept: dict[str, str], of_torch: Sequence[str]) -> None:
+    """Raise InstallError when pip would replace what stays or, where torch stays, add what is compiled for another."""
+    forbidden = [*kept, *(of_torch if "torch" in kept else ())]
     bad = [f"{name} {version}" for name, version in sorted(wanted.items()) if is_kept(name, forbidden)]
     if bad:
         raise InstallError(
-            f"would be put into an image that has its own: {', '.join(bad)}\n"
-            f"  Needed: packages of KEEP_PACKAGES come from the image alone\n"
+            f"would be put into an image that has its own torch: {', '.join(bad)}\n"
+            f"  Needed: these packages come from the image alone\n"
             f"  What to do: choose an image in versions.env that has them"
         )
 

@@ -2,7 +2,7 @@
 # How much may still be written where: the least of what df, quota and Lustre's quotas say. Sourced after steps.sh.
 
 home_is_refused="choose a folder on a group disk: --cache-dir, --tmp-dir, --output"
-declare -A room_needed=() room_folder=()
+declare -A room_needed=() room_folder=() room_places=()
 
 # existing FOLDER: the folder, or the nearest one above that exists.
 existing() {
@@ -63,6 +63,7 @@ need_room() {
     if in_home "$folder"; then disk="home:$disk"; fi
     room_needed[$disk]="${room_needed[$disk]:-} $2:${3// /_}"
     room_folder[$disk]=$folder
+    case " ${room_places[$disk]:-} " in *" $folder "*) ;; *) room_places[$disk]="${room_places[$disk]:-} $folder" ;; esac
 }
 
 in_home() {
@@ -82,9 +83,9 @@ check_room() {
         done
         read -r room who <<< "$(room_in "$folder")"
         room=$((room / 1000000000))
-        echo "room: $folder: $sum GB needed (${words//_/ }), $room GB free ($who)" >&2
+        echo "room:${room_places[$disk]}: $sum GB needed (${words//_/ }), $room GB free ($who)" >&2
         if [ "$room" -lt "$sum" ]; then
-            echo "error: $folder$(in_home "$folder" && echo ' (your home)') has room for $room GB by $who; $sum GB are needed" >&2
+            echo "error:${room_places[$disk]}$(in_home "$folder" && echo ' (your home)') has room for $room GB by $who; $sum GB are needed" >&2
             bad=1
         elif [ "$who" = df ] && in_home "$folder" && is_shared "$folder"; then
             echo "error: $folder is in your home on a shared disk whose quota can't be read" >&2

@@ -14,8 +14,10 @@ import argparse
 import fcntl
 import fnmatch
 import hashlib
+import os
 import shutil
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -26,6 +28,7 @@ from pretrainkit import files
 from pretrainkit.cli import Parser, run_command
 from pretrainkit.data.hub import CONFIG_AND_TOKENIZER, HUB_ID, hub_errors
 from pretrainkit.errors import EXIT_DONE, DataError, PretrainkitError, RequestError
+from pretrainkit.launch.trials import one_line
 from pretrainkit.logs import get_logger
 from pretrainkit.units import format_bytes
 
@@ -33,6 +36,9 @@ RECORD = "prefetched.json"
 OTHER_WEIGHTS = ("original/*", "*.bin", "*.pth", "*.pt", "*.h5", "*.msgpack", "*.onnx", "*.gguf", "*.ot")
 """Weights in other forms, left out where there are safetensors."""
 FOLDERS = {"model": "models", "tokenizer": "tokenizers"}
+TRIES = 5
+"""How often a download that breaks off is taken up again in one start."""
+PAUSE_S = 3.0
 _BLOCK = 8 * 2**20
 
 log = get_logger(__name__)
@@ -86,7 +92,9 @@ def list_files(source: Source) -> tuple[str, list[HubFile]]:
     from huggingface_hub import HfApi
 
     with hub_errors(source.repository, where=f"--{source.kind}"):
-        info = HfApi().model_info(source.repository, revision=source.revision, files_metadata=True)
+        info = HfApi(endpoint=os.environ.get("HF_ENDPOINT")).model_info(
+            source.repository, revision=source.revision, files_metadata=True
+        )
     names = wanted_names([str(sibling.rfilename) for sibling in info.siblings or ()], source.kind)
     if not any(name == "config.json" or name.startswith("tokenizer") for name in names):
         raise RequestError(f"{source.repository} has neither config nor tokenizer", where=f"--{source.kind}")
@@ -146,11 +154,28 @@ def fetch(source: Source, base: Path) -> Path:
 
 def _download(source: Source, commit: str, names: list[str], folder: Path) -> None:
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
 
+    # Names are patterns here: one with brackets means itself all the same.
+    patterns = [name.replace("[", "[[]") for name in names]
     with hub_errors(source.repository, where=f"--{source.kind}"):
-        # Names are patterns here: one with brackets means itself all the same.
-        patterns = [name.replace("[", "[[]") for name in names]
-        snapshot_download(source.repository, revision=commit, local_dir=folder, allow_patterns=patterns)
+        for left in reversed(range(TRIES)):
+            try:
+                snapshot_download(
+                    source.repository,
+                    revision=commit,
+                    local_dir=folder,
+                    allow_patterns=patterns,
+                    endpoint=os.environ.get("HF_ENDPOINT"),
+                )
+                return
+            except HfHubHTTPError:  # an answer; the library has tried again where that could help
+                raise
+            except OSError as error:
+                if not left:
+                    raise
+                log.warning("%s: broken off, goes on: %s", source.repository, one_line(error))
+                time.sleep(PAUSE_S)
 
 
 def _forget(folder: Path, names: list[str]) -> None:

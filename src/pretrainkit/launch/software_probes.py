@@ -78,8 +78,8 @@ def check_caches(environment: Mapping[str, str]) -> Check:
 
 
 def _existing(folder: Path) -> Path:
-    """The folder, or the nearest one above it that exists."""
-    return next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+    """The folder, or the nearest thing above it that exists."""
+    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
 
 
 def _is_writable(folder: Path) -> bool:

@@ -1,0 +1,436 @@
+"""Images: what the definitions may hold, where builds may write, and that an image appears whole or not at all.
+
+The builders are stubs that record how they are called; images themselves are built by hand (docs/containers.md).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+PROJECT = Path(__file__).parents[2]
+CONTAINERS = PROJECT / "containers"
+DEFINITION = (CONTAINERS / "pretrainkit.def").read_text(encoding="utf-8")
+DOCKERFILE = (CONTAINERS / "Dockerfile").read_text(encoding="utf-8")
+SCRIPTS = {path.name: path.read_text(encoding="utf-8") for path in CONTAINERS.glob("*.sh")}
+SETTINGS = dict(
+    line.split("=", 1)
+    for line in (CONTAINERS / "versions.env").read_text(encoding="utf-8").splitlines()
+    if line and not line.startswith("#")
+)
+REGISTRY = re.compile(r"(nvcr\.io|docker\.io|ghcr\.io|quay\.io)/\S+")
+SECRET = re.compile(r"TOKEN|API_KEY|PASSWORD|SECRET|[Bb]earer |hf_[A-Za-z0-9]{20}")
+CODE = re.compile(r"^\s*#.*$", re.MULTILINE)
+
+# -- definitions ------------------------------------------------------------------------------------------------------
+
+
+def sections() -> dict[str, str]:
+    """The definition's header as '' and its sections by name, comments left out."""
+    parts = re.split(r"^%(\w+)[^\n]*$", CODE.sub("", DEFINITION), flags=re.MULTILINE)
+    return {"": parts[0]} | dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def test_pins_are_plain_values_of_fixed_images() -> None:
+    for name, value in SETTINGS.items():
+        assert re.fullmatch(r"[A-Z_]+", name) and re.fullmatch(r"[\w./:,*-]+", value), (name, value)
+    for name in ("NGC_IMAGE", "CPU_IMAGE"):
+        tag = SETTINGS[name].rpartition("/")[2].partition(":")[2]
+        assert re.match(r"\d+\.\d+", tag), f"{name}: {tag!r} may be another image tomorrow"
+    of_torch = SETTINGS["TORCH_PACKAGES"].split(",")
+    assert {"torch", "triton", "transformer-engine*", "flash-attn*", "apex"} <= set(of_torch)
+    assert "numpy" in SETTINGS["KEEP_PACKAGES"].split(",")
+
+
+def test_images_are_named_in_one_place() -> None:
+    texts = {path.name: path.read_text(encoding="utf-8") for path in CONTAINERS.iterdir() if path.is_file()}
+    texts |= {path.name: path.read_text(encoding="utf-8") for path in (PROJECT / "configs" / "site").glob("*.yaml")}
+    texts["prefetch.sh"] = (PROJECT / "scripts" / "prefetch.sh").read_text(encoding="utf-8")
+    named = {name: REGISTRY.findall(CODE.sub("", text)) for name, text in texts.items()}
+    assert {name for name, found in named.items() if found} == {"versions.env"}
+    assert "==" not in DEFINITION + DOCKERFILE, "versions of packages stand in constraints.txt"
+    used = set(re.findall(r"setting \"?([A-Z_]+)", CODE.sub("", "".join(SCRIPTS.values()))))
+    used |= {f"{kind}{name}" for kind in ("NGC", "CPU") for name in ("_DOWNLOAD_GB", "_UNPACKED_GB", "_IMAGE")}
+    assert used | {"TORCH_PACKAGES", "KEEP_PACKAGES"} == set(SETTINGS)
+
+
+def test_the_definition_has_the_sections_that_are_needed() -> None:
+    found = sections()
+    assert set(found) == {"", "files", "post", "environment", "test", "runscript", "labels", "help"}
+    assert all(text.strip() for text in found.values())
+    header = dict(line.split(": ", 1) for line in found[""].split("\n") if line.strip())
+    assert header == {"Bootstrap": "{{ BOOTSTRAP }}", "From": "{{ BASE_IMAGE }}"}
+    assert "set -euo pipefail" in found["post"] and "install_packages.py" in found["post"]
+    assert "export PYTHONNOUSERSITE=1" in found["environment"] and "export PYTHONNOUSERSITE=1" in found["post"]
+    assert "containers/check.sh --build" in found["test"]
+
+
+def test_the_builder_gives_the_definition_what_it_asks_for() -> None:
+    asked = set(re.findall(r"\{\{ ?(\w+) ?\}\}", CODE.sub("", DEFINITION)))
+    assert asked == set(re.findall(r'--build-arg "(\w+)=', SCRIPTS["build.sh"]))
+
+
+def test_the_definition_names_nothing_of_a_host_and_no_secret() -> None:
+    code = CODE.sub("", DEFINITION)
+    paths = set(re.findall(r"(?<![\w./-])/[\w./-]+", code))
+    assert {path for path in paths if not path.startswith("/opt/pretrainkit")} == {"/bin/bash"}, paths
+    assert not SECRET.search(code) and not re.search(r"https?://|curl|wget|--trusted-host|index-url", code)
+
+
+def test_all_ways_copy_the_same_project() -> None:
+    pairs = [line.split() for line in sections()["files"].strip().splitlines()]
+    assert all(target == f"/opt/pretrainkit/{source}" and (PROJECT / source).exists() for source, target in pairs)
+    defined = {source for source, _ in pairs}
+    source_stage = DOCKERFILE.partition("AS source")[2].partition("FROM")[0]
+    copied = {word for line in source_stage.splitlines() if line.startswith("COPY") for word in line.split()[1:-1]}
+    taken = re.search(r"--exclude='\*\.egg-info' \\\n(.*?) \| tar", SCRIPTS["steps.sh"])
+    assert taken and defined == copied == set(taken[1].split())
+
+
+def test_the_dockerfile_builds_on_nothing_but_pins_and_its_own_stages() -> None:
+    code = CODE.sub("", DOCKERFILE)
+    stages = re.findall(r"^FROM (\S+) AS (\w+)$", code, re.MULTILINE)
+    assert len(stages) == len(re.findall("^FROM", code, re.MULTILINE))
+    assert stages == [("scratch", "source"), ("${CPU_IMAGE}", "cpu"), ("${NGC_IMAGE}", "gpu")]
+    assert set(re.findall(r"^ARG (\S+)$", code, re.MULTILINE)) == {"CPU_IMAGE", "NGC_IMAGE"}
+    for stage in ("cpu", "gpu"):
+        text = code.partition(f"AS {stage}")[2].partition("FROM")[0]
+        assert "install_packages.py" in text and "check.sh --build" in text and "ENV PYTHONNOUSERSITE=1" in text
+        assert "type=secret,id=pip_conf" in text, "pip's settings may hold a password: they don't stay in the image"
+    assert not SECRET.search(code) and not re.search(r"^ADD|https?://|^USER|curl|wget", code, re.MULTILINE)
+
+
+def test_sites_take_images_that_exist_or_are_left_to_the_user() -> None:
+    for path in (PROJECT / "configs" / "site").glob("*.yaml"):
+        assert "container_image" not in (yaml.safe_load(path.read_text(encoding="utf-8")) or {}), path
+
+
+# -- builds -----------------------------------------------------------------------------------------------------------
+
+STUB = """#!/bin/bash
+[ "$2" != --help ] || exec echo "${STUB_HELP---build-arg}"
+printf '%s\\037' "$(basename "$0")" "$@" >> "$STUB_LOG"; printf '\\036' >> "$STUB_LOG"
+env | grep -a '^\\(APPTAINER\\|ENROOT\\|TMPDIR\\|HF_TOKEN\\)' >> "$STUB_LOG.env" || true
+name=$(basename "$0")
+[ "$1" != --root ] || shift 2
+case "$name $1" in
+    "docker info") echo "$STUB_STORE"; exit ;;
+    "buildah info" | "podman info") echo "graphRoot: $STUB_STORE"; exit ;;
+    "apptainer build") output=${@: -2:1} ;;
+    "docker save" | "podman save") output=$3 ;;
+    "buildah push") output=${3#docker-archive:} output=${output%%:*} ;;
+    "enroot import" | "enroot export") output=$3 ;;
+esac
+case "${STUB_MODE:-}" in
+    hang) echo half > "$output"; echo "$$" > "$STUB_LOG.pid"; exec sleep 60 ;;
+    fail) echo half > "$output"; exit 7 ;;
+    empty) exit 0 ;;
+esac
+case "$*" in
+    *--sandbox*) mkdir "$output" && echo whole > "$output/file" ;;
+    *) [ -z "${output:-}" ] || echo "hsqs whole" > "$output" ;;
+esac
+"""
+DF = """#!/bin/bash
+while read -r prefix disk kib; do
+    case ${@: -1} in $prefix*) break ;; esac
+done <<< "$STUB_DISKS"
+printf 'Filesystem 1024-blocks Used Available Capacity Mounted\\n%s 9 9 %s 9%% /\\n' "$disk" "$kib"
+"""
+PLENTY = 2**32
+
+
+class Host:
+    """A machine with stub builders and disks of chosen sizes; `home` and `group` lie on different ones."""
+
+    def __init__(self, folder: Path) -> None:
+        self.home, self.group, self.log = folder / "home", folder / "group", folder / "log"
+        bin_folder = folder / "bin"
+        for made in (self.home, self.group, bin_folder):
+            made.mkdir()
+        self.stub("df", DF)
+        for name in ("apptainer", "docker", "podman", "buildah", "enroot"):
+            self.stub(name, STUB)
+        self.environment = {
+            "PATH": f"{bin_folder}:/usr/bin:/bin",
+            "HOME": str(self.home),
+            "STUB_LOG": str(self.log),
+            "STUB_STORE": str(self.home / "store"),
+            "TMPDIR": str(self.group / "tmp"),
+        }
+        self.set_room()
+
+    def stub(self, name: str, text: str) -> None:
+        """Put a program on PATH."""
+        path = self.home.parent / "bin" / name
+        path.write_text(text)
+        path.chmod(0o755)
+
+    def set_room(self, *, home_gb: int = PLENTY, group_gb: int = PLENTY) -> None:
+        """Free space by df."""
+        disks = (
+            f"{self.home} home:/ {home_gb * 10**9 // 1024 + 1}\n{self.group} group:/ {group_gb * 10**9 // 1024 + 1}\n"
+        )
+        self.environment["STUB_DISKS"] = f"{disks}/ / {PLENTY}"
+
+    def start(self, *words: str, **environment: str) -> subprocess.Popen[str]:
+        """Start a script of containers/ with its options."""
+        command = [str(CONTAINERS / words[0]), *words[1:]]
+        return subprocess.Popen(
+            command,
+            env=self.environment | environment,
+            cwd=self.group,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+
+    def run(self, *words: str, **environment: str) -> tuple[int, str, str]:
+        """Its exit code, stdout and stderr."""
+        process = self.start(*words, **environment)
+        output, errors = process.communicate(timeout=60)
+        return process.returncode, output.strip(), errors
+
+    def calls(self) -> list[list[str]]:
+        """How the stubs were called, in order."""
+        text = self.log.read_text() if self.log.exists() else ""
+        return [call.rstrip("\x1f").split("\x1f") for call in text.split("\x1e")[:-1]]
+
+    def files(self) -> set[str]:
+        """What lies in the group's folder, beside caches."""
+        return {path.name for path in self.group.iterdir()} - {"cache", "tmp"}
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Host:
+    """A machine of its own."""
+    return Host(tmp_path)
+
+
+def test_apptainer_writes_to_the_group_disk_and_the_image_appears_whole(host: Host) -> None:
+    code, output, errors = host.run("build.sh", "apptainer", "--output", "a.sif", "--cache-dir", f"{host.group}/cache")
+    assert (code, output) == (0, f"{host.group}/a.sif"), errors
+    [call] = host.calls()
+    assert call[:2] == ["apptainer", "build"] and call[-1] == "containers/pretrainkit.def"
+    assert f"BASE_IMAGE={SETTINGS['NGC_IMAGE']}" in call and "BOOTSTRAP=docker" in call
+    assert ("--fakeroot" in call) == (os.getuid() != 0)
+    caches = (host.log.parent / "log.env").read_text()
+    assert f"APPTAINER_CACHEDIR={host.group}/cache/apptainer\n" in caches
+    assert f"APPTAINER_TMPDIR={host.group}/cache/tmp\n" in caches
+    assert host.files() == {"a.sif"} and list((host.group / "cache" / "tmp").iterdir()) == []
+    assert list(host.home.iterdir()) == []
+
+
+def test_a_sandbox_replaces_another_only_if_told_to(host: Host) -> None:
+    words = ["build.sh", "apptainer", "--sandbox", "--output", "box", "--cache-dir", f"{host.group}/cache"]
+    assert host.run(*words)[0] == 0
+    (host.group / "box" / "mine").touch()
+    code, _, errors = host.run(*words)
+    assert code == 2 and "box exists" in errors and "--overwrite" in errors and (host.group / "box" / "mine").exists()
+    assert host.run(*words, "--overwrite")[0] == 0
+    assert {path.name for path in (host.group / "box").iterdir()} == {"file"} and host.files() == {"box"}
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [("build.sh", ["apptainer"]), ("build.sh", ["docker"]), ("build.sh", ["podman"]), ("enroot.sh", ["--import-only"])],
+    ids=["apptainer", "docker", "podman", "enroot"],
+)
+@pytest.mark.parametrize("mode", ["fail", "empty"])
+def test_a_builder_that_fails_leaves_nothing(host: Host, script: str, words: list[str], mode: str) -> None:
+    name = "a.sqsh" if script == "enroot.sh" else "a.img"
+    code, output, errors = host.run(
+        script, *words, "--output", name, "--cache-dir", f"{host.group}/cache", STUB_MODE=mode
+    )
+    assert (code, output) == (1, "") and "error: " in errors, errors
+    assert host.files() == set()
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=["TERM", "INT", "KILL"])
+def test_a_killed_build_leaves_no_image_and_the_next_one_cleans_up(host: Host, signal_number: int) -> None:
+    words = ["build.sh", "apptainer", "--output", "a.sif", "--cache-dir", f"{host.group}/cache"]
+    process = host.start(*words, STUB_MODE="hang")
+    pid_file = host.log.parent / "log.pid"
+    while not (pid_file.exists() and pid_file.read_text().strip()):
+        assert process.poll() is None
+        time.sleep(0.02)
+    builder = int(pid_file.read_text())
+    process.send_signal(signal_number)
+    if signal_number == signal.SIGKILL:
+        process.wait()
+        os.kill(builder, signal.SIGKILL)
+        assert not (host.group / "a.sif").exists() and len(host.files()) == 1
+    else:
+        assert process.wait(timeout=20) == 128 + signal_number
+        assert host.files() == set()
+        assert not Path(f"/proc/{builder}").exists(), "the builder goes on"
+    assert host.run(*words)[0] == 0
+    assert host.files() == {"a.sif"}
+
+
+def test_too_little_room_is_said_before_anything_starts(host: Host) -> None:
+    host.set_room(group_gb=40)
+    code, _, errors = host.run("build.sh", "apptainer", "--output", "a.sif", "--cache-dir", f"{host.group}/cache")
+    needed = int(SETTINGS["NGC_DOWNLOAD_GB"]) + int(SETTINGS["NGC_UNPACKED_GB"]) * 3 // 2
+    assert code == 2 and f"has room for 40 GB by df; {needed} GB are needed" in errors, errors
+    assert host.calls() == [] and host.files() == set()
+    assert host.run("build.sh", "apptainer", "--output", "a.sif", "--no-room-check")[0] == 0
+
+
+@pytest.mark.parametrize("builder", ["apptainer", "podman", "buildah"])
+def test_a_small_home_is_refused(host: Host, builder: str) -> None:
+    host.set_room(home_gb=10)
+    code, _, errors = host.run("build.sh", builder, "--output", f"{host.group}/image")
+    assert code == 2 and "(your home) has room for 10 GB" in errors and "--cache-dir" in errors, errors
+    assert [call for call in host.calls() if call[1] != "info"] == []
+    code, _, errors = host.run("build.sh", builder, "--output", "image", "--cache-dir", f"{host.group}/cache")
+    assert code == 0 and host.files() == {"image"}, errors
+
+
+QUOTA = """Disk quotas for user me (uid 1000):
+     Filesystem  blocks   quota   limit   grace   files   quota   limit   grace
+         home:/ 5000000* {soft} {hard}       0    1000       0       0       0
+        other:/ 1000000 1000000 1000000       0    1000       0       0       0
+Disk quotas for group us (gid 1000): none
+"""
+LUSTRE = "     /group/with/a/very/long/name\n              {used} 0 {hard} - 100 0 0 -\n"
+
+
+@pytest.mark.parametrize(
+    ("quota", "lustre", "free_gb", "who"),
+    [
+        ("", "", 900, "df"),
+        (QUOTA.format(soft=0, hard=25000000), "", 20, "quota"),
+        (QUOTA.format(soft=10000000, hard=25000000), "", 5, "quota"),
+        (QUOTA.format(soft=0, hard=4000000), "", 0, "quota"),
+        (QUOTA.format(soft=0, hard=0), "", 900, "df"),
+        (QUOTA.format(soft=0, hard=0), LUSTRE.format(used="100000000*", hard=200000000), 102, "lfs quota"),
+        ("", LUSTRE.format(used=5, hard=0), 900, "df"),
+        ("quota: error while getting quota", "Permission denied.", 900, "df"),
+    ],
+    ids=["df alone", "hard limit", "soft limit", "over it", "no limit", "Lustre", "Lustre without", "no answer"],
+)
+def test_room_is_the_least_of_disk_and_quotas(host: Host, quota: str, lustre: str, free_gb: int, who: str) -> None:
+    host.set_room(home_gb=900)
+    host.stub("quota", f"#!/bin/bash\ncat <<'E'\n{quota}\nE\nexit 1\n")
+    host.stub("lfs", f"#!/bin/bash\n[ $1 = quota ] && cat <<'E'\n{lustre}\nE\n")
+    script = f'. "{CONTAINERS}/steps.sh"; . "{CONTAINERS}/room.sh"; room_in "$HOME"'
+    done = subprocess.run(["bash", "-euc", script], env=host.environment, capture_output=True, text=True, check=True)
+    room, _, name = done.stdout.strip().partition(" ")
+    assert (int(room) // 10**9, name) == (free_gb, who), done
+
+
+def test_a_home_on_a_shared_disk_without_a_quota_is_not_trusted(host: Host) -> None:
+    host.stub("stat", '#!/bin/bash\n[ "$1 $2" = "-f -c" ] && echo nfs || exec /usr/bin/stat "$@"\n')
+    code, _, errors = host.run("build.sh", "apptainer", "--output", "a.sif", "--tmp-dir", str(host.group))
+    assert code == 2 and "quota can't be read" in errors, errors
+
+
+def test_a_dry_run_shows_commands_and_does_nothing(host: Host) -> None:
+    code, _, errors = host.run("build.sh", "apptainer", "--output", "b c.sif", "--cache-dir", "cache", "--dry-run")
+    assert code == 0 and "+ apptainer build --build-arg BOOTSTRAP=docker" in errors and "b\\ c.sif" in errors
+    code, _, errors = host.run("enroot.sh", "--output", "b.sqsh", "--cache-dir", "cache", "--dry-run")
+    assert code == 0 and errors.count("+ enroot ") == 4
+    assert host.calls() == [] and host.files() == set() and not (host.group / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "no builder named"),
+        (["apptainer", "--what"], "unknown: --what"),
+        (["apptainer", "--output"], "--output without a value"),
+        (["docker", "--sandbox"], "--sandbox with docker"),
+        (["docker", "--target", "tpu"], "--target tpu"),
+        (["apptainer", "--pip-conf", "none.conf"], "no file none.conf"),
+        (["apptainer", "--cache-dir", "a,b"], "without commas"),
+    ],
+    ids=["builder", "unknown", "no value", "sandbox", "target", "pip", "comma"],
+)
+def test_wrong_requests_are_refused(host: Host, words: list[str], said: str) -> None:
+    code, _, errors = host.run("build.sh", *words)
+    assert code == 2 and said in errors and host.calls() == [], errors
+
+
+def test_a_missing_builder_is_said(host: Host) -> None:
+    (host.home.parent / "bin" / "apptainer").unlink()
+    code, _, errors = host.run("build.sh", "apptainer", PATH=f"{host.home.parent}/bin:/usr/bin:/bin")
+    assert code == 2 and "apptainer isn't installed here" in errors
+
+
+def test_an_old_apptainer_is_refused(host: Host) -> None:
+    code, _, errors = host.run("build.sh", "apptainer", STUB_HELP="--sandbox")
+    assert code == 2 and "1.2 or newer" in errors and host.calls() == [], errors
+
+
+def test_stores_of_podman_and_buildah_lie_in_the_cache(host: Host) -> None:
+    cache = f"{host.group}/cache"
+    for builder in ("podman", "buildah"):
+        assert host.run("build.sh", builder, "--target", "cpu", "--cache-dir", cache)[1] == "pretrainkit:cpu"
+        call = host.calls()[-1]
+        assert call[:4] == [builder, "--root", f"{cache}/containers", "build"]
+        assert f"CPU_IMAGE={SETTINGS['CPU_IMAGE']}" in call and call[-1] == "."
+
+
+def test_pip_settings_are_a_secret_of_the_build(host: Host) -> None:
+    settings = host.group / "pip.conf"
+    settings.write_text("[global]\nindex-url = https://me:password@mirror.example/simple\n")
+    words = ["--pip-conf", str(settings), "--cache-dir", f"{host.group}/cache"]
+    for builder, said in (("docker", "id=pip_conf,src="), ("apptainer", ":/mnt:ro")):
+        assert host.run("build.sh", builder, "--output", f"{builder}.img", *words)[0] == 0
+        assert any(said in word for word in host.calls()[-1 if builder == "apptainer" else -2])
+    assert "password" not in host.log.read_text()
+
+
+def test_enroot_imports_installs_checks_and_exports(host: Host) -> None:
+    code, output, errors = host.run("enroot.sh", "--output", "a.sqsh", "--cache-dir", f"{host.group}/cache")
+    assert (code, output) == (0, f"{host.group}/a.sqsh"), errors
+    assert [call[1] for call in host.calls()] == ["import", "create", "start", "export"]
+    assert host.calls()[0][-1] == "docker://" + SETTINGS["NGC_IMAGE"].replace("/", "#", 1)
+    start = host.calls()[2]
+    assert {"--root", "--rw"} <= set(start) and "install_packages.py" in start[-1] and "check.sh" in start[-1]
+    variables = (host.log.parent / "log.env").read_text()
+    for name in ("CACHE", "DATA", "TEMP", "RUNTIME"):
+        assert f"ENROOT_{name}_PATH={host.group}/cache/" in variables
+    assert host.files() == {"a.sqsh"} and list((host.group / "cache" / "tmp").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "imported"),
+    [
+        ("nvcr.io/nvidia/nemo:1", "docker://nvcr.io#nvidia/nemo:1"),
+        ("nvcr.io#nvidia/nemo:1", "docker://nvcr.io#nvidia/nemo:1"),
+        ("localhost:5000/a/b:1", "docker://localhost:5000#a/b:1"),
+        ("ubuntu:24.04", "docker://ubuntu:24.04"),
+        ("library/ubuntu", "docker://library/ubuntu"),
+        ("podman://pretrainkit:gpu", "podman://pretrainkit:gpu"),
+    ],
+)
+def test_enroot_gets_names_as_it_spells_them(host: Host, given: str, imported: str) -> None:
+    words = ["--from", given, "--import-only", "--output", "a.sqsh", "--cache-dir", f"{host.group}/cache"]
+    assert host.run("enroot.sh", *words)[0] == 0
+    assert [call[-1] for call in host.calls()] == [imported]
+
+
+def test_check_is_the_node_check_with_what_the_image_was_made_with(tmp_path: Path) -> None:
+    (tmp_path / "containers").mkdir()
+    script = tmp_path / "containers" / "check.sh"
+    script.write_text(SCRIPTS["check.sh"])
+    environment = {"PATH": os.environ["PATH"], "PYTHON": "/bin/echo", "TMPDIR": "/t"}
+
+    def words(*options: str) -> str:
+        return subprocess.check_output(["bash", str(script), *options], env=environment, text=True)
+
+    assert words("-G", "4") == f"{tmp_path}/tools/check_node.py --software --output_dir /t -G 4\n"
+    assert "--quick --accelerator cpu" in words("--build")
+    (tmp_path / "image").mkdir()
+    (tmp_path / "image" / "kept.txt").touch()
+    image = tmp_path / "image"
+    assert f"--constraints {image}/constraints.txt --kept {image}/kept.txt" in words()
