@@ -6,8 +6,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 LOGGER_NAME = "pretrainkit"
 TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY")
@@ -40,18 +39,6 @@ def configure(*, verbose: bool = False, quiet: bool = False) -> None:
     logger.setLevel(logging.DEBUG if verbose else logging.WARNING if quiet else logging.INFO)
     # Said by torch at import wherever nvidia-resiliency-ext, which NeMo needs, has installed that package.
     warnings.filterwarnings("ignore", message="The pynvml package is deprecated", category=FutureWarning)
-
-
-@contextmanager
-def quiet_imports() -> Iterator[None]:
-    """Keep back what NeMo and its dependencies say while they are imported: optional parts that aren't there."""
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(logging.NOTSET)
 
 
 def quiet_upstream() -> None:

@@ -107,7 +107,7 @@ def look_at_imports(rank: int, world_size: int) -> None:
     """NeMo warns, and goes on with less, where one of its modules can't be imported."""
     from nemo.collections import llm
 
-    from pretrainkit.training.engine_imports import LEFT_OUT
+    from pretrainkit.imports import LEFT_OUT
 
     assert callable(llm.pretrain)
     assert not [name for name in LEFT_OUT if name in sys.modules]

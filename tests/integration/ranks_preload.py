@@ -1,8 +1,8 @@
 """Imported once by the process that ranks are forked from."""
 
-from pretrainkit.training.engine_imports import engine_imports
+from pretrainkit.imports import heavy_imports
 
-with engine_imports():
+with heavy_imports():
     from pretrainkit.training import cpu
 
     cpu.bridge()

@@ -21,6 +21,7 @@ from typing import Any
 
 import pretrainkit
 from pretrainkit.errors import PretrainkitError
+from pretrainkit.imports import heavy_imports
 from pretrainkit.launch import scripts
 from pretrainkit.launch.job import Job, safe_name
 from pretrainkit.launch.node import PID_FILE, STOP_SIGNALS, StopRequests
@@ -60,7 +61,8 @@ def _run_experiment(plan: LaunchPlan) -> None:
     os.environ.update(plan.asked_environment)
     if plan.container is not None:
         _export_to_container(plan)
-    import nemo_run
+    with heavy_imports():
+        import nemo_run
 
     executor = nemo_run.LocalExecutor()
     program, first, *rest = plan.node_command
@@ -137,7 +139,8 @@ def slurm_script(job: Job, *, continues: bool) -> str:
     Args:
         continues: whether it only goes on where a predecessor's time was over.
     """
-    from nemo_run.core.execution.slurm import SlurmBatchRequest
+    with heavy_imports():
+        from nemo_run.core.execution.slurm import SlurmBatchRequest
 
     # NeMo-Run puts the job's folder for every /nemo_run of a script without container, also of a user's path.
     job = replace(job, folder=Path(str(job.folder).replace(_CODE_MOUNT, _HIDDEN)))

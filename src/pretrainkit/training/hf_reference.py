@@ -25,7 +25,7 @@ from typing import Any
 from pretrainkit import logs
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import CheckpointError, PretrainkitError
-from pretrainkit.training.engine_imports import engine_imports
+from pretrainkit.imports import heavy_imports
 
 PROCESS_BYTES = 1_500_000_000
 """Of Python, torch and transformers; assumed, 0.7 GB were seen."""
@@ -122,7 +122,7 @@ def token_losses(request: Request) -> list[float]:
 
 def _streaming_model(folder: Path, rounded: Any, stack: ExitStack) -> Any:
     """The model of a folder, whose blocks have their weights only while they run."""
-    with engine_imports():
+    with heavy_imports():
         import torch
         from accelerate import init_empty_weights
         from transformers import AutoConfig, AutoModelForCausalLM

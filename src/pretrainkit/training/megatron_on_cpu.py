@@ -5,9 +5,9 @@ Importing it bridges torch to the CPU for good, which a process must do before i
 
 from __future__ import annotations
 
-from pretrainkit.training.engine_imports import engine_imports
+from pretrainkit.imports import heavy_imports
 
-with engine_imports():
+with heavy_imports():
     from pretrainkit.training import cpu
 
     cpu.bridge()

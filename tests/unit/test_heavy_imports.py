@@ -9,7 +9,7 @@ import pytest
 
 PROGRAM = """
 import gc, importlib, importlib.metadata, importlib.util
-from pretrainkit.training.engine_imports import LEFT_OUT, engine_imports
+from pretrainkit.imports import LEFT_OUT, heavy_imports
 
 packages = [(name, {"sklearn": "scikit-learn"}.get(name, name)) for name in LEFT_OUT]
 
@@ -20,7 +20,7 @@ def says_that_it_is_missing(ask, name, error):
         return True
 
 try:
-    with engine_imports():
+    with heavy_imports():
         for package, distribution in packages:
             assert says_that_it_is_missing(importlib.import_module, package, ImportError)
             assert says_that_it_is_missing(importlib.util.find_spec, package, ())
