@@ -27,7 +27,7 @@ check: $(READY)
 
 # Links, commands and messages in the documents; a part of `make test` that takes seconds.
 docs-check: $(READY)
-	python -m pytest -q tests/docs
+	python -m pytest -q tests/docs -m "not integration"
 
 # Two packages that hold tokenizers' vocabularies, and a peer of conversion; their dependencies aren't needed.
 bench: $(READY)
