@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Prepares a dataset once and trains on it, on this machine. What was stopped is continued by pretrain_cont.sh.
+# Note 2: prepares a dataset once and trains on it, on this machine. What was stopped is continued by pretrain_cont.sh.
 # How many processes prepare the data, and how large their batches are, follows from the machine; these variables go
 # first: DATASET_NUM_PROC, DATASET_BATCH_SIZE, DATASET_WRITER_BATCH_SIZE.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 experiment=${EXPERIMENT:-my_pretraining}
 experiments_dir=${EXPERIMENTS_DIR:-experiments}
@@ -19,8 +19,8 @@ has_begun=no
 [ -z "$(find "$experiments_dir/$experiment/checkpoints" -mindepth 1 -maxdepth 1 2>/dev/null)" ] || has_begun=yes
 if [ "${PRETRAIN_CONTINUES:-no}" != "$has_begun" ]; then
     case $has_begun in
-    yes) echo "pretrain.sh: $experiments_dir/$experiment has checkpoints: scripts/pretrain_cont.sh continues it" >&2 ;;
-    no) echo "pretrain_cont.sh: $experiments_dir/$experiment has no checkpoint: scripts/pretrain.sh begins it" >&2 ;;
+    yes) echo "pretrain.sh: $experiments_dir/$experiment has checkpoints: scripts/examples/pretrain_cont.sh continues it" >&2 ;;
+    no) echo "pretrain_cont.sh: $experiments_dir/$experiment has no checkpoint: scripts/examples/pretrain.sh begins it" >&2 ;;
     esac
     exit 2
 fi

@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Note 3: a JSON Lines file with a `text` field becomes a .bin/.idx pair, and Llama 3.1 8B is trained on it.
+#     scripts/examples/jsonl_to_pretrain.sh                            # on this machine, one epoch
+#     EXECUTOR=slurm ACCOUNT=root PARTITION=defq CONTAINER_IMAGE=nemo.sqsh scripts/examples/jsonl_to_pretrain.sh -N 2
+# Run again it continues what was stopped. Words behind it are flags of pretrain.py.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+executor=${EXECUTOR:-local}                     # local, slurm, pbs, sge
+input=${INPUT:-data/custom_dataset/wikinews.jsonl}
+prepared=${PREPARED:-data/custom_dataset/preprocessed}
+file=$(basename "$input")
+name=${NAME:-${file%%.*}}                       # writes NAME_text_document.bin and .idx
+model=${MODEL:-meta-llama/Llama-3.1-8B}         # hub id or Hugging Face folder: architecture and tokenizer
+weights=${WEIGHTS:-}                            # Hugging Face folder or NeMo checkpoint to start from; empty: random
+experiment=${EXPERIMENT:-llama31_pretraining}
+workers=${WORKERS:-8}
+python=${PYTHON:-.venv/bin/python}
+# Global batch 2048, micro batch 1, TP 4, sequences of 8192, 8 GPUs:
+configs=(--config configs/model/llama-3.1-8b.yaml --config configs/run/llama-3.1-8b.yaml)
+
+where=(--executor "$executor") follow=()
+if [ "$executor" != local ]; then
+    follow=(--cpus_per_task "$workers" --follow)
+    where+=(${SITE:+--site "$SITE"} ${ACCOUNT:+--account "$ACCOUNT"} ${PARTITION:+--partition "$PARTITION"}
+        ${CONTAINER_IMAGE:+--container_image "$CONTAINER_IMAGE"})
+fi
+
+prefix=$prepared/$name
+if [ -f "${prefix}_text_document.manifest.json" ] && [ ! -e "$prefix.partial" ]; then
+    echo "jsonl_to_pretrain.sh: ${prefix}_text_document is there; for another text set NAME or PREPARED" >&2
+else
+    "$python" tools/preprocess_data.py --input "$input" --output-prefix "$prefix" --tokenizer-model "$model" \
+        --append-eod --workers "$workers" "${where[@]}" "${follow[@]}"
+fi
+exec "$python" pretraining/pretrain.py "${configs[@]}" "${where[@]}" --experiment "$experiment" --hf_model_id "$model" \
+    ${weights:+--nemo_model "$weights"} --dataset_path "${prefix}_text_document" "$@"
