@@ -60,6 +60,8 @@ done
 
 download=$(setting ${kind}_DOWNLOAD_GB) unpacked=$(setting ${kind}_UNPACKED_GB)
 base=${base:-$(setting ${kind}_IMAGE)}
+bootstrap=docker
+if [ "$builder" = apptainer ] && [ -e "$base" ]; then bootstrap=localimage base=$(realpath -- "$base"); fi
 tag=${tag:-pretrainkit:$target}
 if [ "$builder" = apptainer ]; then output=${output:-pretrainkit-$target$([ "$sandbox" = 1 ] || echo .sif)}; fi
 if [ -n "$output" ]; then
@@ -105,8 +107,7 @@ fi
 case $builder in
     apptainer)
         export APPTAINER_CACHEDIR=$cached APPTAINER_TMPDIR=$tmp_dir
-        if [ -e "$base" ]; then kind=localimage base=$(realpath -- "$base"); else kind=docker; fi
-        options=(--build-arg "BOOTSTRAP=$kind" --build-arg "BASE_IMAGE=$base")
+        options=(--build-arg "BOOTSTRAP=$bootstrap" --build-arg "BASE_IMAGE=$base")
         [ "$(id -u)" = 0 ] || options+=(--fakeroot)
         [ "$sandbox" = 0 ] || options+=(--sandbox)
         [ -z "$pip_conf" ] || options+=(--bind "$context.mnt:/mnt:ro")

@@ -7,7 +7,8 @@ set -euo pipefail
 project=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export PYTHONNOUSERSITE=1
 
-options=(--software --output_dir "${TMPDIR:-/tmp}")
+# Imports from a shared disk that is busy can take minutes.
+options=(--software --timeout 300 --output_dir "${TMPDIR:-/tmp}")
 if [ "${1:-}" = --build ]; then
     shift
     options+=(--quick --accelerator cpu)

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 DONE, FAILED = 0, 1
@@ -53,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def install(project: Path, *, dry_run: bool) -> None:
     """Install what `project` needs and the project itself (editable). Raises InstallError."""
+    if (project / ".git").exists() and not dry_run:
+        raise InstallError(f"{project} is a checkout, not a copy in an image\n  What to do: make setup")
     settings = project / "containers" / "versions.env"
     of_torch = read_setting(settings, "TORCH_PACKAGES").split(",")
     patterns = [*of_torch, *read_setting(settings, "KEEP_PACKAGES").split(",")]
@@ -64,6 +67,7 @@ def install(project: Path, *, dry_run: bool) -> None:
         constraints.write_text(merged, encoding="utf-8")
         pip = Pip(Path(folder, "cache"))
         wanted = resolve(pip, project, constraints, kept)
+        wanted = without_provided(wanted, kept, of_torch)
         refuse_kept(wanted, kept, of_torch)
         say(f"to be installed: {', '.join(f'{name} {version}' for name, version in sorted(wanted.items()))}")
         if dry_run:
@@ -137,6 +141,18 @@ def resolve(pip: Pip, project: Path, constraints: Path, kept: dict[str, str]) ->
     items = json.loads(report.read_text(encoding="utf-8"))["install"]
     found = {normal(item["metadata"]["name"]): item["metadata"]["version"] for item in items}
     return {name: version for name, version in found.items() if name != "pretrainkit"}
+
+
+def without_provided(wanted: dict[str, str], kept: dict[str, str], of_torch: Sequence[str]) -> dict[str, str]:
+    """`wanted` without what the image's torch brings under another name, such as pytorch-triton for triton."""
+    found = {
+        name
+        for name in wanted
+        if "torch" in kept and is_kept(name, of_torch) and name not in kept and find_spec(name.replace("-", "_"))
+    }
+    for name in sorted(found):
+        say(f"{name} is the image's own, under another name")
+    return {name: version for name, version in wanted.items() if name not in found}
 
 
 def refuse_kept(wanted: dict[str, str], kept: dict[str, str], of_torch: Sequence[str]) -> None:

@@ -4,11 +4,10 @@
 home_is_refused="choose a folder on a group disk: --cache-dir, --tmp-dir, --output"
 declare -A room_needed=() room_folder=() room_places=()
 
-# existing FOLDER: the folder, or the nearest one above that exists.
+# existing FOLDER: the folder, or the nearest one above that exists and may be entered.
 existing() {
     local folder=$1
-    while [ ! -d "$folder" ]; do folder=$(dirname -- "$folder"); done
-    (cd -- "$folder" && pwd -P)
+    until (cd -- "$folder" 2> /dev/null && pwd -P); do folder=$(dirname -- "$folder"); done
 }
 
 # disk_of FOLDER: the device or export it lies on.

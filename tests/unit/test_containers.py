@@ -428,7 +428,7 @@ def test_check_is_the_node_check_with_what_the_image_was_made_with(tmp_path: Pat
     def words(*options: str) -> str:
         return subprocess.check_output(["bash", str(script), *options], env=environment, text=True)
 
-    assert words("-G", "4") == f"{tmp_path}/tools/check_node.py --software --output_dir /t -G 4\n"
+    assert words("-G", "4") == f"{tmp_path}/tools/check_node.py --software --timeout 300 --output_dir /t -G 4\n"
     assert "--quick --accelerator cpu" in words("--build")
     (tmp_path / "image").mkdir()
     (tmp_path / "image" / "kept.txt").touch()
