@@ -64,6 +64,26 @@ def test_our_commands_are_taken_by_their_own_parsers() -> None:
     assert not problems, "\n".join(problems)
 
 
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("python tools/preprocess_data.py --input a --output-prefix b", "--tokenizer-model"),
+        ("python tools/preprocess_data.py ... --append-eos", "--append-eos"),
+        ("python tools/inspect_data.py sho ...", "invalid choice"),
+        ("python pretraining/pretrain.py --executor lsf ...", "unknown value 'lsf'"),
+        ("python pretraining/pretrain.py --site tsubame5 ...", "no site file"),
+        ("python pretraining/pretrain.py --set optimizer.learning_rate=1 ...", "unknown field"),
+        ("sbatch scripts/slurm/release.sbatch --bases MODEL", "--bases"),
+        ("python tools/preprocess.py ...", "there is no"),
+    ],
+    ids=lambda text: text,
+)
+def test_a_command_that_would_fail_is_noticed(line: str, told: str) -> None:
+    own = own_command(line.split())
+    assert own is not None
+    assert told in (problem_of(*own) or "")
+
+
 def test_make_targets_exist() -> None:
     named = [
         (command.where, word)
