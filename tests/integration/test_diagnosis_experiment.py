@@ -50,6 +50,8 @@ def test_an_experiment_is_measured_and_compared(
     saving = report["checkpoint"]
     assert 0 < saving["seconds"] < 60
     assert saving["save_interval"] > 0 and 0 < saving["share"] < 1
+    told = [cause for cause in report["causes"] if cause["name"] == "save_interval"]
+    assert bool(told) == (saving["share"] >= 0.02)
 
     against = report["against"]
     assert against["tokens"] == {"this": 8 * 512, "other": 4 * 512, "ratio": 2}

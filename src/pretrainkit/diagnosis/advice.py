@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
 CHECKED = {
     "data": "waiting for data",
-    "loader": "loader: workers, pinned memory, prefetching",
+    "loader": "loader: workers, prefetching",
+    **{f"workers_{count}": f"{count} workers of the loader" for count in (2, 4, 8)},
+    "prefetch": "prefetching",
+    "pinned_memory": "pinned memory",
     "packing": "padding",
     "micro_batch_x2": "micro batch",
     "micro_batch_x4": "micro batch x4",
@@ -25,6 +28,7 @@ CHECKED = {
     "cpu_binding": "CPU binding",
     "logging": "logging and reading values in the loop",
     "checkpoint_writes": "saving",
+    "micro_batch": "micro batch",
     "anomaly_detection": "anomaly detection",
     "deterministic": "deterministic algorithms",
     "recomputation": "activation recomputation",
@@ -226,6 +230,18 @@ def debug_variables(share: Interval, gain: str, names: dict[str, str]) -> Cause:
         f"in the environment: {listed}",
         f"unset {' '.join(names)}",
         f"without them: {gain}",
+    )
+
+
+def save_interval(share: Interval, seconds: float, interval: int, wanted: int) -> Cause:
+    """A run of this project saves too often."""
+    return cause(
+        "save_interval",
+        "checkpoints are saved too often",
+        share,
+        f"saving takes {seconds:.3g} s, every {interval} steps",
+        f"--save_interval {wanted}",
+        f"every {wanted} steps it takes 1% of the time",
     )
 
 

@@ -102,7 +102,7 @@ def judged(findings: Findings, shown: Shown, make: Any) -> None:
         findings.fine.append({"what": what, "found": f"the change would save {found}"})
     else:
         doubt = shown.doubt or "too wide an interval"
-        findings.uncertain.append({"what": what, "found": f"may save {found}: {doubt}"})
+        findings.uncertain.append({"what": what, "found": f"the change would save {found}: {doubt}"})
 
 
 def percent(share: float) -> str:

@@ -33,6 +33,9 @@ DEBUG_VARIABLES: dict[str, tuple[str, str]] = {
     "TORCH_NCCL_BLOCKING_WAIT": ("0", "collectives are waited for"),
     "TORCH_SHOW_CPP_STACKTRACES": ("0", "stacks are kept for errors"),
 }
+LEFT_BY_DEFAULT = ("Llama", "CodeLlama", "Cohere", "Gemma", "XLNet", "CpmAnt")
+"""Tokenizer classes of transformers that pad at the left where their files don't say."""
+ENOUGH_ROWS = 4
 _SPECIAL_COUNTS = ("ended_rows", "unended_rows", "ends", "masked_ends", "double_bos")
 _CUDA_ONLY = ("CUDA_", "NCCL_", "NVIDIA_", "TORCH_NCCL_", "PYTORCH_NO_CUDA_")
 
@@ -82,15 +85,7 @@ def check_tokenizer(folder: Path) -> list[Check]:
     if not config and not (folder / "tokenizer.json").is_file():
         return [Check("tokenizer", TOLD, f"no files of one in {folder}")]
     checks = []
-    side = config.get("padding_side", "right")
-    if side == "left":
-        checks.append(
-            Check(
-                "padding side", WARN, "left: a model in training sees padding first", 'tokenizer.padding_side = "right"'
-            )
-        )
-    else:
-        checks.append(Check("padding side", FINE, "right"))
+    checks.append(_padding_side(config, names["pad_token"]))
     checks += _padding_token(names)
     if names["eos_token"] is None:
         checks.append(
@@ -105,6 +100,16 @@ def check_tokenizer(folder: Path) -> list[Check]:
             )
         )
     return checks
+
+
+def _padding_side(config: dict[str, Any], pad: str | None) -> Check:
+    by_default = str(config.get("tokenizer_class", "")).startswith(LEFT_BY_DEFAULT)
+    if config.get("padding_side", "left" if by_default else "right") == "right":
+        return Check("padding side", FINE, "right")
+    if pad is None:
+        return Check("padding side", TOLD, "left, but it has no padding token")
+    found = "left: a model in training sees padding first"
+    return Check("padding side", WARN, found, 'tokenizer.padding_side = "right"')
 
 
 def _padding_token(names: dict[str, str | None]) -> list[Check]:
@@ -146,7 +151,7 @@ def check_batches(batches: list[Any], tokenizer: dict[str, Any] | None) -> list[
     rows = count["ended_rows"] + count["unended_rows"]
     if rows:
         found = f"{count['unended_rows']} of {rows} padded rows don't end with EOS"
-        many = count["unended_rows"] > rows / 2
+        many = rows >= ENOUGH_ROWS and count["unended_rows"] > rows / 2
         change = "append tokenizer.eos_token_id to each document" if many else ""
         checks.append(Check("ends of documents in batches", WARN if many else FINE, found, change))
     if count["double_bos"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import tempfile
@@ -14,12 +15,12 @@ from pretrainkit import files
 from pretrainkit.diagnosis import advice, checks, compare, data_checks, guard, html, report
 from pretrainkit.diagnosis.causes import Findings, find, gain, judged
 from pretrainkit.diagnosis.checks import WARN, Check
-from pretrainkit.diagnosis.evidence import Evidence, Shown
+from pretrainkit.diagnosis.evidence import WORTH_TELLING, Evidence, Shown
 from pretrainkit.diagnosis.measure import Measured, Starter
 from pretrainkit.diagnosis.program import Program, larger_micro_batch
 from pretrainkit.diagnosis.spec import SPEED_ONLY, Spec
 from pretrainkit.diagnosis.speed import speed_of
-from pretrainkit.diagnosis.statistics import noise_of, saved_share
+from pretrainkit.diagnosis.statistics import Interval, noise_of, saved_share
 from pretrainkit.logs import get_logger
 
 FORMAT_VERSION = 1
@@ -124,8 +125,11 @@ def _measure_and_report(
     _debug_variables(findings, starter, checks.debug_variables(variables, on_gpu=on_gpu), request)
     if not request.quick:
         _run_settings(findings, starter, request, measured)
-    findings.rank()
     speed = speed_of(ranks[0], run)
+    saving = None
+    if request.time_checkpoint and "checkpoint_s" in first and run:
+        saving = _checkpoint_cost(findings, first["checkpoint_s"], run, speed)
+    findings.rank()
     static += checks.check_environment(variables, on_gpu=on_gpu)
     static += checks.check_batches(first["observed"]["batches"], first["facts"].get("tokenizer"))
     static += _machine_checks(measured.machine)
@@ -145,8 +149,8 @@ def _measure_and_report(
         made["metrics_jsonl"] = compare.agreement(
             request.experiment, measured.folder / "experiment", speed["timed_windows"], speed["step_time_s"]["value"]
         )
-    if request.time_checkpoint and "checkpoint_s" in first and run:
-        made["checkpoint"] = _checkpoint_cost(first["checkpoint_s"], run, speed)
+    if saving:
+        made["checkpoint"] = saving
     files.write_json(request.output / "report.json", made)
     files.write_text(request.output / "report.html", html.page(made))
     return made
@@ -212,7 +216,7 @@ def _in_turn(starter: Starter, probe: str, **change: Any) -> Shown:
 
 
 def _machine_checks(machine: dict[str, Any]) -> list[Check]:
-    found = []
+    found = [] if machine["gpus"] else [Check("GPU clock and sharing", checks.TOLD, "no GPU is seen")]
     for gpu in machine["gpus"]:
         if gpu["clock_mhz"] is None or not gpu["highest_clock_mhz"]:
             continue
@@ -246,7 +250,18 @@ def _machine_checks(machine: dict[str, Any]) -> list[Check]:
     return found
 
 
-def _checkpoint_cost(checkpoint_s: float, run: Any, speed: dict[str, Any]) -> dict[str, Any]:
-    interval = run.config.training.save_interval
-    steps_s = interval * speed["step_time_s"]["value"]
-    return {"seconds": checkpoint_s, "save_interval": interval, "share": checkpoint_s / (steps_s + checkpoint_s)}
+def _checkpoint_cost(findings: Findings, checkpoint_s: float, run: Any, speed: dict[str, Any]) -> dict[str, Any]:
+    """What saving costs at the run's interval, put among the causes where it is worth telling."""
+    interval, step_s = run.config.training.save_interval, speed["step_time_s"]
+
+    def share(end: str) -> float:
+        return float(checkpoint_s / (interval * step_s[end] + checkpoint_s))
+
+    lost = Interval(share("value"), share("high"), share("low"))
+    if lost.value >= WORTH_TELLING:
+        wanted = math.ceil(99 * checkpoint_s / step_s["value"])
+        findings.add(advice.save_interval(lost, checkpoint_s, interval, wanted))
+    else:
+        found = f"takes {checkpoint_s:.3g} s every {interval} steps: {lost.value:.1%} of the time"
+        findings.fine.append({"what": advice.CHECKED["checkpoint_writes"], "found": found})
+    return {"seconds": checkpoint_s, "save_interval": interval, "share": lost.value}

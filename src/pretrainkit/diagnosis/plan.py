@@ -190,6 +190,8 @@ class Plan:
         """The loader's settings, one changed at a time, in the running loop."""
         session = self._session
         loader = session.loop.loader
+        if not session.on_gpu:
+            self._why_not["pinned_memory"] = "CUDA only"
         share = self._saved("data").value if "data" in self._pairs else 0.0
         if loader is None or not session.agree(share > WORTH_CONFIRMING):
             self._why_not["loader"] = "reading data takes no time that could be saved"

@@ -25,9 +25,11 @@ def warned(found: list[Check]) -> list[str]:
         ({"pad_token": "<pad>", "eos_token": "</s>"}, []),
         ({"pad_token": "</s>", "eos_token": {"content": "</s>"}}, ["padding token"]),
         ({"pad_token": "<pad>", "eos_token": "</s>", "padding_side": "left"}, ["padding side"]),
+        ({"pad_token": "<pad>", "eos_token": "</s>", "tokenizer_class": "LlamaTokenizer"}, ["padding side"]),
+        ({"eos_token": "</s>", "tokenizer_class": "LlamaTokenizer"}, []),
         ({"pad_token": "<pad>"}, ["end of documents"]),
     ],
-    ids=["fine", "PAD = EOS", "left", "no EOS"],
+    ids=["fine", "PAD = EOS", "left", "left by default", "left without PAD", "no EOS"],
 )
 def test_tokenizer(tmp_path: Path, config: dict[str, Any], expected: list[str]) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
