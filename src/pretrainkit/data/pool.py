@@ -13,7 +13,8 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from pretrainkit.data.encoder import EngineSpec
-from pretrainkit.data.proof import Question
+from pretrainkit.data.proof import Answers, Question
+from pretrainkit.data.results import Failure
 from pretrainkit.data.template import run_reference, run_template
 from pretrainkit.data.worker import Setup
 from pretrainkit.errors import DataError
@@ -25,6 +26,11 @@ GRACE_S = 4.0
 TEMPLATE, REFERENCE = -1, -2
 """Stand for the processes that are no workers, where a worker's number is given."""
 NAMES = {TEMPLATE: "the process that loads the tokenizer", REFERENCE: "the process that proves the ids"}
+
+
+def is_forkable() -> bool:
+    """Whether this process may be forked: no threads of Python, nor of a library that is known to have some."""
+    return threading.active_count() == 1 and not any(name in sys.modules for name in NOT_FORKABLE)
 
 
 class WorkerDied(DataError):
@@ -54,7 +60,7 @@ class WorkerPool:
     """
 
     def __init__(self, max_workers: int) -> None:
-        forkable = threading.active_count() == 1 and not any(name in sys.modules for name in NOT_FORKABLE)
+        forkable = is_forkable()
         context: Any = multiprocessing.get_context("fork" if forkable else "spawn")
         pipes = [context.Pipe() for _ in range(max_workers + 2)]
         (template, template_end), (reference, reference_end), *workers = pipes
@@ -208,3 +214,39 @@ class WorkerPool:
                         os.kill(process, signal.SIGKILL)
             self._worker_processes = []
         self._end(TEMPLATE)
+
+
+class Reference:
+    """A process that holds Hugging Face tokenizers and is asked once what that library gives."""
+
+    def __init__(self, engine: EngineSpec, question: Question) -> None:
+        forkable = is_forkable()
+        context: Any = multiprocessing.get_context("fork" if forkable else "spawn")
+        self._connection, theirs = context.Pipe()
+        inherited = [self._connection] if forkable else []
+        self._process = context.Process(
+            target=run_reference, args=(theirs, inherited), name=NAMES[REFERENCE], daemon=True
+        )
+        with _one_numpy_thread() if not forkable else contextlib.nullcontext():
+            self._process.start()
+        theirs.close()
+        self._connection.send(("ask", engine, question))
+
+    def answers(self) -> Answers:
+        """What it gives. Raises DataError when the input can't be read, or the process has died."""
+        try:
+            _, reply = self._connection.recv()
+        except (EOFError, ConnectionResetError):
+            self._process.join(GRACE_S)
+            raise WorkerDied(
+                f"{NAMES[REFERENCE]} ended ({self._process.exitcode})", action="run the same command again"
+            ) from None
+        if isinstance(reply, Failure):
+            raise DataError(reply.found, where=reply.where, needed=reply.needed, action=reply.action)
+        return reply
+
+    def end(self) -> None:
+        """Let go of it, answered or not."""
+        self._connection.close()
+        self._process.kill()
+        self._process.join()

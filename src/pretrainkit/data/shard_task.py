@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from pretrainkit.data.documents import Batch, RecordRules, Reject, parse_text
+from pretrainkit.data.documents import BATCH_BYTES, Batch, RecordRules, Reject, parse_text
 from pretrainkit.data.encoder import Encoder, EngineSpec, load_encoder, one_thread
 from pretrainkit.data.shard_tar import pack_samples
 from pretrainkit.data.sources import Source
@@ -55,7 +55,8 @@ class Block:
 class Piece:
     """A block's samples."""
 
-    members: bytes = b""
+    members: list[bytes] = field(default_factory=list)
+    """Of the tar, to be joined."""
     offsets: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     sizes: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     num_tokens: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -75,36 +76,46 @@ class ShardEncoder:
 
     def piece(self, block: Block) -> Piece:
         """Parse, encode and pack. Raises DataError for an id that the tokenizer doesn't announce."""
-        setup = self.setup
-        batch = block.batch
-        if batch is None:
-            (batch,) = parse_text(block.format_of, block.data, block.at_start, setup.rules)
-        texts = batch.texts[0]
-        # What to reject is known in the block; where it was is said with the source's own line numbers.
-        rejects = [replace(bad, line=bad.line + block.first_line_in_source) for bad in batch.rejects]
-        piece = Piece(
-            num_records=len(texts) + len(rejects),
-            num_blank=batch.num_blank,
-            num_replaced=batch.num_replaced,
-            rejects=rejects,
+        piece = Piece()
+        tables: list[NDArray[np.int64]] = []
+        rules = self.setup.rules
+        batches = (
+            [block.batch]
+            if block.batch
+            else parse_text(block.format_of, block.data, block.at_start, rules, BATCH_BYTES)
         )
-        if not texts:
-            return piece
+        for batch in batches:
+            # What to reject is known in the block; where it was is said with the source's own line numbers.
+            rejects = [replace(bad, line=bad.line + block.first_line_in_source) for bad in batch.rejects]
+            piece.num_records += len(batch.lines) + len(rejects)
+            piece.num_blank += batch.num_blank
+            piece.num_replaced += batch.num_replaced
+            piece.rejects += rejects
+            if batch.lines:
+                tables.append(self._pack(batch, block, piece))
+        if tables:
+            piece.offsets, piece.sizes, piece.num_tokens = np.concatenate(tables, axis=1)
+        return piece
+
+    def _pack(self, batch: Batch, block: Block, piece: Piece) -> NDArray[np.int64]:
+        """Add a batch's samples to a piece; gives their offsets in it, sizes and numbers of tokens."""
+        setup, texts = self.setup, batch.texts[0]
         ids, offsets = self.encoder.encode(texts)
         if ids.size and int(ids.max()) >= setup.num_ids:
             raise DataError(f"token id {int(ids.max())}, but the tokenizer has ids up to {setup.num_ids - 1}")
         lengths = np.diff(offsets)
         kept = np.flatnonzero(lengths)
-        piece.num_empty = len(texts) - len(kept)
+        piece.num_empty += len(texts) - len(kept)
         samples = self._samples(ids, offsets, kept)
         lines = np.array(batch.lines, np.int64)[kept] + block.first_line
         encoded = [texts[number].encode() for number in kept]
-        piece.num_text_bytes = sum(map(len, encoded))
-        piece.members, piece.offsets, piece.sizes = pack_samples(
+        piece.num_text_bytes += sum(map(len, encoded))
+        before = sum(map(len, piece.members))
+        members, places, sizes = pack_samples(
             block.key_prefix, lines, samples, encoded if setup.has_text else None, setup.ids_format
         )
-        piece.num_tokens = lengths[kept] + len(setup.first_ids) + len(setup.last_ids)
-        return piece
+        piece.members.append(members)
+        return np.stack([places + before, sizes, lengths[kept] + len(setup.first_ids) + len(setup.last_ids)])
 
     def _samples(
         self, ids: NDArray[np.uint32], offsets: NDArray[np.int64], kept: NDArray[np.int64]
@@ -126,11 +137,15 @@ class ShardEncoder:
 _worker: ShardEncoder | None = None
 
 
-def start_worker(setup: ShardSetup, engine: EngineSpec) -> None:
-    """Prepare a worker process."""
+def start_worker(setup: ShardSetup, engine: EngineSpec, encoder: Encoder | None) -> None:
+    """Prepare a worker process; one that was forked has the encoder of its parent."""
     global _worker
     threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if encoder is not None:
+        _worker = ShardEncoder(setup, encoder)
+        return
     one_thread()
     try:
         _worker = ShardEncoder(setup, load_encoder(engine))

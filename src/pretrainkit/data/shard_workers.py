@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
+from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from pretrainkit.data.encoder import Encoder, EngineSpec, has_fastokens, load_encoder, one_thread
-from pretrainkit.data.proof import Question, ask, first_difference
+from pretrainkit.data.pool import Reference, is_forkable
+from pretrainkit.data.proof import Question, first_difference
 from pretrainkit.data.shard_request import ShardPlan
 from pretrainkit.data.shard_task import Block, Piece, ShardEncoder, ShardSetup, start_worker, warm_up, work
 from pretrainkit.errors import DataError
@@ -34,29 +38,37 @@ class ShardWorkers:
 
     def __enter__(self) -> ShardWorkers:
         one_thread()
-        if self.count > 1:
-            self._start_pool()
-        if self.engine == "fastokens" and self.count > 1 and self._plan.request.verify_tokens == "off":
-            return self
-        encoder = self._proven_encoder() if self.engine == "fastokens" else None
-        if self.engine == "fastokens" and encoder is None:
-            self.engine = "tokenizers"
-            if self._pool is not None:
-                self._pool.shutdown(cancel_futures=True)
-                self._start_pool()
-        if self.count == 1:
-            self._encoder = ShardEncoder(self._setup(), encoder or load_encoder(self._spec(self.engine)))
+        try:
+            if self.engine == "fastokens" and not self._start_fast():
+                self.engine = "tokenizers"
+                self._end_pool()
+            if self.engine == "tokenizers":
+                self._start(None)
+        except BaseException:
+            self._end_pool()
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._end_pool()
+
+    def _end_pool(self) -> None:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
+            self._pool = None
 
-    def _start_pool(self) -> None:
-        context = get_context("spawn")  # nothing with threads may be forked
-        self._pool = ProcessPoolExecutor(self.count, context, start_worker, (self._setup(), self._spec(self.engine)))
+    def _start(self, encoder: Encoder | None, *, may_fork: bool = False) -> None:
+        """Begin with this encoder. Forked workers share it; where nothing may be forked, each loads its own."""
+        if self.count == 1:
+            self._encoder = ShardEncoder(self._setup(), encoder or load_encoder(self._spec(self.engine)))
+            return
+        context: Any = get_context("fork" if may_fork else "spawn")
+        if may_fork:
+            gc.freeze()  # what is there now stays: the collector need not touch, and so copy, shared pages
+        arguments = (self._setup(), self._spec(self.engine), encoder if may_fork else None)
+        self._pool = ProcessPoolExecutor(self.count, context, start_worker, arguments)
         for _ in range(self.count):
-            self._pool.submit(warm_up)  # they load the tokenizer while this process proves it
+            self._pool.submit(warm_up)
 
     def _spec(self, engine: str) -> EngineSpec:
         plan = self._plan
@@ -74,24 +86,37 @@ class ShardWorkers:
             rules=plan.rules,
         )
 
-    def _proven_encoder(self) -> Encoder | None:
-        """fastokens, if it gives the ids of tokenizers on hard strings and a sample of these shards' input."""
+    def _start_fast(self) -> bool:
+        """Begin with fastokens, if it gives the ids of tokenizers on hard strings and a sample of these shards' input.
+
+        What tokenizers gives is asked in a process of its own, beside the loading of fastokens here.
+        """
         plan = self._plan
+        reference = None
+        if plan.request.verify_tokens != "off":
+            units = [unit for number in self._shard_ids for unit in plan.units(number)]
+            question = Question.about(plan.tokenizer.special_tokens, plan.sources, units, plan.rules)
+            reference = Reference(self._spec("tokenizers"), question)
+        may_fork, num_threads = is_forkable(), _num_threads()
         try:
-            fast = load_encoder(self._spec("fastokens"))
-        except Exception as error:  # whatever a Rust library thinks of a tokenizer
-            LOGGER.warning("fastokens is not used, tokenizers encodes instead (slower): %s", error)
-            return None
-        if plan.request.verify_tokens == "off":
-            return fast
-        units = [unit for number in self._shard_ids for unit in plan.units(number)]
-        question = Question.about(plan.tokenizer.special_tokens, plan.sources, units, plan.rules)
-        difference = first_difference(fast, ask(load_encoder(self._spec("tokenizers")), question.texts()))
+            try:
+                fast = load_encoder(self._spec("fastokens"))
+            except Exception as error:  # whatever a Rust library thinks of a tokenizer
+                LOGGER.warning("fastokens is not used, tokenizers encodes instead (slower): %s", error)
+                return False
+            # Before this process encodes anything: a library's threads don't live on in forked workers.
+            self._start(fast, may_fork=may_fork and _num_threads() == num_threads)
+            if reference is None:
+                return True
+            difference = first_difference(fast, reference.answers())
+        finally:
+            if reference is not None:
+                reference.end()
         if difference:
             LOGGER.warning("fastokens is not used, tokenizers encodes instead (slower): %s", difference)
-            return None
+            return False
         LOGGER.info("fastokens gives the ids of tokenizers on hard strings and a sample of this input")
-        return fast
+        return True
 
     def pieces(self, blocks: Iterator[Block]) -> Iterator[tuple[Block, Piece]]:
         """Every block with its piece, in order."""
@@ -115,3 +140,8 @@ class ShardWorkers:
                 "a worker process ended; the kernel kills one when memory runs out",
                 action="run the same task again, with fewer --workers if memory was short",
             ) from error
+
+
+def _num_threads() -> int:
+    """Threads of this process, those of libraries included."""
+    return sum(1 for _ in Path("/proc/self/task").iterdir())

@@ -137,11 +137,12 @@ def _write(plan: ShardPlan, shard_id: int, workers: ShardWorkers, began: float) 
                 table = np.empty(len(piece.offsets), SAMPLE)
                 table["offset"] = piece.offsets + tar_bytes
                 table["num_bytes"], table["num_tokens"] = piece.sizes, piece.num_tokens
-                _write_all(tar_file.write, piece.members)
+                for members in piece.members:
+                    _write_all(tar_file.write, members)
+                    tar_hash.update(members)
+                    tar_bytes += len(members)
                 _write_all(table_file.write, table.tobytes())
-                tar_hash.update(piece.members)
                 table_hash.update(table.tobytes())
-                tar_bytes += len(piece.members)
                 num_samples += len(table)
                 num_tokens += int(piece.num_tokens.sum())
                 num_rejected += len(piece.rejects)
