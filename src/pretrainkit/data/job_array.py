@@ -31,7 +31,13 @@ def parse_shard(text: str, environment: Mapping[str, str]) -> tuple[int, int]:
         index, found = (_array(environment, count)) if which == "array" else (int(which), count)
     except ValueError:
         raise RequestError(f"{text!r}", where="--shard", needed=FORM) from None
-    if found is None or not 0 <= index < found:
+    if found is None:
+        raise RequestError(
+            f"task {index} of an array, but its scheduler doesn't tell how many tasks there are",
+            where="--shard array",
+            needed="the number of parts: --shard array/N, with an array that begins with 0",
+        )
+    if not 0 <= index < found:
         raise RequestError(f"{text!r} gives part {index} of {found}", where="--shard", needed=FORM)
     return index, found
 
