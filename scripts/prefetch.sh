@@ -54,7 +54,7 @@ fi
 export HF_HOME=$dir/huggingface PYTHONNOUSERSITE=1
 unset HF_HUB_OFFLINE TRANSFORMERS_OFFLINE HF_DATASETS_OFFLINE # this is the machine with internet
 python=${PYTHON:-$here/.venv/bin/python}
-fetch=("$python" -m pretrainkit.launch.prefetch --dir "$dir" ${sources[@]+"${sources[@]}"})
+fetch=("$python" "$here/tools/prefetch.py" --dir "$dir" ${sources[@]+"${sources[@]}"})
 
 if [ ${#sources[@]} -gt 0 ]; then
     command -v "$python" > /dev/null || die 2 "no Python at $python" "make setup, or PYTHON=/path/to/python"

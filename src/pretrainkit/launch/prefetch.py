@@ -1,22 +1,18 @@
 """Brings models and tokenizers from the hub to a folder on a group disk, for nodes without internet.
 
-    python -m pretrainkit.launch.prefetch --dir DIR --model OWNER/NAME[@REVISION] --tokenizer OWNER/NAME
-
 A model lies in DIR/models/OWNER/NAME, a tokenizer with its config in DIR/tokenizers/OWNER/NAME: plain folders, for
 --hf_model_id, --nemo_model and --tokenizer-model. Each appears when every file has the size and the hash that the hub
 says; prefetched.json in it holds the commit and those hashes. What was stopped goes on where it was. Tokens come from
-HF_TOKEN or `hf auth login`. scripts/prefetch.sh is the command.
+HF_TOKEN or `hf auth login`.
 """
 
 from __future__ import annotations
 
-import argparse
 import fcntl
 import fnmatch
 import hashlib
 import os
 import shutil
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,9 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from pretrainkit import files
-from pretrainkit.cli import Parser, run_command
 from pretrainkit.data.hub import CONFIG_AND_TOKENIZER, HUB_ID, hub_errors
-from pretrainkit.errors import EXIT_DONE, DataError, PretrainkitError, RequestError
+from pretrainkit.errors import DataError, PretrainkitError, RequestError
 from pretrainkit.launch.trials import one_line
 from pretrainkit.logs import get_logger
 from pretrainkit.units import format_bytes
@@ -213,35 +208,3 @@ def _locked(path: Path, source: Source) -> Iterator[None]:
             log.warning("%s can't be locked on this disk", path)
         yield
     path.unlink(missing_ok=True)
-
-
-def build_parser() -> Parser:
-    """The command's flags."""
-    parser = Parser(prog="prefetch", formatter_class=argparse.RawDescriptionHelpFormatter, description=__doc__)
-    parser.add_argument("--dir", type=Path, required=True, help="folder on a group disk")
-    parser.add_argument("--model", action="append", default=[], metavar="ID", help="OWNER/NAME[@REVISION]")
-    parser.add_argument("--tokenizer", action="append", default=[], metavar="ID", help="OWNER/NAME[@REVISION]")
-    parser.add_argument("--size", action="store_true", help="print how many bytes would come, and stop")
-    return parser
-
-
-def command(arguments: argparse.Namespace) -> int:
-    """Fetch everything; print the folders."""
-    sources = [parse_source(kind, text) for kind in FOLDERS for text in getattr(arguments, kind)]
-    base = arguments.dir.expanduser().absolute()
-    if arguments.size:
-        absent = [source for source in sources if not source.folder(base).exists()]
-        print(sum(file.size for source in absent for file in list_files(source)[1]))
-        return EXIT_DONE
-    for source in sources:
-        print(fetch(source, base))
-    return EXIT_DONE
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
-    return run_command(command, build_parser(), argv)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,57 @@
+#!/usr/bin/env python
+"""Models and tokenizers from the hub to a folder on a group disk, each verified (with containers: scripts/prefetch.sh).
+
+    python tools/prefetch.py --dir /group/me/offline --model meta-llama/Llama-3.1-8B
+
+A model lies in DIR/models/OWNER/NAME, a tokenizer with its config in DIR/tokenizers/OWNER/NAME. What was stopped goes
+on; what is there is verified. Gated models need HF_TOKEN, or `hf auth login`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pretrainkit.cli import Parser, run_command
+from pretrainkit.errors import EXIT_DONE
+
+
+def build_parser() -> Parser:
+    """The command's flags."""
+    parser = Parser(
+        prog="prefetch.py",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=__doc__,
+        epilog="Exit codes: 0 all is there and verified; 1 failed; 2 wrong request.",
+    )
+    parser.add_argument("--dir", type=Path, required=True, help="folder on a group disk")
+    parser.add_argument("--model", action="append", default=[], metavar="ID", help="OWNER/NAME[@REVISION]")
+    parser.add_argument("--tokenizer", action="append", default=[], metavar="ID", help="OWNER/NAME[@REVISION]")
+    parser.add_argument("--size", action="store_true", help="print how many bytes would come, and stop")
+    return parser
+
+
+def command(arguments: argparse.Namespace) -> int:
+    """Fetch everything; print the folders."""
+    from pretrainkit.launch.prefetch import FOLDERS, fetch, list_files, parse_source
+
+    sources = [parse_source(kind, text) for kind in FOLDERS for text in getattr(arguments, kind)]
+    base = arguments.dir.expanduser().absolute()
+    if arguments.size:
+        absent = [source for source in sources if not source.folder(base).exists()]
+        print(sum(file.size for source in absent for file in list_files(source)[1]))
+        return EXIT_DONE
+    for source in sources:
+        print(fetch(source, base))
+    return EXIT_DONE
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    return run_command(command, build_parser(), argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
