@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import socket
 import tempfile
@@ -24,6 +25,7 @@ from pretrainkit.checkpoint.transforms import padded_vocabulary
 from pretrainkit.checkpoint.verify_verdict import Check
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import CheckpointError, RequestError
+from pretrainkit.imports import heavy_imports
 from pretrainkit.logs import get_logger
 from pretrainkit.models.registry import read_shape
 from pretrainkit.training import prompts
@@ -69,6 +71,7 @@ def check_models(
 def _compare(source: Path, released: Path, hf_folder: Path | None, options: RunOptions) -> Iterator[Check]:
     found = detect(source)
     shape = read_shape(find_hf_folder(found, hf_folder))
+    _rank_context()  # it imports Megatron while the Hugging Face model runs
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         names = _write_tokens(released, shape, options, folder)
@@ -120,8 +123,9 @@ def _tensor_parallel_sizes(shape: ModelShape) -> list[int]:
 
 def _write_tokens(released: Path, shape: ModelShape, options: RunOptions, folder: Path) -> list[str]:
     """Tokenise the prompts and the held-out text into `tokens.pt`; the prompts' names."""
-    import torch
-    from transformers import AutoTokenizer
+    with heavy_imports():
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401  both need most of transformers
 
     tokenizer = AutoTokenizer.from_pretrained(released, local_files_only=True)
     length = min(options.long_tokens, shape.max_position_embeddings)
@@ -189,6 +193,7 @@ def _rank_context() -> Any:
     """Ranks are forks of one process, which imports Megatron once for all of them and bridges it to the CPU."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["pretrainkit.training.megatron_on_cpu"])
+    multiprocessing.forkserver.ensure_running()
     return context
 
 
