@@ -114,6 +114,15 @@ def test_eod_is_exactly_one(make_pair: MakePair, documents: list[list[int]], fou
     assert found in verify(prefix).problems[0]
 
 
+def test_where_texts_may_spell_eod_some_may_end_with_two_but_not_most(make_pair: MakePair) -> None:
+    prefix = make_pair("a", [[5, EOD, EOD], [6, EOD], [7, EOD]])
+    describe(prefix, special_tokens_in_text="encode")
+    assert not verify(prefix).problems
+    prefix = make_pair("b", [[5, EOD, EOD], [6, EOD, EOD], [7, EOD]])
+    describe(prefix, special_tokens_in_text="encode")
+    assert "document 0 and most others end with EOD twice" in verify(prefix).problems[0]
+
+
 def test_a_join_is_a_concatenation_of_documents(make_pair: MakePair, tmp_path: Path) -> None:
     parts = [[[i, i, EOD]] * count for i, count in ((5, 5), (6, 0), (7, 7))]
     prefixes = [make_pair(f"part{i}", documents) for i, documents in enumerate(parts)]
