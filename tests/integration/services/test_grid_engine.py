@@ -19,8 +19,8 @@ def test_two_jobs_train_on_one_node_at_once(grid_engine: Site, run_words: list[s
 def test_a_chain_goes_on_where_the_time_was_over_and_a_cancelled_job_saves(
     grid_engine: Site, run_words: list[str], tmp_path: Path
 ) -> None:
-    # Long enough to begin to train on a busy machine.
-    words = ["--time_limit", "00:02:00", "--time_margin", "00:00:20"]
+    # Long enough to begin to train on a busy machine. The ranks of two_jobs_at_once and of Slurm's chain are two.
+    words = ["--time_limit", "00:02:00", "--time_margin", "00:00:20", "-G", "1", "-P", "1"]
     scheduled_cases.chain(grid_engine, run_words, tmp_path, "qdel", *words, shorten=lambda job: None)
 
 
