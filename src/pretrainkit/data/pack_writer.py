@@ -45,11 +45,18 @@ def pack_dataset(plan: PackPlan, *, timeout_s: float = 24 * 3600.0) -> tuple[Pac
         plan.request.output_dir,
         lambda: plan.finished() is not None,
         lambda: made.append(_prepare(plan)),
+        leftovers=lambda: _unfinished(plan),
         timeout_s=timeout_s,
     )
     manifest = plan.finished()
     assert manifest is not None
     return manifest, made == [True]
+
+
+def _unfinished(plan: PackPlan) -> list[Path]:
+    """Folders of work that was not finished or not cleared away, of this request or another with the same output."""
+    final = plan.request.output_dir
+    return [*files.leftovers(final), *final.parent.glob(f"{final.name}.staging-*")]
 
 
 def _prepare(plan: PackPlan) -> bool:
@@ -61,7 +68,7 @@ def _prepare(plan: PackPlan) -> bool:
         files.write_json(final / MARK, manifest_to_json(replace(ready, inputs=inputs)))
         LOGGER.info("%s was made of inputs with the same content", final)
         return False
-    for old in [*files.leftovers(final), *final.parent.glob(f"{final.name}.staging-*")]:
+    for old in _unfinished(plan):
         if old != plan.staging:
             shutil.rmtree(old, ignore_errors=True)
     plan.staging.mkdir(parents=True, exist_ok=True)

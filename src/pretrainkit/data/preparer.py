@@ -8,9 +8,11 @@ that file is touched. One preparer a file system follows from looking at the dat
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
+import shutil
 import socket
 import threading
 import time
@@ -37,15 +39,18 @@ def prepare_once(
     is_ready: Callable[[], bool],
     prepare: Callable[[], None],
     *,
+    leftovers: Callable[[], list[Path]] = list,
     environment: Mapping[str, str] = os.environ,
     timeout_s: float = 24 * 3600.0,
 ) -> bool:
     """Make sure that `final` is ready; True if this process prepared it.
 
     `is_ready` looks at the place; `prepare` fills it, atomically. When a preparer fails, its error is its own, and
-    the next process in line tries. Raises DataError when nothing is ready after `timeout_s`.
+    the next process in line tries. `leftovers` lists the folders of a preparer that died after it had filled the
+    place; they are removed. Raises DataError when nothing is ready after `timeout_s`.
     """
     if is_ready():
+        _clear(final, leftovers)
         return False
     try:
         return _prepare_or_wait(final, is_ready, prepare, environment, timeout_s)
@@ -88,6 +93,18 @@ def _prepare_or_wait(
         time.sleep(POLL_S)
     LOGGER.info("rank %d: %s is ready after %s", rank, final, format_duration(time.monotonic() - began))
     return False
+
+
+def _clear(final: Path, leftovers: Callable[[], list[Path]]) -> None:
+    """Remove what is left beside a place that is ready, unless its preparer still lives: then it does so itself."""
+    lock, heartbeat = (final.with_name(final.name + suffix) for suffix in (".lock", ".preparing"))
+    if not (heartbeat.exists() or leftovers()):
+        return
+    with contextlib.suppress(OSError), _locked(lock) as got:  # a place that can only be read stays as it is
+        if got and not _Watch(heartbeat).is_alive_elsewhere():
+            for folder in leftovers():
+                shutil.rmtree(folder, ignore_errors=True)
+            heartbeat.unlink(missing_ok=True)
 
 
 @contextmanager

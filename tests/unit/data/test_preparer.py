@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import threading
 import time
 from pathlib import Path
@@ -45,6 +46,25 @@ def test_a_silent_preparer_of_another_node_is_taken_over(tmp_path: Path, monkeyp
     monkeypatch.setattr(preparer, "SILENCE_S", 0.5)
     (tmp_path / "set.preparing").write_text(json.dumps({"host": "another-node", "pid": 1}))
     assert prepare(tmp_path / "set")
+
+
+def test_what_a_preparer_left_that_died_after_its_work_is_cleared(tmp_path: Path) -> None:
+    final, staging, heartbeat = (tmp_path / name for name in ("set", "set.staging-1", "set.preparing"))
+    final.mkdir()
+
+    def again() -> bool:
+        staging.mkdir(exist_ok=True)
+        return prepare_once(final, final.exists, final.rmdir, leftovers=lambda: [staging], environment={})
+
+    heartbeat.write_text(json.dumps({"host": socket.gethostname(), "pid": 1}))
+    with preparer._locked(tmp_path / "set.lock") as got:
+        assert got and not again()
+        assert heartbeat.exists() and staging.exists()  # it lives, and clears them itself
+    assert not again()
+    assert not heartbeat.exists() and not staging.exists() and final.exists()
+    heartbeat.write_text(json.dumps({"host": "another-node", "pid": 1}))
+    assert not again()
+    assert heartbeat.exists() and staging.exists()  # it may live: locks don't reach all nodes
 
 
 def test_waiting_ends(tmp_path: Path) -> None:
