@@ -75,21 +75,25 @@ def test_a_checkpoint_is_always_there_whenever_a_run_is_killed(
     assert attempts(run_file.parent / "metrics.jsonl")[-1].start_step == newest
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
+@pytest.mark.parametrize(
+    ("number", "world_size"), [(signal.SIGTERM, 1), (signal.SIGUSR1, 2)], ids=["SIGTERM", "SIGUSR1"]
+)
 def test_a_signal_saves_within_a_step(
-    tiny: Path, tmp_path: Path, write_tiny_run: Callable[..., Path], number: int
+    tiny: Path, tmp_path: Path, write_tiny_run: Callable[..., Path], number: int, world_size: int
 ) -> None:
-    run_file = write_tiny_run(tiny, "stopped", max_steps=10**6, save_interval=10**6)
-    checkpoints, log = run_file.parent / "checkpoints", run_file.parent / "rank0.log"
+    run_file = write_tiny_run(tiny, "stopped", max_steps=10**6, save_interval=10**6, data_parallel=world_size)
+    checkpoints = run_file.parent / "checkpoints"
+    logs = [run_file.parent / f"rank{rank}.log" for rank in range(world_size)]
     metrics, chance, saved = run_file.parent / "metrics.jsonl", random.Random(number), 0
     for attempt in range(1, (TRIALS if number == signal.SIGTERM else 1) + 1):
-        (process,) = ranks.start_ranks(ranks.train_until_stopped, 1, [log], run_file=run_file)
+        processes = ranks.start_ranks(ranks.train_until_stopped, world_size, logs, run_file=run_file)
         wait_for_step(run_file.parent, attempt, saved + chance.randint(1, 6))
         time.sleep(chance.uniform(0, 0.05))
         before = attempts(metrics)[-1].last_step
-        os.kill(process.pid, number)
-        process.join(DEADLINE_S)
-        assert process.exitcode == EXIT_STOPPED_AFTER_SAVING, log.read_text()[-3000:]
+        os.kill(processes[-1].pid, number)  # the others hear of it from this one
+        for process, log in zip(processes, logs, strict=True):
+            process.join(DEADLINE_S)
+            assert process.exitcode == EXIT_STOPPED_AFTER_SAVING, log.read_text()[-3000:]
         newest = resume.newest_complete(checkpoints)
         assert newest and newest.step == attempts(metrics)[-1].last_step
         assert newest.step <= before + 2  # the step that was running, and one that ended while we looked
