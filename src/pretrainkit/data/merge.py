@@ -13,7 +13,7 @@ from pretrainkit.data.indexed import HEADER, IndexedDataset, bin_path, commit_pa
 from pretrainkit.data.manifest import InputFile, Manifest, manifest_path, read_manifest, write_manifest
 from pretrainkit.data.output import copy_range
 from pretrainkit.errors import DataError, RequestError
-from pretrainkit.files import temporary_name
+from pretrainkit.files import remove_leftovers, temporary_name
 from pretrainkit.logs import get_logger
 
 LOGGER = get_logger(__name__)
@@ -47,6 +47,8 @@ def merge(prefixes: list[Path], output_prefix: Path | str, *, overwrite: bool = 
     if {path.resolve() for path in prefixes} & {Path(output_prefix).resolve()}:
         raise RequestError("the output is one of the inputs", where=str(output_prefix))
     Path(output_prefix).parent.mkdir(parents=True, exist_ok=True)
+    for path in finals:
+        remove_leftovers(path)
     tokens, index = (temporary_name(path) for path in finals[:2])
     try:
         _write_tokens(tokens, prefixes)

@@ -49,6 +49,10 @@ def _missing(shards: ShardSet, folder: Path) -> list[Shard]:
 def _copy(shards: ShardSet, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     missing = _missing(shards, folder)
+    for shard in missing:  # parts of files that a killed copy left; who copies now holds the lock
+        for suffix in (".tar", ".samples", ".json"):
+            for old in files.leftovers(folder / f"{shard_name(shard.record.shard_id)}{suffix}"):
+                old.unlink(missing_ok=True)
     wanted, free = sum(shard.record.tar_bytes for shard in missing), shutil.disk_usage(folder).free
     if wanted > free:
         raise DataError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -137,6 +139,17 @@ def test_a_join_is_a_concatenation_of_documents(make_pair: MakePair, tmp_path: P
     assert idx_path(tmp_path / "direct").read_bytes() == idx_path(tmp_path / "whole").read_bytes()
     assert whole == read_manifest(tmp_path / "whole")
     assert verify(tmp_path / "whole").problems == []
+
+
+def test_a_join_clears_what_a_killed_one_left(make_pair: MakePair, tmp_path: Path) -> None:
+    part = make_pair("part", [[5, EOD]])
+    process = subprocess.Popen(["true"])
+    process.wait()
+    old = tmp_path / f"whole.bin.tmp-{socket.gethostname()}-{process.pid}"
+    old.write_bytes(b"part of a file")
+    merge([part], tmp_path / "whole")
+    assert not old.exists()
+    assert verify(tmp_path / "whole").num_documents == 1
 
 
 def test_many_parts_need_few_open_files(make_pair: MakePair, tmp_path: Path) -> None:

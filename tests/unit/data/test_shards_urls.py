@@ -114,10 +114,11 @@ def test_a_cut_copy_goes_on_where_it_stopped(folder: Path, served: tuple[str, li
     (copied,) = (tmp_path / "cache").glob("*/")
     assert not (copied / "shard-00001.json").exists() and not list(copied.glob("*.tmp-*"))
     (folder / "shard-00001.tar").write_bytes(whole)
+    (copied / "shard-00001.tar.tmp-host-1").write_bytes(whole[:-5000])  # as a kill leaves it
     asked.clear()
     shard_mirror.local_shards(url, tmp_path / "cache")
     assert [name for name in asked if name.endswith(".tar")].count("/shard-00001.tar") == 1
-    assert len(list(copied.glob("*.tar"))) == NUM_SHARDS
+    assert len(list(copied.glob("*.tar"))) == NUM_SHARDS and not list(copied.glob("*.tmp-*"))
 
 
 def test_a_shard_without_its_record_is_refused(folder: Path, served: tuple[str, list[str]]) -> None:
