@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 
+import example_cases
 import pytest
 import scheduled_cases
 from scheduled import Site
@@ -32,3 +35,10 @@ def test_the_failing_task_of_an_array_is_run_again_alone(
 
 def test_a_refused_job_shows_grid_engines_words(grid_engine: Site, run_words: list[str], tmp_path: Path) -> None:
     scheduled_cases.refused_job(grid_engine, run_words, tmp_path, 'unknown queue "nowhere"')
+
+
+def test_the_example_of_continual_pretraining_ends_in_a_verified_release(
+    grid_engine: Site, make_hf_llama: Callable[..., Path], jsonl_file: Path, tmp_path: Path
+) -> None:
+    documents = [json.loads(line)["text"] for line in jsonl_file.read_text(encoding="utf-8").splitlines()]
+    example_cases.continual_pretraining(grid_engine, make_hf_llama(), documents, tmp_path)

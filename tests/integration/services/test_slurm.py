@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
+import example_cases
 import pytest
 import scheduled_cases
 from scheduled import Site, losses
@@ -42,3 +44,15 @@ def test_the_failing_task_of_an_array_is_run_again_alone(slurm: Site, tokenizer_
 
 def test_a_refused_job_shows_slurms_words(slurm: Site, run_words: list[str], tmp_path: Path) -> None:
     scheduled_cases.refused_job(slurm, run_words, tmp_path, "invalid partition specified: nowhere")
+
+
+def test_the_example_of_shards_makes_them_in_an_array_and_trains(
+    slurm: Site, make_hf_llama: Callable[..., Path], tmp_path: Path
+) -> None:
+    example_cases.shards_and_train(slurm, make_hf_llama(), tmp_path)
+
+
+def test_the_example_of_a_jsonl_file_prepares_it_in_a_job(
+    slurm: Site, make_hf_llama: Callable[..., Path], jsonl_file: Path, tmp_path: Path
+) -> None:
+    example_cases.jsonl_to_pretrain(slurm, make_hf_llama(), jsonl_file, tmp_path)
