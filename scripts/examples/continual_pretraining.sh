@@ -24,10 +24,10 @@ tensor=${TENSOR_PARALLEL:-1} pipeline=${PIPELINE_PARALLEL:-2}
 export PYTHON=${PYTHON:-.venv/bin/python}
 where=(--site "$site" ${ACCOUNT:+--account "$ACCOUNT"} ${CONTAINER_IMAGE:+--container_image "$CONTAINER_IMAGE"})
 
-# need VARIABLE PATH: found here, before a job waits in vain.
+# need VARIABLE PATH: what is missing is told here, before a job waits in vain.
 need() {
-    [ -e "$2" ] && return
-    echo "continual_pretraining.sh: no $2: set $1" >&2
+    [ -n "$(find -L "$2" -type f -print -quit 2>/dev/null)" ] && return
+    echo "continual_pretraining.sh: no $2, or no file in it: set $1" >&2
     exit 2
 }
 
