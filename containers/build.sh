@@ -66,7 +66,7 @@ tag=${tag:-pretrainkit:$target}
 if [ "$builder" = apptainer ]; then output=${output:-pretrainkit-$target$([ "$sandbox" = 1 ] || echo .sif)}; fi
 if [ -n "$output" ]; then
     output=$(final_path "$output" "$overwrite")
-    temporary=$(temporary_beside "$output")
+    temporary=$(temporary_beside "$output") whole=$temporary
 fi
 
 # Where things really go if nothing is said: what the builder itself would take.
@@ -112,7 +112,10 @@ case $builder in
         [ "$sandbox" = 0 ] || options+=(--sandbox)
         [ -z "$pip_conf" ] || options+=(--bind "$context.mnt:/mnt:ro")
         made+=("$temporary")
-        step apptainer build "${options[@]}" ${extra[@]+"${extra[@]}"} "$temporary" containers/pretrainkit.def ||
+        # A folder: Apptainer unpacks a sandbox beside it, and leaves that behind when it is killed.
+        [ "$dry_run" = 1 ] || mkdir -- "$temporary"
+        whole=$temporary/image
+        step apptainer build "${options[@]}" ${extra[@]+"${extra[@]}"} "$whole" containers/pretrainkit.def ||
             die 1 "apptainer build failed"
         ;;
     *)
@@ -144,7 +147,7 @@ case $builder in
 esac
 
 if [ "$dry_run" = 0 ] && [ -n "$output" ]; then
-    [ -s "$temporary" ] || die 1 "$builder ended well, but wrote no image"
-    commit "$temporary" "$output" "$overwrite"
+    [ -s "$whole" ] || die 1 "$builder ended well, but wrote no image"
+    commit "$whole" "$output" "$overwrite"
 fi
 echo "${output:-$tag}"
