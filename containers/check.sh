@@ -12,9 +12,13 @@ options=(--software --timeout 300 --output_dir "${TMPDIR:-/tmp}")
 if [ "${1:-}" = --build ]; then
     shift
     options+=(--quick --accelerator cpu)
+    # The image is read-only in Apptainer's %test, and nobody's caches are meant.
+    caches=$(mktemp -d)
+    trap 'rm -rf -- "$caches"' EXIT
+    export HF_HOME=$caches TRITON_CACHE_DIR=$caches WANDB_CACHE_DIR=$caches XDG_CACHE_HOME=$caches
 fi
 # What the image was made with, where install_packages.py made it.
 if [ -f "$project/image/kept.txt" ]; then
     options+=(--constraints "$project/image/constraints.txt" --kept "$project/image/kept.txt")
 fi
-exec "${PYTHON:-python3}" "$project/tools/check_node.py" "${options[@]}" "$@"
+"${PYTHON:-python3}" "$project/tools/check_node.py" "${options[@]}" "$@"
