@@ -1,17 +1,22 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
+import os
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, get_bin_path, get_idx_path
 from megatron.core.datasets.utils import Split
 
 from pretrainkit.training.dataset import EpochDataset, documents_of_samples
+from pretrainkit.training.index_files import save_arrays_whole
 
 EOD = 2
 SEQUENCE_LENGTH = 16
@@ -97,3 +102,47 @@ def test_a_sample_knows_its_documents(prefix: str, tmp_path: Path) -> None:
         text = np.concatenate([stored[document] for document in documents]).tolist()
         tokens = data[sample]["tokens"].tolist()
         assert any(text[begin : begin + len(tokens)] == tokens for begin in range(len(text)))
+
+
+def test_jobs_that_build_one_index_at_once_read_the_same(prefix: str, tmp_path: Path) -> None:
+    """PRETRAINKIT_RACES=20 in the environment repeats it."""
+    fork = multiprocessing.get_context("fork")
+    right = tokens(dataset(prefix, tmp_path / "alone", None), range(20))
+
+    def job(folder: Path, barrier: Any, delay_s: float, answers: Any) -> None:
+        save = np.save
+
+        def slowly(file: Any, *args: Any, **kwargs: Any) -> None:
+            time.sleep(delay_s)
+            save(file, *args, **kwargs)
+
+        np.save = slowly
+        save_arrays_whole()
+        barrier.wait()
+        try:
+            answers.put(tokens(dataset(prefix, folder, None), range(20)))
+        except Exception as error:
+            answers.put(repr(error))
+
+    for race in range(int(os.environ.get("PRETRAINKIT_RACES", "2"))):
+        barrier, answers = fork.Barrier(3), fork.Queue()
+        jobs = [fork.Process(target=job, args=(tmp_path / f"{race}", barrier, d, answers)) for d in (0, 0.05, 0.1)]
+        for process in jobs:
+            process.start()
+        assert [answers.get(timeout=60) for _ in jobs] == [right] * len(jobs)
+        for process in jobs:
+            process.join()
+        assert tokens(dataset(prefix, tmp_path / f"{race}", None), range(20)) == right
+        assert not [path for path in (tmp_path / f"{race}").rglob("*") if "tmp" in path.name]
+
+
+def test_a_mixture_gives_each_part_its_share_of_the_samples(prefix: str, tmp_path: Path) -> None:
+    parts, shares = [dataset(prefix, tmp_path, 1000, seed=seed) for seed in range(3)], [0.5, 0.3, 0.2]
+    config = parts[0].config
+    config.path_to_cache = None
+    mixture = BlendedDataset(parts, shares, 1000, config)
+    counts = np.bincount(mixture.dataset_index, minlength=3)
+    assert np.abs(counts - np.array([500, 300, 200])).max() <= 1
+    for part in range(3):
+        own = mixture.dataset_sample_index[mixture.dataset_index == part]
+        assert own.tolist() == list(range(len(own)))
