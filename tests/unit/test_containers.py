@@ -423,13 +423,14 @@ def test_check_is_the_node_check_with_what_the_image_was_made_with(tmp_path: Pat
     (tmp_path / "containers").mkdir()
     script = tmp_path / "containers" / "check.sh"
     script.write_text(SCRIPTS["check.sh"])
-    environment = {"PATH": os.environ["PATH"], "PYTHON": "/bin/echo", "TMPDIR": "/t"}
+    environment = {"PATH": os.environ["PATH"], "PYTHON": "/bin/echo", "TMPDIR": str(tmp_path)}
 
     def words(*options: str) -> str:
         return subprocess.check_output(["bash", str(script), *options], env=environment, text=True)
 
-    assert words("-G", "4") == f"{tmp_path}/tools/check_node.py --software --timeout 300 --output_dir /t -G 4\n"
+    assert words("-G", "4") == f"{tmp_path}/tools/check_node.py --software --timeout 300 --output_dir {tmp_path} -G 4\n"
     assert "--quick --accelerator cpu" in words("--build")
+    assert [path.name for path in tmp_path.iterdir()] == ["containers"], "a build's caches are gone"
     (tmp_path / "image").mkdir()
     (tmp_path / "image" / "kept.txt").touch()
     image = tmp_path / "image"
