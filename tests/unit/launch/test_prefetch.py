@@ -118,7 +118,12 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A hub on this machine, which huggingface_hub takes for the real one."""
+    from huggingface_hub import configure_http_backend, constants
+
     server = Hub()
+    # Sessions are kept for the life of a thread; one that was made offline would refuse every address.
+    configure_http_backend()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setattr(prefetch, "PAUSE_S", 0)
