@@ -33,7 +33,8 @@ ROOT = Path(__file__).parents[2]
 OURS = ROOT / "tools/preprocess_data.py"
 STRIPPED = Path(__file__).with_name("without_safety.py")
 VOCABULARIES = {"llama-3": vocabularies.llama_3_folder, "qwen": vocabularies.qwen_folder}
-INPUTS = {"mix30": 30_000_000, "mix300": 300_000_000}
+INPUTS = {"mix30": 30_000_000, "mix300": 300_000_000, "mix1200": 1_200_000_000}
+USUAL_INPUTS = ["mix30", "mix300"]
 
 
 @dataclass
@@ -171,7 +172,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=ROOT / "build/bench")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--vocabularies", nargs="+", choices=list(VOCABULARIES), default=list(VOCABULARIES))
-    parser.add_argument("--inputs", nargs="+", choices=list(INPUTS), default=list(INPUTS))
+    parser.add_argument("--inputs", nargs="+", choices=list(INPUTS), default=USUAL_INPUTS)
     parser.add_argument("--cores", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--without-megatron", action="store_true", help="only ours: seconds instead of minutes")
     parser.add_argument("--direct", action="store_true", help="also Megatron's way with ids asked directly")
