@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pretrainkit.config.checks import FUSED_KERNELS
+from pretrainkit.config.field_checks import FUSED_KERNELS
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.training import kernels, megatron_model
 

@@ -6,78 +6,19 @@ import math
 from collections.abc import Iterator
 
 from pretrainkit.config import resolve
-from pretrainkit.config.fields import FIELDS, closest, value_of
+from pretrainkit.config.data_checks import data_problems
+from pretrainkit.config.field_checks import choices, durations, flag_of, ranges, ranges_of
+from pretrainkit.config.fields import value_of
 from pretrainkit.config.flags import FLAGS
-from pretrainkit.config.launch import EXECUTORS
 from pretrainkit.config.resolve import RunFacts
-from pretrainkit.config.schema import DatasetFacts, ModelShape, RunConfig
-from pretrainkit.config.split import SPLIT_NAMES, num_samples, parse_split
+from pretrainkit.config.schema import ModelShape, RunConfig
+from pretrainkit.config.split import parse_split
 from pretrainkit.errors import RequestError
-from pretrainkit.units import parse_duration
-
-CHOICES: dict[str, tuple[str, ...]] = {
-    "launch.executor": EXECUTORS,
-    "launch.container_runtime": ("auto", "pyxis", "apptainer", "none"),
-    "launch.node_launcher": ("ssh", "pbsdsh", "qrsh", "mpirun"),
-    "launch.accelerator": ("auto", "cpu", "gpu"),
-    "training.precision": ("auto", "bf16", "fp32"),
-    "training.layer_spec": ("auto", "te", "torch"),
-    "training.on_bad_loss": ("stop", "skip"),
-    "training.start_parity": ("auto", "off", "require"),
-    "training.async_save": ("auto", "on", "off"),
-    "training.recompute": ("auto", "none", "selective", "full"),
-    "optimizer.lr_schedule": ("cosine", "linear", "constant"),
-}
-"""Fields that take one of a few words."""
-FUSED_KERNELS = ("norm", "rotary", "swiglu", "cross_entropy", "weight_gradient")
-"""Parts of a layer that --fused_kernels may name."""
-MAX_SEED = 2**32 - 1
-"""Largest seed that numpy's RandomState, which orders Megatron's samples, takes."""
-
-_POSITIVE = "above 0"
-_NOT_NEGATIVE = "0 or more"
-_RANGES: dict[str, str] = {
-    "launch.num_nodes": _POSITIVE,
-    "launch.num_gpus": _POSITIVE,
-    "launch.cpus_per_task": _POSITIVE,
-    "launch.slots_per_gpu": _POSITIVE,
-    "launch.chain": _POSITIVE,
-    "parallel.tensor_model_parallel_size": _POSITIVE,
-    "parallel.pipeline_model_parallel_size": _POSITIVE,
-    "parallel.context_parallel_size": _POSITIVE,
-    "data.sequence_length": _POSITIVE,
-    "data.num_workers": _NOT_NEGATIVE,
-    "training.max_steps": _POSITIVE,
-    "training.global_batch_size": _POSITIVE,
-    "training.micro_batch_size": _POSITIVE,
-    "training.save_interval": _POSITIVE,
-    "training.keep_last": _POSITIVE,
-    "training.keep_every": _POSITIVE,
-    "training.keep_optimizer_last": _POSITIVE,
-    "training.save_retries": _NOT_NEGATIVE,
-    "training.max_missed_saves": _NOT_NEGATIVE,
-    "training.recompute_layers": _POSITIVE,
-    "launch.gpu_memory_gib": _POSITIVE,
-    "training.val_interval": _NOT_NEGATIVE,
-    "training.val_steps": _POSITIVE,
-    "training.log_interval": _POSITIVE,
-    "training.seed": _NOT_NEGATIVE,
-    "training.restart_limit": _NOT_NEGATIVE,
-    "optimizer.lr": _POSITIVE,
-    "optimizer.min_lr": _NOT_NEGATIVE,
-    "optimizer.lr_warmup_steps": _NOT_NEGATIVE,
-    "optimizer.lr_decay_steps": _POSITIVE,
-    "optimizer.weight_decay": _NOT_NEGATIVE,
-    "optimizer.adam_beta1": _NOT_NEGATIVE,
-    "optimizer.adam_beta2": _NOT_NEGATIVE,
-    "optimizer.adam_eps": _POSITIVE,
-    "optimizer.clip_grad": _NOT_NEGATIVE,
-}
 
 
 def problems_of(config: RunConfig, facts: RunFacts) -> list[RequestError]:
     """Every problem of a request. Checks that need a value already found wrong, or an unknown fact, are left out."""
-    values = [*_choices(config), *_ranges(config), *_names(config)]
+    values = [*choices(config), *ranges(config), *_names(config)]
     if values:
         return values
     return [
@@ -86,7 +27,7 @@ def problems_of(config: RunConfig, facts: RunFacts) -> list[RequestError]:
         *_batch(config),
         *_optimizer(config, facts),
         *(_model(config, facts.model) if facts.model else ()),
-        *_data(config, facts),
+        *data_problems(config, facts),
         *_start(config, facts),
     ]
 
@@ -106,73 +47,7 @@ def _start(config: RunConfig, facts: RunFacts) -> Iterator[RequestError]:
 
 def problems_of_launch(config: RunConfig) -> list[RequestError]:
     """The problems of where and how something is to run, for commands that have nothing else of a run."""
-    return [*_choices(config, "launch."), *_ranges_of(config, "launch."), *_durations(config), *_executor(config)]
-
-
-def flag_of(dotted: str) -> str:
-    """How a user names a field: its flag, or its dotted name where it has none."""
-    return next((flag.name for flag in FLAGS if flag.field == dotted), dotted)
-
-
-def _choices(config: RunConfig, prefix: str = "") -> Iterator[RequestError]:
-    for dotted, choices in CHOICES.items():
-        if not dotted.startswith(prefix):
-            continue
-        value = value_of(config, dotted)
-        if value not in choices:
-            suggestion = closest(value, choices)
-            yield RequestError(
-                f"unknown value {value!r}",
-                needed=" or ".join(choices),
-                action=f"did you mean {suggestion}?" if suggestion else "",
-                where=flag_of(dotted),
-            )
-    kernels = config.training.fused_kernels
-    for name in () if kernels in ("auto", "off") else kernels.split(","):
-        if name not in FUSED_KERNELS:
-            yield RequestError(
-                f"unknown kernel {name!r}",
-                needed=f"auto, off, or some of {', '.join(FUSED_KERNELS)} with commas between",
-                where="--fused_kernels",
-            )
-
-
-def _ranges_of(config: RunConfig, prefix: str = "") -> Iterator[RequestError]:
-    for dotted, needed in _RANGES.items():
-        value = value_of(config, dotted)
-        if value is None or not dotted.startswith(prefix):
-            continue
-        if not math.isfinite(value) or value < 0 or (needed == _POSITIVE and value == 0):
-            yield RequestError(f"{value}", needed=f"{FIELDS[dotted].type.__name__} {needed}", where=flag_of(dotted))
-
-
-def _ranges(config: RunConfig) -> Iterator[RequestError]:
-    yield from _ranges_of(config)
-    for dotted in ("optimizer.adam_beta1", "optimizer.adam_beta2"):
-        if value_of(config, dotted) >= 1:
-            yield RequestError(f"{value_of(config, dotted)}", needed="below 1", where=dotted)
-    yield from _durations(config)
-    spike = config.training.max_loss_spike
-    if spike is not None and not spike > 1:
-        yield RequestError(f"{spike}", needed="above 1, a multiple of the mean loss", where="--max_loss_spike")
-    if config.training.seed > MAX_SEED:
-        yield RequestError(f"{config.training.seed}", needed=f"at most {MAX_SEED}", where="--seed")
-
-
-def _durations(config: RunConfig) -> Iterator[RequestError]:
-    seconds = {}
-    for name in ("time_limit", "time_margin", "save_timeout"):
-        text = getattr(config.training, name)
-        try:
-            seconds[name] = parse_duration(text) if text else math.inf
-        except ValueError as error:
-            yield RequestError(str(error), needed="[D-]HH:MM:SS", where=f"--{name}")
-    if seconds.get("time_margin", 0) >= seconds.get("time_limit", math.inf):
-        yield RequestError(
-            f"{config.training.time_limit} leaves no time to train before its margin of {config.training.time_margin}",
-            needed="more than --time_margin",
-            where="--time_limit",
-        )
+    return [*choices(config, "launch."), *ranges_of(config, "launch."), *durations(config), *_executor(config)]
 
 
 def _executor(config: RunConfig) -> Iterator[RequestError]:
@@ -353,101 +228,3 @@ def _indivisible(count: int, what: str, ranks: int, flag: str) -> RequestError:
         needed=f"a divisor of {count}: {', '.join(fitting)}",
         where=flag,
     )
-
-
-def _data(config: RunConfig, facts: RunFacts) -> Iterator[RequestError]:
-    dataset, model = facts.dataset, facts.model
-    if model:
-        for owner, flag, largest_id in (
-            ("the data's tokenizer", "--dataset_path", dataset.max_token_id if dataset else None),
-            ("the tokenizer", "--hf_model_id", facts.tokenizer_largest_id),
-        ):
-            if largest_id is not None and largest_id >= model.vocab_size:
-                yield RequestError(
-                    f"{owner} gives ids up to {largest_id}, the model has {model.vocab_size} rows",
-                    needed="a row for every id",
-                    action="use the tokenizer that belongs to the model, or enlarge the model's embedding",
-                    where=flag,
-                )
-    if dataset is None:
-        return
-    if facts.tokenizer_sha256:
-        others = [
-            prefix
-            for prefix, sha256 in zip(dataset.prefixes, facts.dataset_tokenizers, strict=False)
-            if sha256 and sha256 != facts.tokenizer_sha256
-        ]
-        if others:
-            yield RequestError(
-                f"made with another tokenizer than the model's: {', '.join(others)}",
-                needed=f"data made with the tokenizer.json of {facts.hf_folder}",
-                action="preprocess the data again with it",
-                where="--dataset_path",
-            )
-    yield from _documents(config, dataset)
-    if facts.split_tokens is not None:
-        yield from _tokens(config, facts, facts.split_tokens)
-
-
-def _documents(config: RunConfig, dataset: DatasetFacts) -> Iterator[RequestError]:
-    length, row_length = config.data.sequence_length, dataset.row_length
-    if row_length is not None and row_length != length:
-        yield RequestError(
-            f"{length} tokens, but the dataset was packed by bestfit into rows of {row_length}",
-            needed=f"{row_length}: rows of whole documents are not cut",
-            action=f"give --sequence_length {row_length}, or pack again with --sequence_length {length}",
-            where="--sequence_length",
-        )
-    if config.training.layer_spec == "te" and resolve.reset_attention_mask(config, dataset):
-        yield RequestError(
-            "Transformer Engine's layers with attention within documents",
-            needed="auto or torch",
-            where="--layer_spec",
-        )
-    context = config.parallel.context_parallel_size
-    if context > 1 and resolve.reset_attention_mask(config, dataset):
-        why = "--reset_attention_mask" if config.data.reset_attention_mask else "a set packed by bestfit"
-        yield RequestError(
-            f"{why} with context parallel size {context}",
-            needed="1: attention within documents is not there for sequences that are spread over ranks",
-            action="use -T or -P instead" + (", or pack by concat" if dataset.row_length else ""),
-            where="--context_parallel_size",
-        )
-
-
-def _tokens(
-    config: RunConfig, facts: RunFacts, split_tokens: tuple[tuple[int, int, int], ...]
-) -> Iterator[RequestError]:
-    assert facts.dataset
-    length = config.data.sequence_length
-    shares = parse_split(config.data.split)
-    used = [0, 1] if config.training.val_interval else [0]
-    for split in used:
-        name, too_short = SPLIT_NAMES[split], []
-        for prefix, tokens in zip(facts.dataset.prefixes, split_tokens, strict=True):
-            if num_samples(tokens[split], length) < 1:
-                too_short.append(f"{prefix} has {tokens[split]} {name} tokens")
-        if too_short:
-            shown = "; ".join(too_short[:3]) + (f"; and {len(too_short) - 3} more" if too_short[3:] else "")
-            yield RequestError(
-                f"fewer tokens than one {name} sample: {shown}",
-                needed=f"{length + 1} tokens (sequence length + 1) in the {name} documents of each prefix",
-                action=_more_tokens(split, shares),
-                where="--split" if split else "--dataset_path",
-            )
-            return
-    samples = resolve.samples_per_epoch(config, split_tokens)
-    if config.training.max_steps is None and samples < config.training.global_batch_size:
-        yield RequestError(
-            f"one epoch has {samples} samples, a step takes {config.training.global_batch_size}",
-            needed="at least one step",
-            action="take a smaller --global_batch_size or --sequence_length, or set --max_steps to repeat the data",
-            where="--max_steps",
-        )
-
-
-def _more_tokens(split: int, shares: tuple[float, float, float]) -> str:
-    if split == 0:
-        return "take a shorter --sequence_length, or more text; join small files with tools/inspect_data.py merge"
-    more = "give validation a larger share, such as --split 90,10,0" if shares[1] else "give validation a share"
-    return f"{more}, or switch evaluation off with --val_interval 0"

@@ -18,7 +18,7 @@ import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
-from pretrainkit.config.checks import FUSED_KERNELS
+from pretrainkit.config.field_checks import FUSED_KERNELS
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import RequestError
 

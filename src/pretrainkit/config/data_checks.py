@@ -1,0 +1,110 @@
+"""Whether a dataset fits the model, the sequence length and the batch of a request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pretrainkit.config import resolve
+from pretrainkit.config.resolve import RunFacts
+from pretrainkit.config.schema import DatasetFacts, RunConfig
+from pretrainkit.config.split import SPLIT_NAMES, num_samples, parse_split
+from pretrainkit.errors import RequestError
+
+
+def data_problems(config: RunConfig, facts: RunFacts) -> Iterator[RequestError]:
+    """Ids without a row, another tokenizer, forms that can't be read so, too few tokens."""
+    dataset, model = facts.dataset, facts.model
+    if model:
+        for owner, flag, largest_id in (
+            ("the data's tokenizer", "--dataset_path", dataset.max_token_id if dataset else None),
+            ("the tokenizer", "--hf_model_id", facts.tokenizer_largest_id),
+        ):
+            if largest_id is not None and largest_id >= model.vocab_size:
+                yield RequestError(
+                    f"{owner} gives ids up to {largest_id}, the model has {model.vocab_size} rows",
+                    needed="a row for every id",
+                    action="use the tokenizer that belongs to the model, or enlarge the model's embedding",
+                    where=flag,
+                )
+    if dataset is None:
+        return
+    if facts.tokenizer_sha256:
+        others = [
+            prefix
+            for prefix, sha256 in zip(dataset.prefixes, facts.dataset_tokenizers, strict=False)
+            if sha256 and sha256 != facts.tokenizer_sha256
+        ]
+        if others:
+            yield RequestError(
+                f"made with another tokenizer than the model's: {', '.join(others)}",
+                needed=f"data made with the tokenizer.json of {facts.hf_folder}",
+                action="preprocess the data again with it",
+                where="--dataset_path",
+            )
+    yield from _documents(config, dataset)
+    if facts.split_tokens is not None:
+        yield from _tokens(config, facts, facts.split_tokens)
+
+
+def _documents(config: RunConfig, dataset: DatasetFacts) -> Iterator[RequestError]:
+    length, row_length = config.data.sequence_length, dataset.row_length
+    if row_length is not None and row_length != length:
+        yield RequestError(
+            f"{length} tokens, but the dataset was packed by bestfit into rows of {row_length}",
+            needed=f"{row_length}: rows of whole documents are not cut",
+            action=f"give --sequence_length {row_length}, or pack again with --sequence_length {length}",
+            where="--sequence_length",
+        )
+    if config.training.layer_spec == "te" and resolve.reset_attention_mask(config, dataset):
+        yield RequestError(
+            "Transformer Engine's layers with attention within documents",
+            needed="auto or torch",
+            where="--layer_spec",
+        )
+    context = config.parallel.context_parallel_size
+    if context > 1 and resolve.reset_attention_mask(config, dataset):
+        why = "--reset_attention_mask" if config.data.reset_attention_mask else "a set packed by bestfit"
+        yield RequestError(
+            f"{why} with context parallel size {context}",
+            needed="1: attention within documents is not there for sequences that are spread over ranks",
+            action="use -T or -P instead" + (", or pack by concat" if dataset.row_length else ""),
+            where="--context_parallel_size",
+        )
+
+
+def _tokens(
+    config: RunConfig, facts: RunFacts, split_tokens: tuple[tuple[int, int, int], ...]
+) -> Iterator[RequestError]:
+    assert facts.dataset
+    length = config.data.sequence_length
+    shares = parse_split(config.data.split)
+    used = [0, 1] if config.training.val_interval else [0]
+    for split in used:
+        name, too_short = SPLIT_NAMES[split], []
+        for prefix, tokens in zip(facts.dataset.prefixes, split_tokens, strict=True):
+            if num_samples(tokens[split], length) < 1:
+                too_short.append(f"{prefix} has {tokens[split]} {name} tokens")
+        if too_short:
+            shown = "; ".join(too_short[:3]) + (f"; and {len(too_short) - 3} more" if too_short[3:] else "")
+            yield RequestError(
+                f"fewer tokens than one {name} sample: {shown}",
+                needed=f"{length + 1} tokens (sequence length + 1) in the {name} documents of each prefix",
+                action=_more_tokens(split, shares),
+                where="--split" if split else "--dataset_path",
+            )
+            return
+    samples = resolve.samples_per_epoch(config, split_tokens)
+    if config.training.max_steps is None and samples < config.training.global_batch_size:
+        yield RequestError(
+            f"one epoch has {samples} samples, a step takes {config.training.global_batch_size}",
+            needed="at least one step",
+            action="take a smaller --global_batch_size or --sequence_length, or set --max_steps to repeat the data",
+            where="--max_steps",
+        )
+
+
+def _more_tokens(split: int, shares: tuple[float, float, float]) -> str:
+    if split == 0:
+        return "take a shorter --sequence_length, or more text; join small files with tools/inspect_data.py merge"
+    more = "give validation a larger share, such as --split 90,10,0" if shares[1] else "give validation a share"
+    return f"{more}, or switch evaluation off with --val_interval 0"
