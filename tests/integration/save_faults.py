@@ -11,8 +11,10 @@ from typing import Any
 
 import ranks
 
-SHARDS, COMMON, INDEX, CONTEXT, KILLED, STUCK = "shards", "common.pt", ".metadata", "context", "killed", "stuck"
-"""Where a fault is: in files of every rank, in those of the first rank, or in the process that writes."""
+SHARDS, COMMON, INDEX, CONTEXT = "shards", "common.pt", ".metadata", "context"
+"""Where a fault is: in files of every rank, or in those of the first rank."""
+KILLED, LOST, STUCK = "killed", "lost", "stuck"
+"""The same in processes: the one that writes, one of its children, or one of them that never ends."""
 
 
 def train_with_faults(
@@ -39,6 +41,8 @@ def train_with_faults(
             token.unlink()
             if where == KILLED:
                 os.kill(os.getppid(), signal.SIGKILL)
+            if where == LOST:
+                os.kill(os.getpid(), signal.SIGKILL)
             if where == STUCK:
                 time.sleep(3600)
             raise OSError(number, os.strerror(number), str(path))
@@ -54,7 +58,7 @@ def _put_into_megatron(where: str, fail: Any, delay_s: float) -> None:
 
     def open_shard(path: Any, *arguments: Any, **settings: Any) -> Any:
         time.sleep(delay_s)
-        if where in (SHARDS, KILLED, STUCK):
+        if where in (SHARDS, KILLED, LOST, STUCK):
             fail(path)
         return builtins.open(path, *arguments, **settings)  # noqa: PTH123  as Megatron calls it
 

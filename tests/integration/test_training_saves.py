@@ -133,16 +133,22 @@ def test_a_full_disk_ends_the_run_or_is_missed_once(
         assert "ENOSPC" in log and "make room" in log and f"{resume.checkpoint_name(2)}" in log
 
 
-@pytest.mark.parametrize("where", [save_faults.KILLED, save_faults.STUCK])
-def test_a_writer_that_dies_or_hangs_is_noticed(tmp_path: Path, train_faulty: Any, where: str) -> None:
+@pytest.mark.parametrize(
+    ("where", "save_timeout"),
+    [(save_faults.KILLED, "01:00:00"), (save_faults.LOST, "01:00:00"), (save_faults.STUCK, "00:02")],
+)
+def test_a_writer_that_dies_or_hangs_is_noticed(
+    tmp_path: Path, train_faulty: Any, where: str, save_timeout: str
+) -> None:
     code, log, _ = train_faulty(
         faults={"where": where},
         max_steps=4,
         save_interval=2,
         async_save="on",
-        save_timeout="00:02",
+        save_timeout=save_timeout,
     )
     assert code == 0 and "a save failed" in log, log[-3000:]
+    assert where != save_faults.LOST or "was killed by SIGKILL" in log
     assert steps_saved(tmp_path / "faulty")[-1] == 4
 
 

@@ -9,7 +9,9 @@ all ranks meet.
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -115,8 +117,10 @@ class Saver:
         return True, failure
 
     def _finalised(self, trainer: pl.Trainer, save: Save) -> bool:
-        elapsed_s = time.monotonic() - save.began_s
-        if elapsed_s > self._timeout_s and _kill_writers(trainer):
+        if lost := _lost_writer(trainer):
+            _kill_writers(trainer)
+            self._errors.append(ChildProcessError(lost))
+        if time.monotonic() - save.began_s > self._timeout_s and _kill_writers(trainer):
             self._errors.append(TimeoutError(f"writing took longer than {format_duration(self._timeout_s)}"))
         try:
             with self._kept_in_megatron():
@@ -187,15 +191,39 @@ def _separate_optimizer(trainer: pl.Trainer) -> None:
         strategy.thread_count *= 2  # as many writers as before for the optimizer's state, the larger part
 
 
+def _live_writer(trainer: pl.Trainer) -> Any:
+    """This rank's process that writes, if it still does; the files are written by its children."""
+    calls = trainer.strategy.checkpoint_io.async_calls_queue.async_calls
+    processes = (call.async_caller.process for call in calls)
+    return next((process for process in processes if process is not None and process.is_alive()), None)
+
+
+def _lost_writer(trainer: pl.Trainer) -> str:
+    """How one of the processes that write files ended before its work, in words; empty if none did.
+
+    Their parent, which is Megatron's, would wait for its answer for ever.
+    """
+    writer = _live_writer(trainer)
+    if writer is None:
+        return ""
+    with contextlib.suppress(OSError):  # it has just ended, or the kernel doesn't tell
+        for child in Path(f"/proc/{writer.pid}/task/{writer.pid}/children").read_text().split():
+            # State first and status last, as waitpid would give it to the parent: see proc(5).
+            fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+            if fields[0] == "Z" and (code := os.waitstatus_to_exitcode(int(fields[-1]))):
+                how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+                return f"a process that writes files {how}"
+    return ""
+
+
 def _kill_writers(trainer: pl.Trainer) -> bool:
     """Kill this rank's process that writes, and its children; whether there was one alive."""
-    for call in trainer.strategy.checkpoint_io.async_calls_queue.async_calls:
-        process = call.async_caller.process
-        if process is not None and process.is_alive():
-            for child in psutil.Process(process.pid).children(recursive=True):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    child.kill()
-            process.kill()
-            process.join()
-            return True
-    return False
+    writer = _live_writer(trainer)
+    if writer is None:
+        return False
+    for child in psutil.Process(writer.pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    writer.kill()
+    writer.join()
+    return True
