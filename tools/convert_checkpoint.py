@@ -16,6 +16,7 @@ from pathlib import Path
 
 from pretrainkit.cli import Parser, run_command
 from pretrainkit.errors import EXIT_DONE, EXIT_FAILED, RequestError
+from pretrainkit.imports import heavy_imports
 from pretrainkit.launch.tool_job import add_job_flags, or_submit
 from pretrainkit.units import format_bytes, format_duration, parse_bytes
 
@@ -72,7 +73,8 @@ def build_parser() -> Parser:
 
 def run(arguments: argparse.Namespace) -> int:
     """Convert, and say what was done."""
-    import torch
+    with heavy_imports():
+        import torch
 
     from pretrainkit.checkpoint.convert import Options, convert, default_target
     from pretrainkit.checkpoint.detect import Kind, detect

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import resource
 import shutil
 from collections.abc import Callable
@@ -265,21 +263,6 @@ def test_write_that_fails_leaves_nothing(make_model: Callable[..., Path], tmp_pa
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not list(tmp_path.iterdir())
-
-
-def test_files_that_the_kernel_cannot_copy_are_copied_here(
-    make_model: Callable[..., Path],
-    assert_same: Callable[[Path, Path], None],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def refuse(*_: object) -> int:
-        raise OSError(errno.EINVAL, "Invalid argument")
-
-    monkeypatch.setattr(os, "sendfile", refuse)
-    convert(make_model("llama"), tmp_path / "nemo")
-    convert(tmp_path / "nemo", tmp_path / "back")
-    assert_same(make_model("llama"), tmp_path / "back")
 
 
 @pytest.mark.parametrize("kind", list(Kind)[1:], ids=str)
