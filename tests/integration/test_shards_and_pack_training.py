@@ -142,6 +142,23 @@ def test_training_from_each_form_resumes_in_the_middle(
     assert [step for step, _ in of_shards] == [1, 2, 3, 4]
 
 
+def test_a_mixture_of_forms_tells_what_it_draws(
+    forms: dict[str, Path],
+    dataset_prefix: Path,
+    model: Path,
+    train_request: Callable[..., list[dict[str, Any]]],
+    tmp_path: Path,
+) -> None:
+    words = f"--hf_model_id {model} --experiment mixture --experiments_dir {tmp_path}".split()
+    words += ["--accelerator", "cpu", "-G", "1", "-g", "4", "--max_steps", "3"]
+    words += ["--dataset_path", f"3 {dataset_prefix} 1 {forms['shards']}", "--sequence_length", "128"]
+    records = train_request([*words, "--split", "8,2,0", "--val_interval", "0"])
+    (mixture,) = [record for record in records if record.get("event") == "mixture"]
+    assert mixture["num_samples"] == 12
+    assert list(mixture["shares"].values()) == [{"drawn": 0.75, "asked": 0.75}, {"drawn": 0.25, "asked": 0.25}]
+    assert next(iter(mixture["shares"])) == str(dataset_prefix)
+
+
 def test_shards_behind_a_url_train_and_resume_as_those_of_the_folder(
     of_shards: list[tuple[int, float]],
     losses: Callable[..., list[tuple[int, float]]],

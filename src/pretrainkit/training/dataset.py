@@ -161,3 +161,9 @@ def documents_of_samples(dataset: EpochDataset | BlendedDataset, samples: range)
             part, index = dataset.datasets[dataset.dataset_index[sample]], int(dataset.dataset_sample_index[sample])
         documents.setdefault(str(part.dataset_path), set()).update(part.sample_documents(index))
     return {prefix: sorted(numbers) for prefix, numbers in documents.items()}
+
+
+def shares_drawn(dataset: BlendedDataset, samples: range) -> list[float]:
+    """The share of some samples of a run that a mixture really draws from each of its datasets, in their order."""
+    parts = dataset.dataset_index[samples.start : samples.stop]
+    return [int(count) / len(samples) for count in np.bincount(parts, minlength=len(dataset.datasets))]

@@ -12,11 +12,13 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers import TensorBoardLogger
+from megatron.core.datasets.blended_dataset import BlendedDataset
 from nemo.lightning.pytorch.optim.base import LRSchedulerModule
 
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import CheckpointError
 from pretrainkit.logs import get_logger
+from pretrainkit.training.dataset import shares_drawn
 from pretrainkit.training.nemo_loss_guard import LossGuard
 from pretrainkit.training.records import RunRecorder
 from pretrainkit.training.schedule import Schedule, schedule_of
@@ -162,7 +164,24 @@ class Recording(pl.Callback):
 
         pl_module.log = log_validation
         if self._recorder:
+            self._record_mixture(trainer, self._recorder)
             self._recorder.start(trainer.global_step)
+
+    def _record_mixture(self, trainer: pl.Trainer, recorder: RunRecorder) -> None:
+        """Tell the share of each dataset among the samples that are still to come, beside the share asked for."""
+        dataset = trainer.datamodule._train_ds
+        first = trainer.datamodule.state_dict()["consumed_samples"]
+        samples = range(first, self._run.max_steps * self._run.config.training.global_batch_size)
+        if not isinstance(dataset, BlendedDataset) or not samples:
+            return
+        drawn, asked = shares_drawn(dataset, samples), self._run.dataset.weights
+        shares = {
+            prefix: {"drawn": share, "asked": weight / sum(asked)}
+            for prefix, share, weight in zip(self._run.dataset.prefixes, drawn, asked, strict=True)
+        }
+        for prefix, share in shares.items():
+            log.info("%s: %.2f%% of the samples, %.2f%% asked", prefix, 100 * share["drawn"], 100 * share["asked"])
+        recorder.event("mixture", num_samples=len(samples), shares=shares)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         step = trainer.global_step

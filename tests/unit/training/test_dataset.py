@@ -15,7 +15,7 @@ from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, get_bin_path, get_idx_path
 from megatron.core.datasets.utils import Split
 
-from pretrainkit.training.dataset import EpochDataset, documents_of_samples
+from pretrainkit.training.dataset import EpochDataset, documents_of_samples, shares_drawn
 from pretrainkit.training.index_files import save_arrays_whole
 
 EOD = 2
@@ -143,6 +143,8 @@ def test_a_mixture_gives_each_part_its_share_of_the_samples(prefix: str, tmp_pat
     mixture = BlendedDataset(parts, shares, 1000, config)
     counts = np.bincount(mixture.dataset_index, minlength=3)
     assert np.abs(counts - np.array([500, 300, 200])).max() <= 1
+    assert shares_drawn(mixture, range(1000)) == (counts / 1000).tolist()
+    assert sum(shares_drawn(mixture, range(400, 1000))) == pytest.approx(1)
     for part in range(3):
         own = mixture.dataset_sample_index[mixture.dataset_index == part]
         assert own.tolist() == list(range(len(own)))
