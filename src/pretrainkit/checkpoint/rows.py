@@ -100,15 +100,16 @@ def _block_rows(block: Block, first: int, count: int) -> Block:
 def _copy_range(block: StoredTensor, descriptor: int, offset: int, size: int) -> None:
     """Copy a block's bytes from file to file.
 
-    Not in the kernel: sendfile and copy_file_range are no faster where the bytes lie at other places within a page, as
-    they nearly always do here, and not every file system has them.
+    Not in the kernel, as `data.output.copy_range` does it: the bytes nearly always lie at other places within a page,
+    and with copy_file_range 5.2 GiB took 6.0 to 6.5 s from NeMo in place of 3.0 to 4.5, and 7.0 to 7.1 s to torch in
+    place of 4.6 to 5.3.
     """
     buffer = memoryview(bytearray(min(size, COPY_BYTES)))
     source = os.open(block.path, os.O_RDONLY)
     try:
         for done in range(0, size, COPY_BYTES):
             piece = buffer[: size - done]
-            if read_all(source, piece, block.offset + done) < len(piece):
+            if _read_all(source, piece, block.offset + done) < len(piece):
                 raise OSError(errno.EIO, "ends within a tensor", str(block.path))
             pwrite_all(descriptor, piece, offset + done)
     finally:
@@ -127,7 +128,7 @@ def _write_slices(tensor: Tensor, dtype: torch.dtype, descriptor: int, offset: i
         offset += pwrite_all(descriptor, memoryview(part.view(torch.uint8).numpy()), offset)
 
 
-def read_all(descriptor: int, buffer: memoryview, offset: int) -> int:
+def _read_all(descriptor: int, buffer: memoryview, offset: int) -> int:
     """Fill a buffer from an offset; the number of bytes, less than its length at the end of the file."""
     done = 0
     while done < len(buffer) and (count := os.preadv(descriptor, [buffer[done:]], offset + done)):
