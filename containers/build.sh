@@ -81,6 +81,12 @@ fi
 [ -n "$cached" ] || die 2 "$builder doesn't say where it keeps images" "--cache-dir"
 [ -n "$tmp_dir" ] || tmp_dir=${cache_dir:+$cache_dir/tmp}
 tmp_dir=${tmp_dir:-${APPTAINER_TMPDIR:-${TMPDIR:-/tmp}}}
+cached=$(absolute "$cached") tmp_dir=$(absolute "$tmp_dir")
+if [ "$dry_run" = 0 ]; then
+    # First, since they take room.
+    [ -z "$output" ] || remove_leftovers "$(prefix_beside "$output")"
+    remove_leftovers "$tmp_dir/pretrainkit-build"
+fi
 if [ "$check" = 1 ]; then
     case $builder in
         apptainer)
@@ -94,23 +100,24 @@ if [ "$check" = 1 ]; then
     check_room
 fi
 
-[ -z "$output" ] || remove_leftovers "$output"
-context=$tmp_dir/pretrainkit-build-$(hostname)-$$
+# The builder's own files, too: it leaves gigabytes behind when it is killed.
+work=$(own_name "$tmp_dir/pretrainkit-build")
 if [ "$dry_run" = 0 ]; then
     mkdir -p -- "$cached" "$tmp_dir" 2> /dev/null || [ "$builder" = docker ] || die 2 "can't write $cached or $tmp_dir"
-    made+=("$context" "$context.mnt")
-    copy_project "$context"
-    copy_pip_conf "$pip_conf" "$context.mnt"
-    cd -- "$context"
+    made+=("$work")
+    copy_project "$work/project"
+    copy_pip_conf "$pip_conf" "$work/mnt"
+    mkdir -- "$work/tmp"
+    cd -- "$work/project"
 fi
 
 case $builder in
     apptainer)
-        export APPTAINER_CACHEDIR=$cached APPTAINER_TMPDIR=$tmp_dir
+        export APPTAINER_CACHEDIR=$cached APPTAINER_TMPDIR=$work/tmp
         options=(--build-arg "BOOTSTRAP=$bootstrap" --build-arg "BASE_IMAGE=$base")
         [ "$(id -u)" = 0 ] || options+=(--fakeroot)
         [ "$sandbox" = 0 ] || options+=(--sandbox)
-        [ -z "$pip_conf" ] || options+=(--bind "$context.mnt:/mnt:ro")
+        [ -z "$pip_conf" ] || options+=(--bind "$work/mnt:/mnt:ro")
         made+=("$temporary")
         # A folder: Apptainer unpacks a sandbox beside it, and leaves that behind when it is killed.
         [ "$dry_run" = 1 ] || mkdir -- "$temporary"
@@ -125,13 +132,13 @@ case $builder in
             [ $name != $kind ] || image=$base
             options+=(--build-arg "${name}_IMAGE=$image")
         done
-        [ -z "$pip_conf" ] || options+=(--secret "id=pip_conf,src=$context.mnt/pip.conf")
+        [ -z "$pip_conf" ] || options+=(--secret "id=pip_conf,src=$work/mnt/pip.conf")
         store=()
         if [ "$builder" = docker ]; then
             export DOCKER_BUILDKIT=1
         elif [ -n "$cache_dir" ]; then
             store=(--root "$cached")
-            export TMPDIR=$tmp_dir
+            export TMPDIR=$work/tmp
         fi
         step "$builder" ${store[@]+"${store[@]}"} build "${options[@]}" ${extra[@]+"${extra[@]}"} . ||
             die 1 "$builder build failed"

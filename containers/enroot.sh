@@ -55,6 +55,7 @@ cached=${cache_dir:+$cache_dir/enroot}
 cached=${cached:-${ENROOT_CACHE_PATH:-${XDG_CACHE_HOME:-$HOME/.cache}/enroot}}
 tmp_dir=${tmp_dir:-${cache_dir:+$cache_dir/tmp}}
 tmp_dir=${tmp_dir:-${ENROOT_TEMP_PATH:-${TMPDIR:-/tmp}}}
+cached=$(absolute "$cached") tmp_dir=$(absolute "$tmp_dir")
 
 # Without '#' some versions of enroot look for every name at Docker Hub.
 from=${from:-$(setting NGC_IMAGE)}
@@ -65,6 +66,11 @@ case $from in
     *) from=docker://$from ;;
 esac
 
+if [ "$dry_run" = 0 ]; then
+    # First, since they take room.
+    remove_leftovers "$(prefix_beside "$output")"
+    remove_leftovers "$tmp_dir/pretrainkit-enroot"
+fi
 if [ "$check" = 1 ]; then
     unpacked=$(setting NGC_UNPACKED_GB)
     need_room "$cached" "$(setting NGC_DOWNLOAD_GB)" download
@@ -77,8 +83,7 @@ if [ "$check" = 1 ]; then
     check_room
 fi
 
-remove_leftovers "$output"
-work=$tmp_dir/pretrainkit-enroot-$(hostname)-$$
+work=$(own_name "$tmp_dir/pretrainkit-enroot")
 export ENROOT_CACHE_PATH=$cached ENROOT_TEMP_PATH=$work/tmp ENROOT_DATA_PATH=$work/data ENROOT_RUNTIME_PATH=$work/run
 # Docker's layers are compressed again for each start of an image otherwise; this is quick to write and to read.
 export ENROOT_SQUASH_OPTIONS=${ENROOT_SQUASH_OPTIONS:--comp zstd -Xcompression-level 3 -noD}

@@ -41,26 +41,44 @@ step() {
     wait "$child"
 }
 
-# temporary_beside FINAL: a name beside FINAL for what isn't whole yet; it says which process of which host makes it.
-temporary_beside() {
-    echo "$(dirname "$1")/.$(basename "$1").partial-$(hostname)-$$"
-}
+# absolute PATH: as seen from here; it need not exist. Builders are started in another folder.
+absolute() { realpath -ms -- "$1"; }
 
-# remove_leftovers FINAL: what killed builds of this host left beside it.
+# own_name PREFIX: a name for what isn't whole yet; it says which process of which host makes it.
+own_name() { echo "$1-$(hostname)-$$"; }
+
+# prefix_beside FINAL, temporary_beside FINAL: such names in FINAL's folder, all and this process's.
+prefix_beside() { echo "$(dirname "$1")/.$(basename "$1").partial"; }
+temporary_beside() { own_name "$(prefix_beside "$1")"; }
+
+# remove_leftovers PREFIX: what killed builds of this host left under such names. A host login-2 isn't login.
 remove_leftovers() {
     local left process
-    for left in "$(dirname "$1")/.$(basename "$1").partial-$(hostname)-"*; do
-        process=${left##*-}
+    for left in "$1-$(hostname)-"*; do
+        process=${left#"$1-$(hostname)-"}
+        process=${process%.old}
+        case $process in *[!0-9]*) continue ;; esac
         if [ -e "$left" ] && ! kill -0 "$process" 2> /dev/null; then
             remove "$left"
         fi
     done
 }
 
-# remove PATH...: also folders of an image that its own permissions protect.
+# remove PATH...: also folders of an image that its own permissions protect. What belongs to its other users, who have numbers
+# of this user's range (/etc/subuid), Apptainer alone can delete: it puts a new image, an empty one, in the folder's place.
 remove() {
+    local path work
     chmod -R u+rwX -- "$@" 2> /dev/null || true
-    rm -rf -- "$@"
+    rm -rf -- "$@" 2> /dev/null && return
+    for path; do
+        if [ ! -d "$path" ] || ! command -v apptainer > /dev/null; then continue; fi
+        work=$(mktemp -d -- "$path.XXXXXX") || continue
+        echo "Bootstrap: scratch" > "$work/empty.def"
+        APPTAINER_TMPDIR=$work apptainer build --fakeroot --sandbox --force "$path" "$work/empty.def" > /dev/null 2>&1 || true
+        rm -rf -- "$work"
+    done
+    # Its own words say what stays; the image is none the worse for it.
+    rm -rf -- "$@" || true
 }
 
 # commit TEMPORARY FINAL OVERWRITE: gives what is whole its name.

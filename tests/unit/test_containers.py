@@ -129,7 +129,8 @@ case "$name $1" in
     "enroot import" | "enroot export") output=$3 ;;
 esac
 case "${STUB_MODE:-}" in
-    hang) echo half > "$output"; echo "$$" > "$STUB_LOG.pid"; exec sleep 60 ;;
+    hang) echo half > "$output"; mkdir "${APPTAINER_TMPDIR:-$ENROOT_TEMP_PATH}/build-temp-1"
+        echo "$$" > "$STUB_LOG.pid"; exec sleep 60 ;;
     fail) echo half > "$output"; exit 7 ;;
     empty) exit 0 ;;
 esac
@@ -223,7 +224,7 @@ def test_apptainer_writes_to_the_group_disk_and_the_image_appears_whole(host: Ho
     assert ("--fakeroot" in call) == (os.getuid() != 0)
     caches = (host.log.parent / "log.env").read_text()
     assert f"APPTAINER_CACHEDIR={host.group}/cache/apptainer\n" in caches
-    assert f"APPTAINER_TMPDIR={host.group}/cache/tmp\n" in caches
+    assert f"APPTAINER_TMPDIR={host.group}/cache/tmp/" in caches
     assert host.files() == {"a.sif"} and list((host.group / "cache" / "tmp").iterdir()) == []
     assert list(host.home.iterdir()) == []
 
@@ -253,9 +254,12 @@ def test_a_builder_that_fails_leaves_nothing(host: Host, script: str, words: lis
     assert host.files() == set()
 
 
+@pytest.mark.parametrize("script", [["build.sh", "apptainer"], ["enroot.sh"]], ids=["apptainer", "enroot"])
 @pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=["TERM", "INT", "KILL"])
-def test_a_killed_build_leaves_no_image_and_the_next_one_cleans_up(host: Host, signal_number: int) -> None:
-    words = ["build.sh", "apptainer", "--output", "a.sif", "--cache-dir", f"{host.group}/cache"]
+def test_a_killed_build_leaves_no_image_and_the_next_one_cleans_up(
+    host: Host, script: list[str], signal_number: int
+) -> None:
+    words = [*script, "--output", "a.sif", "--cache-dir", f"{host.group}/cache"]
     process = host.start(*words, STUB_MODE="hang")
     pid_file = host.log.parent / "log.pid"
     while not (pid_file.exists() and pid_file.read_text().strip()):
@@ -266,13 +270,61 @@ def test_a_killed_build_leaves_no_image_and_the_next_one_cleans_up(host: Host, s
     if signal_number == signal.SIGKILL:
         process.wait()
         os.kill(builder, signal.SIGKILL)
-        assert not (host.group / "a.sif").exists() and len(host.files()) == 1
+        assert not (host.group / "a.sif").exists()
     else:
         assert process.wait(timeout=20) == 128 + signal_number
         assert host.files() == set()
         assert not Path(f"/proc/{builder}").exists(), "the builder goes on"
     assert host.run(*words)[0] == 0
-    assert host.files() == {"a.sif"}
+    assert host.files() == {"a.sif"} and list((host.group / "cache" / "tmp").iterdir()) == []
+
+
+def test_only_what_dead_processes_of_this_host_left_is_removed(host: Host) -> None:
+    host.stub("hostname", "#!/bin/bash\necho login\n")
+    names = {"dead": "login-999999999", "old": "login-999999999.old", "other host": "login-2-999999999"}
+    names["running"] = f"login-{os.getpid()}"
+    for name in names.values():
+        (host.group / f".a.sif.partial-{name}").mkdir()
+    assert (
+        host.run("build.sh", "apptainer", "--output", "a.sif", "--cache-dir", f"{host.group}/cache", "--dry-run")[0]
+        == 0
+    )
+    assert len(host.files()) == 4
+    assert host.run("build.sh", "apptainer", "--output", "a.sif", "--cache-dir", f"{host.group}/cache")[0] == 0
+    kept = {f".a.sif.partial-{names[name]}" for name in ("other host", "running")}
+    assert host.files() == {"a.sif", *kept}
+
+
+def test_files_of_an_image_s_other_users_are_removed_by_apptainer(host: Host) -> None:
+    """/bin/rm may not: they have numbers of the user's range, which only a namespace makes the user's own."""
+    host.stub("rm", '#!/bin/bash\n[ ! -e "${@: -1}/of_apt" ] || exit 1\nexec /bin/rm "$@"\n')
+    words = [
+        "build.sh",
+        "apptainer",
+        "--sandbox",
+        "--output",
+        "box",
+        "--cache-dir",
+        f"{host.group}/cache",
+        "--overwrite",
+    ]
+    assert host.run(*words)[0] == 0
+    (host.group / "box" / "of_apt").touch()
+    deletes = '[ "$2 $3 $4" != "--fakeroot --sandbox --force" ] || { /bin/rm -r "$5"; grep -q scratch "$6"; exit; }\n'
+    host.stub("apptainer", STUB.replace("#!/bin/bash\n", f"#!/bin/bash\n{deletes}"))
+    code, output, errors = host.run(*words)
+    assert (code, output) == (0, f"{host.group}/box"), errors
+    assert host.files() == {"box"}
+
+
+@pytest.mark.parametrize("script", [["build.sh", "apptainer"], ["enroot.sh"]], ids=["apptainer", "enroot"])
+def test_folders_are_meant_as_seen_from_where_the_script_starts(host: Host, script: list[str]) -> None:
+    assert host.run(*script, "--output", "a.sif", "--cache-dir", "cache")[0] == 0
+    caches = (host.log.parent / "log.env").read_text()
+    assert all(
+        line.partition("=")[2].startswith(f"{host.group}/") for line in caches.splitlines() if "_SQUASH_" not in line
+    )
+    assert host.files() == {"a.sif"} and list((host.group / "cache" / "tmp").iterdir()) == []
 
 
 def test_too_little_room_is_said_before_anything_starts(host: Host) -> None:
@@ -360,8 +412,11 @@ def test_wrong_requests_are_refused(host: Host, words: list[str], said: str) -> 
 
 
 def test_a_missing_builder_is_said(host: Host) -> None:
-    (host.home.parent / "bin" / "apptainer").unlink()
-    code, _, errors = host.run("build.sh", "apptainer", PATH=f"{host.home.parent}/bin:/usr/bin:/bin")
+    tools = host.home.parent / "tools"
+    tools.mkdir()
+    for name in ("bash", "dirname", "env"):
+        (tools / name).symlink_to(f"/usr/bin/{name}")
+    code, _, errors = host.run("build.sh", "apptainer", PATH=str(tools))
     assert code == 2 and "apptainer isn't installed here" in errors
 
 
