@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Looks at this container from inside, with tools/check_node.py: versions, imports, GPU, kernels of Transformer Engine and flash
 # attention, all-reduce, write rights, cache folders, as one table. Takes its options; ends with 0 when all is good.
-#   containers/check.sh --output_dir /group/me/experiments
+#   containers/check.sh --output_dir /group/me/experiments --cache_dir /group/cache
+#                                   caches lie where jobs have them with the site's cache_dir: without a home they need it
 #   containers/check.sh --build     while an image is made: nothing of the machine that makes it counts
 set -euo pipefail
 project=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -9,16 +10,29 @@ export PYTHONNOUSERSITE=1
 
 # Imports from a shared disk that is busy can take minutes.
 options=(--software --timeout 300 --output_dir "${TMPDIR:-/tmp}")
-if [ "${1:-}" = --build ]; then
+caches='' words=()
+while [ $# -gt 0 ]; do
+    case $1 in
+        --build)
+            options+=(--quick --accelerator cpu)
+            # The image is read-only in Apptainer's %test, and nobody's caches are meant.
+            caches=$(mktemp -d)
+            trap 'rm -rf -- "$caches"' EXIT
+            ;;
+        --cache_dir | --cache-dir)
+            [ -n "${2:-}" ] || { echo "error: $1 without a value" >&2; exit 2; }
+            caches=$2/$(id -un)
+            shift
+            ;;
+        *) words+=("$1") ;;
+    esac
     shift
-    options+=(--quick --accelerator cpu)
-    # The image is read-only in Apptainer's %test, and nobody's caches are meant.
-    caches=$(mktemp -d)
-    trap 'rm -rf -- "$caches"' EXIT
-    export HF_HOME=$caches TRITON_CACHE_DIR=$caches WANDB_CACHE_DIR=$caches XDG_CACHE_HOME=$caches
+done
+if [ -n "$caches" ]; then
+    export HF_HOME=$caches/huggingface TRITON_CACHE_DIR=$caches/triton WANDB_CACHE_DIR=$caches/wandb XDG_CACHE_HOME=$caches/xdg
 fi
 # What the image was made with, where install_packages.py made it.
 if [ -f "$project/image/kept.txt" ]; then
     options+=(--constraints "$project/image/constraints.txt" --kept "$project/image/kept.txt")
 fi
-"${PYTHON:-python3}" "$project/tools/check_node.py" "${options[@]}" "$@"
+"${PYTHON:-python3}" "$project/tools/check_node.py" "${options[@]}" ${words[@]+"${words[@]}"}

@@ -5,6 +5,7 @@ The builders are stubs that record how they are called; images themselves are bu
 
 from __future__ import annotations
 
+import getpass
 import os
 import re
 import signal
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+
+from pretrainkit.launch.caches import CACHES, HOME_CACHES
 
 PROJECT = Path(__file__).parents[2]
 CONTAINERS = PROJECT / "containers"
@@ -485,8 +488,20 @@ def test_check_is_the_node_check_with_what_the_image_was_made_with(tmp_path: Pat
 
     assert words("-G", "4") == f"{tmp_path}/tools/check_node.py --software --timeout 300 --output_dir {tmp_path} -G 4\n"
     assert "--quick --accelerator cpu" in words("--build")
+    assert words("--cache_dir", "/group/cache", "-G", "4") == words("-G", "4")
     assert [path.name for path in tmp_path.iterdir()] == ["containers"], "a build's caches are gone"
     (tmp_path / "image").mkdir()
     (tmp_path / "image" / "kept.txt").touch()
     image = tmp_path / "image"
     assert f"--constraints {image}/constraints.txt --kept {image}/kept.txt" in words()
+
+
+def test_check_looks_at_the_caches_that_jobs_get(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/bash\nenv\n")
+    python.chmod(0o755)
+    environment = {"PATH": os.environ["PATH"], "PYTHON": str(python), "TMPDIR": str(tmp_path)}
+    words = ["bash", str(CONTAINERS / "check.sh"), "--cache_dir", "/group/cache"]
+    found = dict(line.split("=", 1) for line in subprocess.check_output(words, env=environment, text=True).splitlines())
+    for name in (*HOME_CACHES, "XDG_CACHE_HOME"):
+        assert found[name] == f"/group/cache/{getpass.getuser()}/{CACHES[name]}"
