@@ -18,6 +18,7 @@ Must agree with `megatron/core/datasets/indexed_dataset.py`. Written here, a doc
 
 from __future__ import annotations
 
+import mmap
 import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -117,6 +118,11 @@ class IndexedDataset:
             np.memmap(tokens, mode="r", dtype=self.dtype) if num_bytes else np.zeros(0, dtype=self.dtype)
         )
         """[num_tokens] all ids, memory-mapped."""
+
+    def release(self) -> None:
+        """Take the ids that were read out of this process's memory; the system may keep them in its cache."""
+        if isinstance(self.tokens.base, mmap.mmap):
+            self.tokens.base.madvise(mmap.MADV_DONTNEED)
 
     def __len__(self) -> int:
         return self.num_sequences

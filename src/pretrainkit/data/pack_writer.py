@@ -22,7 +22,7 @@ from pretrainkit.data.pack_request import HUB, PackPlan
 from pretrainkit.data.packed import MARK, PackedFile, PackedManifest, manifest_to_json
 from pretrainkit.data.packing import Packing, pack
 from pretrainkit.data.preparer import prepare_once
-from pretrainkit.data.preprocess import preprocess
+from pretrainkit.data.preprocess import preprocess_with
 from pretrainkit.data.request import Request
 from pretrainkit.data.token_documents import DOCUMENTS
 from pretrainkit.errors import DataError, RequestError
@@ -46,6 +46,7 @@ def pack_dataset(plan: PackPlan, *, timeout_s: float = 24 * 3600.0) -> tuple[Pac
         lambda: plan.finished() is not None,
         lambda: made.append(_prepare(plan)),
         leftovers=lambda: _unfinished(plan),
+        helpers=plan.pool,
         timeout_s=timeout_s,
     )
     manifest = plan.finished()
@@ -85,7 +86,7 @@ def _prepare(plan: PackPlan) -> bool:
         )
     try:
         with files.atomic_folder(final, replace=final.exists()) as folder:
-            written = _write_files(plan, packing, pair.tokens, folder)
+            written = _write_files(plan, packing, pair, folder)
             if plan.request.packing == "concat":
                 np.save(folder / DOCUMENTS, _lengths_within(pair.sequence_lengths, packing.num_tokens))
             manifest = _manifest(plan, packing, documents, written, time.monotonic() - began)
@@ -127,7 +128,8 @@ def _encode(plan: PackPlan) -> tuple[Path, Manifest]:
     if done is not None:
         LOGGER.info("documents are encoded already")
         return prefix, done
-    (manifest,) = preprocess(
+    (manifest,) = preprocess_with(
+        plan.pool,
         Request(
             inputs=_local_inputs(plan),
             output_prefix=str(plan.staging / "documents"),
@@ -144,7 +146,8 @@ def _encode(plan: PackPlan) -> tuple[Path, Manifest]:
             verify_tokens=request.verify_tokens,
             engine=request.engine,
             overwrite=True,  # files without a manifest are of a preparer that died while it committed them
-        )
+        ),
+        plan.tokenizer,
     )
     return prefix, manifest
 
@@ -167,7 +170,7 @@ def _local_inputs(plan: PackPlan) -> tuple[str, ...]:
     return tuple(entry["filename"] for entry in loaded.cache_files)
 
 
-def _write_files(plan: PackPlan, packing: Packing, tokens: NDArray[Any], folder: Path) -> list[PackedFile]:
+def _write_files(plan: PackPlan, packing: Packing, pair: IndexedDataset, folder: Path) -> list[PackedFile]:
     import pyarrow as pa
 
     batch, rows = plan.machine.batch_size, plan.machine.writer_batch_size
@@ -183,10 +186,11 @@ def _write_files(plan: PackPlan, packing: Packing, tokens: NDArray[Any], folder:
         with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
             for first in range(begin, end, batch):
                 last = min(first + batch, end)
-                ids = _sequences(packing, tokens, first, last, plan.tokenizer.eod_id or 0)
+                ids = _sequences(packing, pair.tokens, first, last, plan.tokenizer.eod_id or 0)
                 for row in range(first, last, rows):
                     count = min(rows, last - row)
                     writer.write_batch(_record_batch(pa, schema, packing, ids[row - first : row - first + count], row))
+                pair.release()
                 progress.add(last - first)
         written.append(PackedFile(path.name, path.stat().st_size, _hash(path), end - begin))
     progress.close()
@@ -200,7 +204,7 @@ def _sequences(packing: Packing, tokens: NDArray[Any], first: int, last: int, pa
     begins, lengths = packing.begins[begin:end], packing.lengths[begin:end]
     if packing.num_padding == 0 and np.array_equal(begins[:-1] + lengths[:-1], begins[1:]):
         start = int(begins[0])
-        return tokens[start : start + (last - first) * length].astype(np.int32).reshape(-1, length)
+        return tokens[start : start + (last - first) * length].astype(np.int32, copy=False).reshape(-1, length)
     out = np.full((last - first, length), padding_id, np.int32)
     counts = np.diff(packing.first_piece[first : last + 1])
     rows = np.repeat(np.arange(last - first), counts).tolist()
@@ -215,12 +219,17 @@ def _record_batch(pa: Any, schema: Any, packing: Packing, ids: NDArray[np.int32]
     count, length = ids.shape
     pieces = packing.first_piece[first : first + count + 1]
     columns = [
-        pa.ListArray.from_arrays(np.arange(0, (count + 1) * length, length, dtype=np.int32), pa.array(ids.reshape(-1))),
-        pa.ListArray.from_arrays(
-            (pieces - pieces[0]).astype(np.int32), pa.array(packing.lengths[pieces[0] : pieces[-1]])
-        ),
+        _lists(pa, np.arange(0, (count + 1) * length, length, dtype=np.int32), ids.reshape(-1)),
+        _lists(pa, (pieces - pieces[0]).astype(np.int32), packing.lengths[pieces[0] : pieces[-1]]),
     ]
     return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def _lists(pa: Any, offsets: NDArray[np.int32], values: NDArray[np.int32]) -> Any:
+    """A column of lists over these very arrays: `pa.array` would import pandas to ask whether they are of it."""
+    items = pa.Array.from_buffers(pa.int32(), len(values), [None, pa.py_buffer(values)])
+    lists = pa.list_(pa.int32())
+    return pa.Array.from_buffers(lists, len(offsets) - 1, [None, pa.py_buffer(offsets)], children=[items])
 
 
 def _hash(path: Path) -> str:

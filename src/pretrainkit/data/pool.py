@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import signal
@@ -56,21 +57,26 @@ def _one_numpy_thread() -> Iterator[None]:
 class WorkerPool:
     """Workers that each serve one connection, and the two processes of `template`.
 
-    Use as a context: leaving it ends them all.
+    Use as a context: entering it forks, leaving it ends them all.
     """
 
     def __init__(self, max_workers: int) -> None:
-        forkable = is_forkable()
-        context: Any = multiprocessing.get_context("fork" if forkable else "spawn")
-        pipes = [context.Pipe() for _ in range(max_workers + 2)]
-        (template, template_end), (reference, reference_end), *workers = pipes
-        self._workers: list[Connection] = [ours for ours, _ in workers]
-        ends: list[Connection] = [theirs for _, theirs in workers]
-        self._special: dict[int, Connection] = {TEMPLATE: template, REFERENCE: reference}
+        self._max_workers = max_workers
+        self._workers: list[Connection] = []
         self._processes: dict[int, Any] = {}
         self._worker_processes: list[int] = []
+
+    def __enter__(self) -> WorkerPool:
+        forkable = is_forkable()
+        context: Any = multiprocessing.get_context("fork" if forkable else "spawn")
+        pipes = [context.Pipe() for _ in range(self._max_workers + 2)]
+        (template, template_end), (reference, reference_end), *workers = pipes
+        self._workers = [ours for ours, _ in workers]
+        ends: list[Connection] = [theirs for _, theirs in workers]
+        self._special: dict[int, Connection] = {TEMPLATE: template, REFERENCE: reference}
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         ours = [*self._workers, template, reference] if forkable else []
+        gc.freeze()  # the collector need not touch, and so copy, pages that are shared from here on
         for number, target, arguments in (
             (TEMPLATE, run_template, (template_end, ends, [*ours, *([reference_end] if forkable else [])])),
             (REFERENCE, run_reference, (reference_end, [*ours, *([template_end, *ends] if forkable else [])])),
@@ -81,8 +87,6 @@ class WorkerPool:
             self._processes[number] = process
         for end in (template_end, reference_end, *ends):
             end.close()
-
-    def __enter__(self) -> WorkerPool:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -153,12 +157,12 @@ class WorkerPool:
             number = numbers[ready]
             with self._watched(number):
                 kind, content = self._connection(number).recv()
+            if number == REFERENCE:
+                self._end(REFERENCE)  # it is asked once, and holds memory
             if kind == "started":
                 self._worker_processes = content
             else:
                 yield number, kind, content
-            if number == REFERENCE:
-                self._end(REFERENCE)  # it is asked once, and holds memory
 
     def _died(self, number: int) -> WorkerDied:
         if number >= 0:

@@ -17,7 +17,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from pretrainkit.errors import DataError
@@ -40,6 +40,7 @@ def prepare_once(
     prepare: Callable[[], None],
     *,
     leftovers: Callable[[], list[Path]] = list,
+    helpers: AbstractContextManager[object] | None = None,
     environment: Mapping[str, str] = os.environ,
     timeout_s: float = 24 * 3600.0,
 ) -> bool:
@@ -47,13 +48,14 @@ def prepare_once(
 
     `is_ready` looks at the place; `prepare` fills it, atomically. When a preparer fails, its error is its own, and
     the next process in line tries. `leftovers` lists the folders of a preparer that died after it had filled the
-    place; they are removed. Raises DataError when nothing is ready after `timeout_s`.
+    place; they are removed. `helpers` is entered around `prepare`, before the heartbeat's thread begins: processes may
+    be forked there. Raises DataError when nothing is ready after `timeout_s`.
     """
     if is_ready():
         _clear(final, leftovers)
         return False
     try:
-        return _prepare_or_wait(final, is_ready, prepare, environment, timeout_s)
+        return _prepare_or_wait(final, is_ready, prepare, helpers, environment, timeout_s)
     except OSError as error:
         raise DataError(
             error.strerror or str(error), where=str(error.filename or final), action="mend it, and start again"
@@ -64,6 +66,7 @@ def _prepare_or_wait(
     final: Path,
     is_ready: Callable[[], bool],
     prepare: Callable[[], None],
+    helpers: AbstractContextManager[object] | None,
     environment: Mapping[str, str],
     timeout_s: float,
 ) -> bool:
@@ -79,7 +82,7 @@ def _prepare_or_wait(
             # What was ready may have become so while this process waited for the lock.
             if got and not is_ready() and not watch.is_alive_elsewhere():
                 LOGGER.info("rank %d on %s prepares %s", rank, socket.gethostname(), final)
-                with _beating(heartbeat):
+                with contextlib.nullcontext() if helpers is None else helpers, _beating(heartbeat):
                     prepare()
                 return True
         now = time.monotonic()

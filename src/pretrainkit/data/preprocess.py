@@ -23,6 +23,7 @@ from pretrainkit.data.proof import Question
 from pretrainkit.data.record import OutputRecorder
 from pretrainkit.data.request import Plan, Request, check_outputs, is_written, make_plan
 from pretrainkit.data.results import BadRecord, ChunkResult, Difference, Failure
+from pretrainkit.data.tokenizer import TokenizerFile
 from pretrainkit.data.worker import Setup
 from pretrainkit.errors import EXIT_STOPPED_AFTER_SAVING, DataError, PretrainkitError, RequestError
 from pretrainkit.logs import get_logger
@@ -49,31 +50,37 @@ def preprocess(request: Request) -> list[Manifest]:
     and Ctrl-C. After the last two, the same request continues where it was.
     """
     with WorkerPool(request.workers) as pool:  # first of all: nothing here must have threads before the fork
-        _load_early(request, pool)
-        plan = make_plan(request)
-        identity = plan.identity()
-        if clear_done(plan.state_folder) and is_written(plan):
-            LOGGER.info("all of it is written already")
-            return OutputRecorder(plan, "").manifests()
-        finished = finished_outputs(plan.state_folder, identity)
-        is_all = finished == len(plan.outputs)
-        check_outputs(plan, finished if request.resume or is_all else 0)
+        return preprocess_with(pool, request)
+
+
+def preprocess_with(pool: WorkerPool, request: Request, tokenizer: TokenizerFile | None = None) -> list[Manifest]:
+    """The same with processes that were forked earlier, which it ends, and a tokenizer.json that was read already."""
+    _load_early(request, pool)
+    plan = make_plan(request, tokenizer)
+    identity = plan.identity()
+    if clear_done(plan.state_folder) and is_written(plan):
+        LOGGER.info("all of it is written already")
+        return OutputRecorder(plan, "").manifests()
+    finished = finished_outputs(plan.state_folder, identity)
+    is_all = finished == len(plan.outputs)
+    check_outputs(plan, finished if request.resume or is_all else 0)
+    try:
+        journal = Journal(plan.state_folder, identity, resume=request.resume or is_all)
+    except OSError as error:
+        raise RequestError(
+            f"can't be written: {error.strerror}",
+            where=str(plan.state_folder),
+            action="give another --output-prefix",
+        ) from error
+    with _machine_errors(plan.state_folder):
         try:
-            journal = Journal(plan.state_folder, identity, resume=request.resume or is_all)
-        except OSError as error:
-            raise RequestError(
-                f"can't be written: {error.strerror}",
-                where=str(plan.state_folder),
-                action="give another --output-prefix",
-            ) from error
-        with _machine_errors(plan.state_folder):
-            try:
-                with _signals():
-                    manifests = _with_best_engine(plan, journal, pool)
-            except BaseException:
-                journal.close()
-                raise
-            journal.remove()
+            with _signals():
+                manifests = _with_best_engine(plan, journal, pool)
+        except BaseException:
+            journal.close()
+            raise
+        journal.remove()
+    pool.kill()
     if not any(manifest.num_documents for manifest in manifests):
         LOGGER.warning("no document was written")
     return manifests

@@ -123,10 +123,13 @@ class Plan:
         }
 
 
-def make_plan(request: Request) -> Plan:
-    """Check a request and work out what it means. Raises RequestError; writes nothing."""
+def make_plan(request: Request, tokenizer: TokenizerFile | None = None) -> Plan:
+    """Check a request and work out what it means. Raises RequestError; writes nothing.
+
+    `tokenizer` is the request's, if it was read already.
+    """
     _check_flags(request)
-    tokenizer = load_tokenizer(request.tokenizer_model, request.eod_token)
+    tokenizer = tokenizer or load_tokenizer(request.tokenizer_model, request.eod_token)
     if request.append_eod:
         tokenizer.need_eod("--append-eod")
     if request.add_bos:

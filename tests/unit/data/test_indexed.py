@@ -17,6 +17,7 @@ DOCUMENTS = [[1, 2, 3], [4], [], [5, 6]]
 def test_documents_come_back_as_written(make_pair: Callable[..., Path]) -> None:
     dataset = IndexedDataset(make_pair("name.with.dots", DOCUMENTS))
     assert [dataset.document(i).tolist() for i in range(dataset.num_documents)] == DOCUMENTS
+    dataset.release()
     assert [dataset[i].tolist() for i in range(len(dataset))] == DOCUMENTS
     assert (dataset.num_documents, dataset.num_sequences, dataset.num_tokens) == (4, 4, 6)
     assert dataset.dtype == np.uint16

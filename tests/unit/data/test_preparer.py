@@ -7,6 +7,8 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,20 @@ def prepare(final: Path, **settings: float) -> bool:
 def test_the_first_prepares_and_the_next_finds_it_ready(tmp_path: Path) -> None:
     assert prepare(tmp_path / "set") and not prepare(tmp_path / "set")
     assert not (tmp_path / "set.preparing").exists()
+
+
+def test_helpers_may_fork_since_the_heartbeat_begins_after_them(tmp_path: Path) -> None:
+    final = tmp_path / "set"
+    threads: list[int] = []
+
+    @contextmanager
+    def helpers() -> Iterator[None]:
+        threads.append(threading.active_count())
+        yield
+        assert final.exists() and threading.active_count() == threads[0]
+
+    assert prepare_once(final, final.exists, final.mkdir, helpers=helpers(), environment={})
+    assert threads == [threading.active_count()]
 
 
 def test_a_living_preparer_of_another_node_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
