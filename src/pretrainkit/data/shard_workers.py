@@ -8,11 +8,10 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from pretrainkit.data.encoder import Encoder, EngineSpec, has_fastokens, load_encoder, one_thread
+from pretrainkit.data.encoder import Encoder, EngineSpec, has_fastokens, load_encoder, num_threads, one_thread
 from pretrainkit.data.pool import Reference, is_forkable
 from pretrainkit.data.proof import Question, first_difference
 from pretrainkit.data.shard_request import ShardPlan
@@ -97,7 +96,7 @@ class ShardWorkers:
             units = [unit for number in self._shard_ids for unit in plan.units(number)]
             question = Question.about(plan.tokenizer.special_tokens, plan.sources, units, plan.rules)
             reference = Reference(self._spec("tokenizers"), question)
-        may_fork, num_threads = is_forkable(), _num_threads()
+        may_fork, threads_before = is_forkable(), num_threads()
         try:
             try:
                 fast = load_encoder(self._spec("fastokens"))
@@ -105,7 +104,7 @@ class ShardWorkers:
                 LOGGER.warning("fastokens is not used, tokenizers encodes instead (slower): %s", error)
                 return False
             # Before this process encodes anything: a library's threads don't live on in forked workers.
-            self._start(fast, may_fork=may_fork and _num_threads() == num_threads)
+            self._start(fast, may_fork=may_fork and num_threads() == threads_before)
             if reference is None:
                 return True
             difference = first_difference(fast, reference.answers())
@@ -140,8 +139,3 @@ class ShardWorkers:
                 "a worker process ended; the kernel kills one when memory runs out",
                 action="run the same task again, with fewer --workers if memory was short",
             ) from error
-
-
-def _num_threads() -> int:
-    """Threads of this process, those of libraries included."""
-    return sum(1 for _ in Path("/proc/self/task").iterdir())

@@ -13,9 +13,8 @@ import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from pathlib import Path
 
-from pretrainkit.data.encoder import Encoder, EngineSpec, load_encoder, one_thread
+from pretrainkit.data.encoder import Encoder, EngineSpec, load_encoder, num_threads, one_thread
 from pretrainkit.data.proof import Question, ask
 from pretrainkit.data.results import Difference, Failure
 from pretrainkit.data.worker import Encoders, Setup, serve
@@ -127,7 +126,7 @@ def _encoders(loader: _Loader, setup: Setup) -> Encoders:
     if setup.verify_all and engine.name == "fastokens":
         reference = _Loader().get(replace(engine, name="tokenizers"))
     encoders = Encoders(loader.get(engine), reference)
-    if sum(1 for _ in Path("/proc/self/task").iterdir()) > 1:
+    if num_threads() > 1:
         raise _Unusable(f"{engine.name} has started threads, which don't live on in workers")
     return encoders
 
@@ -135,7 +134,6 @@ def _encoders(loader: _Loader, setup: Setup) -> Encoders:
 def run_reference(connection: Connection, inherited: Iterable[Connection]) -> None:
     """Load Hugging Face tokenizers on `load`; answer `ask` with what it gives, until the parent is gone."""
     _begin(inherited)
-    os.nice(10)
     loader = _Loader()
     try:
         while True:
@@ -145,6 +143,7 @@ def run_reference(connection: Connection, inherited: Iterable[Connection]) -> No
                 continue
             question: Question = details[0]
             reply: object
+            os.nice(10)
             try:
                 reply = ask(loader.get(spec), question.texts())
             except (DataError, OSError, MemoryError) as error:
