@@ -71,15 +71,17 @@ def read_lines_between(path: str, begin: int, end: int) -> tuple[bytes, bytes, i
             first = nominal.find(b"\n") + 1
             if not first:  # all of it belongs to a line that began earlier
                 return b"", nominal, end
-        parts, offset, step = [nominal[first:] if first else nominal], begin + len(nominal), 1 << 16
-        while first < len(nominal) and not parts[-1].endswith(b"\n"):
-            data = os.pread(descriptor, step, offset)
-            if not data:
-                break
+        tail: list[bytes] = []
+        offset, step, is_whole = begin + len(nominal), 1 << 16, first == len(nominal) or nominal.endswith(b"\n")
+        while not is_whole and (data := os.pread(descriptor, step, offset)):
             offset, step = offset + len(data), min(2 * step, 1 << 24)
             line_end = data.find(b"\n")
-            parts.append(data[: line_end + 1] if line_end >= 0 else data)
-        return parts[0] if len(parts) == 1 else b"".join(parts), nominal, begin + first
+            tail.append(data[: line_end + 1] if line_end >= 0 else data)
+            is_whole = line_end >= 0
+        if not (first or tail):
+            return nominal, nominal, begin
+        # One copy, not two: these are the largest objects of a worker.
+        return b"".join([memoryview(nominal)[first:], *tail]), nominal, begin + first
     finally:
         os.close(descriptor)
 
@@ -241,19 +243,21 @@ def _json_type(value: Any) -> str:
 
 
 def _parse_plain(lines: _Lines, rules: RecordRules, batch: Batch) -> None:
+    limit = rules.max_document_bytes or 1 << 62
     for number, line in lines.numbered():
         if not line.strip():
             batch.num_blank += 1
             continue
         try:
-            replaced = False
+            replaced = mended = False
             try:
                 text = line.removesuffix(b"\r").decode()
             except UnicodeDecodeError as error:
                 if not rules.replace_bad_characters:
                     raise BadText(_invalid_utf8(line, error)) from None
                 text, replaced = line.removesuffix(b"\r").decode(errors="replace"), True
-            text, mended = check_text("text", text, rules)
+            if replaced or b"\0" in line or len(line) > limit:  # nothing else can be wrong with what was decoded
+                text, mended = check_text("text", text, rules)
         except BadText as bad:
             batch.rejects.append(Reject(number, str(bad), line))
             continue

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from pretrainkit.data import chunks
 from pretrainkit.data.documents import RecordRules
 from pretrainkit.data.shard_index import ShardRecord, read_records, shard_name
@@ -146,7 +144,7 @@ def _special_ids(request: ShardRequest, tokenizer: TokenizerFile) -> tuple[tuple
     last: tuple[int, ...] = ()
     if request.special_tokens == "template":
         try:
-            first, last = template_ids(orjson.loads(tokenizer.json_path.read_bytes()).get("post_processor"))
+            first, last = template_ids(tokenizer.post_processor)
         except (ValueError, KeyError) as error:
             raise RequestError(
                 f"a post-processor of an unknown kind: {error}",

@@ -49,6 +49,8 @@ class TokenizerFile:
     bos_id: int | None
     special_tokens: dict[str, int]
     """Spelling and id of the added tokens marked special."""
+    post_processor: dict[str, Any] | None
+    """Of the tokenizer.json: what its template puts around a text."""
 
     @property
     def num_ids(self) -> int:
@@ -124,6 +126,7 @@ def load_tokenizer(name: Path | str, eod_token: str | None = None) -> TokenizerF
         eod_id=id_of(eod_token or roles.get("eos_token")),
         bos_id=id_of(roles.get("bos_token")),
         special_tokens={t["content"]: int(t["id"]) for t in description["added_tokens"] if t.get("special")},
+        post_processor=description.get("post_processor"),
     )
 
 

@@ -88,6 +88,14 @@ def test_the_limit_is_in_bytes_of_text(size: int) -> None:
         assert len(parse(data, rules=rules).texts[0]) == (size <= 10)
 
 
+def test_the_limit_of_a_line_of_text_counts_what_was_put_for_bad_bytes() -> None:
+    rules = RecordRules(("text",), replace_bad_characters=True, max_document_bytes=10)
+    batch = parse(b"\xff\xff\xff\n\xff\xff\xff\xff\nx\0\n" + b"y" * 10 + b"\r\n", kind="txt", rules=rules)
+    assert batch.texts == [["\ufffd" * 3, "x\ufffd", "y" * 10]]
+    assert [reject.line for reject in batch.rejects] == [1]
+    assert batch.num_replaced == 2
+
+
 def test_lines_of_text_are_documents() -> None:
     batch = parse(b"one\r\n\n  two \n", kind="txt")
     assert batch.texts == [["one", "  two "]]
