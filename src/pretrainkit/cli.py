@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
@@ -42,6 +43,9 @@ def _spelling(option: str) -> str:
 
 def run_command(command: Callable[[argparse.Namespace], int], parser: Parser, argv: Sequence[str] | None) -> int:
     """Parse, configure logging, run `command` and return its exit code; our own errors become a message."""
+    if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
+        # A parent that ignores it hands that on, and then every command that we run seems to succeed.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     arguments = parser.parse_args(argv)
     logs.configure(verbose=getattr(arguments, "verbose", False), quiet=getattr(arguments, "quiet", False))
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import os
 import signal
 import time
@@ -15,6 +16,8 @@ SHARDS, COMMON, INDEX, CONTEXT = "shards", "common.pt", ".metadata", "context"
 """Where a fault is: in files of every rank, or in those of the first rank."""
 KILLED, LOST, STUCK = "killed", "lost", "stuck"
 """The same in processes: the one that writes, one of its children, or one of them that never ends."""
+REAPED, FINALISED = "reaped", "finalised"
+"""No fault of the writing: something else in the rank waits for every child, or for the save."""
 
 
 def train_with_faults(
@@ -48,6 +51,12 @@ def train_with_faults(
             raise OSError(number, os.strerror(number), str(path))
 
     _put_into_megatron(where, fail, delay_s)
+    if where == REAPED:
+        signal.signal(signal.SIGCHLD, _reap)
+    if where == FINALISED:
+        import nemo.collections.llm.modelopt.model_utils as model_utils
+
+        model_utils.save_modelopt_state = lambda *all: all[2].maybe_finalize_save_checkpoint(blocking=True)
     ranks.train_until_stopped(rank, world_size, run_file=run_file)
 
 
@@ -77,3 +86,10 @@ def _put_into_megatron(where: str, fail: Any, delay_s: float) -> None:
         writer.finish = failing(writer.finish, lambda self, *_: self.checkpoint_dir)
     if where == CONTEXT:
         TrainerContext.io_dump = failing(TrainerContext.io_dump, lambda self, path: path)
+
+
+def _reap(*_: Any) -> None:
+    """What MPI's libraries do when a child ends."""
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass

@@ -152,6 +152,13 @@ def test_a_writer_that_dies_or_hangs_is_noticed(
     assert steps_saved(tmp_path / "faulty")[-1] == 4
 
 
+@pytest.mark.parametrize("where", [save_faults.REAPED, save_faults.FINALISED])
+def test_a_save_that_something_else_has_waited_for_is_done(tmp_path: Path, train_faulty: Any, where: str) -> None:
+    code, log, _ = train_faulty(faults={"where": where}, max_steps=6, save_interval=3, async_save="on")
+    assert code == 0 and "a save failed" not in log, log[-3000:]
+    assert steps_saved(tmp_path / "faulty") == [3, 6]
+
+
 def test_the_last_save_is_never_missed(tmp_path: Path, train_faulty: Any) -> None:
     faults = {"number": errno.ENOSPC, "folder": resume.checkpoint_name(4)}
     code, log, _ = train_faulty(faults=faults, max_steps=4, save_interval=2, async_save="on", max_missed_saves=9)

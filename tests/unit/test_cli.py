@@ -90,3 +90,12 @@ def test_a_reader_that_goes_away_is_no_traceback() -> None:
     )
     done = subprocess.run(f"{sys.executable} -c '{code}' | head -1", shell=True, capture_output=True, text=True)
     assert done.stdout == "0\n" and done.stderr == ""
+
+
+def test_failures_of_commands_are_seen_under_a_parent_that_ignores_its_children() -> None:
+    program = (
+        "import signal, subprocess, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN)\n"
+        "from pretrainkit.cli import Parser, run_command\n"
+        "sys.exit(run_command(lambda _: subprocess.run(['false']).returncode, Parser(), []))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 1

@@ -16,6 +16,7 @@ from typing import Any
 import lightning.pytorch as pl
 import nemo.lightning.io.pl as nemo_checkpoint_io
 import torch
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from nemo import lightning as nl
@@ -255,7 +256,8 @@ def _trainer(run: ResolvedRun, plan: StartPlan, local_world_size: int) -> nl.Tra
         devices=local_world_size,
         num_nodes=run.world_size // local_world_size,
         strategy=strategy,
-        plugins=precision,
+        # Named, not looked for: Lightning would start MPI to ask it, and MPI waits for children that aren't its own.
+        plugins=[precision, TorchElasticEnvironment()],
         max_steps=run.max_steps,
         val_check_interval=config.training.val_interval if validates else run.max_steps,
         check_val_every_n_epoch=None,

@@ -117,6 +117,7 @@ class Saver:
         return True, failure
 
     def _finalised(self, trainer: pl.Trainer, save: Save) -> bool:
+        _forget_reaped_writer(trainer)
         if lost := _lost_writer(trainer):
             _kill_writers(trainer)
             self._errors.append(ChildProcessError(lost))
@@ -124,7 +125,9 @@ class Saver:
             self._errors.append(TimeoutError(f"writing took longer than {format_duration(self._timeout_s)}"))
         try:
             with self._kept_in_megatron():
-                return bool(trainer.strategy.checkpoint_io.maybe_finalize_save_checkpoint(blocking=False))
+                trainer.strategy.checkpoint_io.maybe_finalize_save_checkpoint(blocking=False)
+                # None is left either if NeMo has waited for it, as it does where a model is one of modelopt's.
+                return not _unfinished(trainer)
         except CheckpointException as error:  # on all ranks; it tells the first one why
             if trainer.is_global_zero:
                 self._errors.append(error)
@@ -193,9 +196,29 @@ def _separate_optimizer(trainer: pl.Trainer) -> None:
 
 def _live_writer(trainer: pl.Trainer) -> Any:
     """This rank's process that writes, if it still does; the files are written by its children."""
-    calls = trainer.strategy.checkpoint_io.async_calls_queue.async_calls
-    processes = (call.async_caller.process for call in calls)
+    processes = (call.async_caller.process for call in _unfinished(trainer))
     return next((process for process in processes if process is not None and process.is_alive()), None)
+
+
+def _unfinished(trainer: pl.Trainer) -> list[Any]:
+    """What Megatron has yet to finalise: at most the one save that is being written."""
+    return list(trainer.strategy.checkpoint_io.async_calls_queue.async_calls)
+
+
+def _forget_reaped_writer(trainer: pl.Trainer) -> None:
+    """Let Megatron go on where something else in this process has waited for the writer, as MPI's libraries do.
+
+    Python takes such a process for alive for ever. How it ended is told by its results, which Megatron reads next.
+    """
+    for call in _unfinished(trainer):
+        process = call.async_caller.process
+        if process is not None and process.is_alive() and process.pid not in _children():
+            call.async_caller.process = None
+
+
+def _children() -> set[int]:
+    """Processes that this one has begun and nobody has waited for."""
+    return {child.pid for child in psutil.Process().children()}
 
 
 def _lost_writer(trainer: pl.Trainer) -> str:
