@@ -114,7 +114,8 @@ fi
 case $builder in
     apptainer)
         export APPTAINER_CACHEDIR=$cached APPTAINER_TMPDIR=$work/tmp
-        options=(--build-arg "BOOTSTRAP=$bootstrap" --build-arg "BASE_IMAGE=$base")
+        # Force: the image's help and labels, too, not those of a base that was made here. The output's name is new.
+        options=(--force --build-arg "BOOTSTRAP=$bootstrap" --build-arg "BASE_IMAGE=$base")
         [ "$(id -u)" = 0 ] || options+=(--fakeroot)
         [ "$sandbox" = 0 ] || options+=(--sandbox)
         [ -z "$pip_conf" ] || options+=(--bind "$work/mnt:/mnt:ro")

@@ -100,7 +100,8 @@ else
     step enroot import --output "$work/base.sqsh" "$from" || die 1 "enroot import failed"
     step enroot create --name pretrainkit "$work/base.sqsh" || die 1 "enroot create failed"
     step enroot start --root --rw --mount "$work/mnt:/mnt" pretrainkit bash -c \
-        'cp -r /mnt/pretrainkit /opt/pretrainkit && python3 /opt/pretrainkit/containers/install_packages.py &&
+        'rm -rf /opt/pretrainkit && cp -r /mnt/pretrainkit /opt/pretrainkit &&
+        python3 /opt/pretrainkit/containers/install_packages.py &&
         /opt/pretrainkit/containers/check.sh --build' || die 1 "the packages could not be installed in the image"
     step enroot export --output "$temporary" pretrainkit || die 1 "enroot export failed"
 fi

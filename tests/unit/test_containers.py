@@ -66,7 +66,7 @@ def test_images_are_named_in_one_place() -> None:
 
 def test_the_definition_has_the_sections_that_are_needed() -> None:
     found = sections()
-    assert set(found) == {"", "files", "post", "environment", "test", "runscript", "labels", "help"}
+    assert set(found) == {"", "setup", "files", "post", "environment", "test", "runscript", "labels", "help"}
     assert all(text.strip() for text in found.values())
     header = dict(line.split(": ", 1) for line in found[""].split("\n") if line.strip())
     assert header == {"Bootstrap": "{{ BOOTSTRAP }}", "From": "{{ BASE_IMAGE }}"}
@@ -95,6 +95,13 @@ def test_all_ways_copy_the_same_project() -> None:
     copied = {word for line in source_stage.splitlines() if line.startswith("COPY") for word in line.split()[1:-1]}
     taken = re.search(r"--exclude='\*\.egg-info' \\\n(.*?) \| tar", SCRIPTS["steps.sh"])
     assert taken and defined == copied == set(taken[1].split())
+
+
+def test_another_state_of_the_project_in_the_base_is_removed_first() -> None:
+    assert 'rm -rf -- "${APPTAINER_ROOTFS:?}/opt/pretrainkit"' in DEFINITION.partition("%files")[0]
+    for stage in ("cpu", "gpu"):
+        assert "RUN rm -rf /opt/pretrainkit\n" in DOCKERFILE.partition(f"AS {stage}")[2].partition("COPY")[0]
+    assert "rm -rf /opt/pretrainkit && cp -r /mnt/pretrainkit /opt/pretrainkit" in SCRIPTS["enroot.sh"]
 
 
 def test_the_dockerfile_builds_on_nothing_but_pins_and_its_own_stages() -> None:
@@ -225,6 +232,7 @@ def test_apptainer_writes_to_the_group_disk_and_the_image_appears_whole(host: Ho
     assert call[:2] == ["apptainer", "build"] and call[-1] == "containers/pretrainkit.def"
     assert f"BASE_IMAGE={SETTINGS['NGC_IMAGE']}" in call and "BOOTSTRAP=docker" in call
     assert ("--fakeroot" in call) == (os.getuid() != 0)
+    assert "--force" in call, "help and labels of a base that was made here would stay"
     caches = (host.log.parent / "log.env").read_text()
     assert f"APPTAINER_CACHEDIR={host.group}/cache/apptainer\n" in caches
     assert f"APPTAINER_TMPDIR={host.group}/cache/tmp/" in caches
@@ -390,7 +398,7 @@ def test_a_home_on_a_shared_disk_without_a_quota_is_not_trusted(host: Host) -> N
 
 def test_a_dry_run_shows_commands_and_does_nothing(host: Host) -> None:
     code, _, errors = host.run("build.sh", "apptainer", "--output", "b c.sif", "--cache-dir", "cache", "--dry-run")
-    assert code == 0 and "+ apptainer build --build-arg BOOTSTRAP=docker" in errors and "b\\ c.sif" in errors
+    assert code == 0 and "+ apptainer build --force --build-arg BOOTSTRAP=docker" in errors and "b\\ c.sif" in errors
     code, _, errors = host.run("enroot.sh", "--output", "b.sqsh", "--cache-dir", "cache", "--dry-run")
     assert code == 0 and errors.count("+ enroot ") == 4
     assert host.calls() == [] and host.files() == set() and not (host.group / "cache").exists()
