@@ -138,7 +138,7 @@ def measure(what: str, command: list[object], target: Path) -> Measurement:
     """Run a command that writes the folder `target`, alone on a clean start; flushing what it left unflushed counts."""
     shutil.rmtree(target, ignore_errors=True)
     os.sync()
-    _make_memory_ready()
+    make_memory_ready()
     before, began = os.times(), time.monotonic()
     process = subprocess.Popen(
         [str(word) for word in command],
@@ -162,7 +162,8 @@ def measure(what: str, command: list[object], target: Path) -> Measurement:
     return Measurement(what, wall_s, cpu_s, peak[0] / GIB, size / GIB)
 
 
-def _make_memory_ready() -> None:
+def make_memory_ready() -> None:
+    """Touch and free much memory."""
     with mmap.mmap(-1, READY_BYTES) as memory:
         for page in range(0, READY_BYTES, mmap.PAGESIZE):
             memory[page] = 1

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+import bench_conversion
 import bench_preprocess
 import corpus
 import vocabularies
@@ -117,7 +118,9 @@ class Run:
 
 
 def run(words: list[object], cores: int, work_s: float | None = None) -> Run:
-    """Run a command on the first `cores` cores."""
+    """Run a command on the first `cores` cores, alone on a clean start."""
+    os.sync()
+    bench_conversion.make_memory_ready()
     before, began, peak = os.times(), time.monotonic(), 0
     process = subprocess.Popen(
         [str(word) for word in words],
@@ -129,7 +132,7 @@ def run(words: list[object], cores: int, work_s: float | None = None) -> Run:
     )
     while process.poll() is None:
         peak = max(peak, bench_preprocess._tree_bytes(process.pid))
-        time.sleep(0.05)
+        time.sleep(0.1)  # looking costs the kernel a walk through all pages
     output = process.stdout.read() if process.stdout else ""
     if process.returncode:
         raise SystemExit(f"failed: {words}")
