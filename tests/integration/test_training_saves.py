@@ -159,6 +159,21 @@ def test_a_save_that_something_else_has_waited_for_is_done(tmp_path: Path, train
     assert steps_saved(tmp_path / "faulty") == [3, 6]
 
 
+def test_a_checkpoint_has_the_entries_that_transformer_engines_layers_have(
+    tiny: Path, tmp_path: Path, train_tiny: Callable[..., Any]
+) -> None:
+    """Megatron's loader wants all that a layer declares, and passes over what it doesn't."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    train_tiny(tiny, "saved", max_steps=1)
+    weights = tmp_path / "saved" / "checkpoints" / resume.checkpoint_name(1) / "weights"
+    keys = FileSystemReader(str(weights)).read_metadata().state_dict_metadata
+    states = {key.partition("/")[0] for key in keys if "_extra_state" in key}
+    modules = ["final_layernorm", *(f"layers.self_attention.linear_{name}" for name in ("qkv", "proj"))]
+    modules += [f"layers.mlp.linear_{name}" for name in ("fc1", "fc2")]
+    assert states == {f"module.decoder.{name}._extra_state" for name in modules}
+
+
 def test_the_last_save_is_never_missed(tmp_path: Path, train_faulty: Any) -> None:
     faults = {"number": errno.ENOSPC, "folder": resume.checkpoint_name(4)}
     code, log, _ = train_faulty(faults=faults, max_steps=4, save_interval=2, async_save="on", max_missed_saves=9)

@@ -28,6 +28,8 @@ class ScaledDotProductAttention(MegatronModule):
     Letters below: s tokens on this rank, b batch, h query heads and g key/value heads on this rank, d head size.
     With context parallelism of n ranks a sequence is cut into 2n chunks and rank r holds chunks r and
     2n-1-r (Megatron's balanced order), so s is two chunks.
+
+    It has no entry in checkpoints, as Transformer Engine's attention has none in Megatron.
     """
 
     def __init__(
@@ -51,12 +53,6 @@ class ScaledDotProductAttention(MegatronModule):
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])
         self.cp_group = groups.cp
         self.softmax_scale = softmax_scale
-
-    def get_extra_state(self) -> None:
-        """Nothing; but Transformer Engine's attention has this entry, and won't load a checkpoint without it."""
-
-    def set_extra_state(self, state: Any) -> None:
-        """Nothing to restore: Transformer Engine keeps FP8 scales here."""
 
     def forward(
         self,
