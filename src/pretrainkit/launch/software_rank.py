@@ -153,20 +153,21 @@ def _try_te_linear(device: str) -> None:
     compare("gradient", inputs.grad, exact.grad)
 
 
-def _try_swiglu(device: str) -> None:
-    """liger-kernel's SwiGLU, which Triton compiles here, against torch."""
+def _try_swiglu(device: str, dtype: str = "bfloat16") -> None:
+    """liger-kernel's SwiGLU as training has it, of gate and product in one tensor, which Triton compiles here."""
     import torch
-    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+    from liger_kernel.ops.swiglu import LigerFusedGateUpSiLUMulFunction
 
     torch.manual_seed(0)
-    gate, up = (torch.randn(TOKENS, HIDDEN, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
-    found = LigerSiLUMulFunction.apply(gate, up)
-    found.sum().backward()
-    exact = [tensor.detach().float().requires_grad_() for tensor in (gate, up)]
-    expected = torch.nn.functional.silu(exact[0]) * exact[1]
+    inputs = torch.randn(TOKENS, 2 * HIDDEN, device=device, dtype=getattr(torch, dtype), requires_grad=True)
+    exact = inputs.detach().float().requires_grad_()  # before the backward pass, which may write over its inputs
+    gate, up = exact.chunk(2, dim=-1)
+    expected = torch.nn.functional.silu(gate) * up
     expected.sum().backward()
+    found = LigerFusedGateUpSiLUMulFunction.apply(inputs)
     compare("output", found, expected)
-    compare("gradient", gate.grad, exact[0].grad)
+    found.sum().backward()
+    compare("gradient", inputs.grad, exact.grad)
 
 
 def compare(what: str, found: Any, expected: Any) -> None:

@@ -138,6 +138,16 @@ def test_a_kernel_with_a_wrong_result_is_found() -> None:
         software_rank.compare("output", torch.full((2,), float("nan")), torch.ones(2))
 
 
+def test_the_trial_of_swiglu_passes_a_right_kernel_and_not_a_wrong_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    swiglu = pytest.importorskip("liger_kernel.ops.swiglu")
+    software_rank._try_swiglu("cpu", "float32")  # Triton's interpreter has no bf16
+    monkeypatch.setattr(swiglu, "swiglu_fused_gate_up_backward", lambda inputs, *_: torch.zeros_like(inputs))
+    with pytest.raises(ValueError, match=r"gradient is off by 100\.0%"):
+        software_rank._try_swiglu("cpu", "float32")
+
+
 def test_software_is_part_of_the_report_when_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(software_probes, "run_trials", lambda trials, module: [{"imports": {"torch": 1.0}}])
     (tmp_path / "kept.txt").touch()
