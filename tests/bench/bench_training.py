@@ -5,10 +5,10 @@
 
 plain: --layer_spec torch --fused_kernels off; fused: --layer_spec torch --fused_kernels auto; te: --layer_spec te
 --fused_kernels off, which is what NeMo does by itself where Transformer Engine is installed. Each measurement is a
-run of the trainer of its own: random weights of the model's shape, English text byte by byte, no checkpoints. The
-paths take turns, `--rounds` times. Prints Markdown; a figure is the median over the rounds of the median over the steps
-after the third. The ranks of plain and fused are forks of a process without Transformer Engine, since importing
-NeMo takes longer than the steps.
+run of the trainer of its own: random weights of the model's shape, Python's manual and library byte by byte (5 MB),
+no checkpoints. The paths take turns, `--rounds` times. Prints Markdown; a figure is the median over the rounds of the
+median over the steps after the third. The ranks of plain and fused are forks of a process without Transformer Engine,
+since importing NeMo takes longer than the steps.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ import dataclasses
 import json
 import multiprocessing
 import os
-import pydoc_data.topics
 import shutil
 import socket
 import statistics
 import sys
+import sysconfig
 import tempfile
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
+from pydoc_data import topics
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ MODELS: dict[str, dict[str, Any]] = {
     | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "head_dim": 128}
     | {"tie_word_embeddings": False},
 }
+MODULES = Path(sysconfig.get_path("stdlib"))
 FIRST_STEPS = 3  # compilation, allocation
 
 
@@ -121,7 +123,10 @@ def write_inputs(folder: Path, arguments: argparse.Namespace) -> None:
         json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>"})
     )
     with IndexedDatasetWriter(folder / "text", np.dtype(np.int32)) as writer:
-        for _, text in sorted(pydoc_data.topics.topics.items()):
+        for text in (
+            *topics.topics.values(),
+            *(path.read_text(encoding="utf-8") for path in sorted(MODULES.glob("*.py"))),
+        ):
             writer.add_document([*text.encode(), 256])
 
 

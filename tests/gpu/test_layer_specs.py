@@ -7,6 +7,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -61,7 +62,10 @@ def _train(inputs: Path, name: str, path: str, *, steps: int) -> list[float]:
     (inputs / name).mkdir(exist_ok=True)
     write_run(inputs / f"{name}.json", run)
     environment = os.environ | {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29677", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        environment["MASTER_PORT"] = str(free.getsockname()[1])
     command = [sys.executable, str(ROOT / "pretraining" / "train.py"), "--run", str(inputs / f"{name}.json")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
