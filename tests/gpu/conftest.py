@@ -1,6 +1,7 @@
-"""The benchmark's own way to make inputs and runs serves the tests too."""
+"""The benchmark's own way to make inputs and runs serves the tests too, and so does the comparison of ranks on CPU."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
+for folder in ("bench", "integration"):
+    sys.path.insert(0, str(Path(__file__).parents[1] / folder))

@@ -7,8 +7,10 @@
 | swiglu | Megatron's torch code | liger | gate and product in one pass, nothing saved but the input |
 | cross_entropy | Megatron's | triton | no fp32 copy of the logits |
 | weight_gradient | added after the product | product | the product accumulates into the fp32 buffer |
+| exchange | before or after a product, by NCCL | copies | copy engines bring a part while another is multiplied |
 
-With Transformer Engine its layers have their own norm and rotary embedding.
+With Transformer Engine its layers have their own norm, rotary embedding and exchange. The last is that of
+tensor-parallel ranks under sequence parallelism; where cards can't reach each other's memory it stays NCCL's.
 """
 
 from __future__ import annotations
@@ -30,10 +32,11 @@ _FUSED = {
     "swiglu": "liger",
     "cross_entropy": "triton",
     "weight_gradient": "product",
+    "exchange": "copies",
 }
 _BF16_ONLY = ("cross_entropy", "weight_gradient")
 """Megatron's own cross entropy serves in fp32 (`model_config`), and so does adding a product of that type."""
-_NEEDS = {"liger": ("liger_kernel", "triton"), "triton": ("triton",), "product": ()}
+_NEEDS = {"liger": ("liger_kernel", "triton"), "triton": ("triton",), "product": (), "copies": ()}
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class Kernels:
     swiglu: str
     cross_entropy: str
     weight_gradient: str
+    exchange: str
 
     def __str__(self) -> str:
         parts = ", ".join(f"{part} {getattr(self, part)}" for part in FUSED_KERNELS)
@@ -71,15 +75,23 @@ def choose_for(run: ResolvedRun) -> Kernels:
         accelerator=run.accelerator,
         precision=run.precision,
         installed=installed_libraries(),
+        exchanges=run.sequence_parallel,
     )
 
 
 def choose(
-    *, layer_spec: str, fused_kernels: str, accelerator: str, precision: str, installed: frozenset[str]
+    *,
+    layer_spec: str,
+    fused_kernels: str,
+    accelerator: str,
+    precision: str,
+    installed: frozenset[str],
+    exchanges: bool = False,
 ) -> Kernels:
     """The kernels of a run on this machine.
 
     `layer_spec` is auto, te or torch; `fused_kernels` is auto, off, or some of FUSED_KERNELS with commas between.
+    `exchanges` is whether ranks exchange parts of what a layer multiplies.
     Raises RequestError when something asked for by name isn't installed.
     """
     fusable = accelerator == "gpu"
@@ -87,13 +99,18 @@ def choose(
     fused = tuple(
         part
         for part in asked
-        if fusable and installed.issuperset(_NEEDS[_FUSED[part]]) and (precision == "bf16" or part not in _BF16_ONLY)
+        if fusable
+        and installed.issuperset(_NEEDS[_FUSED[part]])
+        and (precision == "bf16" or part not in _BF16_ONLY)
+        and (exchanges or part != "exchange")
     )
     missing = [part for part in asked if fused_kernels != "auto" and part not in fused]
     if missing:
         raise RequestError(
             f"fused {', '.join(missing)} can't be used on this machine ({accelerator}, {precision})",
-            needed=f"a GPU, {_packages(missing)}" + (", bf16" if set(missing) & set(_BF16_ONLY) else ""),
+            needed=f"a GPU, {_packages(missing)}"
+            + (", bf16" if set(missing) & set(_BF16_ONLY) else "")
+            + (", sequence parallelism" if "exchange" in missing else ""),
             action="install what is missing, or leave it out: --fused_kernels auto takes what is there",
             where="--fused_kernels",
         )
@@ -110,7 +127,7 @@ def choose(
         layer_spec = "te" if "transformer_engine" in installed and fusable and not ours_is_faster else "torch"
     choice = {part: _FUSED[part] if part in fused else PLAIN for part in FUSED_KERNELS}
     if layer_spec == "te":
-        choice["norm"] = choice["rotary"] = "te"
+        choice["norm"] = choice["rotary"] = choice["exchange"] = "te"
     return Kernels(layer_spec=layer_spec, **choice)
 
 

@@ -13,13 +13,15 @@ import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from pretrainkit.training.attention import ScaledDotProductAttention
+from pretrainkit.training.overlapped_linear import GatheredProduct, ScatteredProduct, exchange_of
 
 
 def _norm_weight(config: TransformerConfig, size: int) -> torch.nn.Parameter:
@@ -50,9 +52,18 @@ class RMSNorm(torch.nn.Module):
 class RMSNormColumnParallelLinear(ColumnParallelLinear):
     """RMSNorm, then a column-parallel linear layer: Transformer Engine's LayerNormColumnParallelLinear."""
 
-    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
+    def __init__(
+        self, input_size: int, output_size: int, *, config: TransformerConfig, overlaps: bool = False, **kwargs: Any
+    ) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
         self.layer_norm_weight = _norm_weight(config, input_size)
+        self._overlaps = overlaps
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None, **settings: Any) -> Tensor:
+        if self._overlaps and (exchange := exchange_of(self.tp_group)):
+            output = GatheredProduct.apply(input, weight, exchange, self.gradient_accumulation_fusion)
+            return output if bias is None else output + bias
+        return super()._forward_impl(input, weight, bias, **settings)
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         return super().forward(self._normalize(hidden), *args, **kwargs)
@@ -77,6 +88,15 @@ class KeepingRMSNormColumnParallelLinear(RMSNormColumnParallelLinear):
         return normed
 
 
+class OverlappedRowParallelLinear(RowParallelLinear):
+    """A row-parallel linear layer without a bias, whose sum over ranks goes on while it multiplies."""
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, None]:
+        if exchange := exchange_of(self.tp_group):
+            return ScatteredProduct.apply(input_, self.weight, exchange, self.gradient_accumulation_fusion), None
+        return super().forward(input_)
+
+
 def add_kept_residual(training: bool, fused: bool) -> Callable[..., Tensor]:
     """Megatron's sum of a block's output and the residual stream, the stream taken from the block's norm."""
     add = get_bias_dropout_add(training, fused)
@@ -88,9 +108,12 @@ def add_kept_residual(training: bool, fused: bool) -> Callable[..., Tensor]:
 
 
 def torch_layer_spec(
-    config: TransformerConfig, vp_stage: int | None = None, *, fused_norm: bool = False
+    config: TransformerConfig, vp_stage: int | None = None, *, fused_norm: bool = False, overlaps: bool = False
 ) -> TransformerBlockSubmodules:
-    """The decoder's layers and final norm for a dense RMSNorm transformer."""
+    """The decoder's layers and final norm for a dense RMSNorm transformer.
+
+    With `overlaps` tensor-parallel products go on while their exchange does; needs sequence parallelism and CUDA.
+    """
     if config.num_moe_experts or config.normalization != "RMSNorm":
         raise NotImplementedError(
             f"without Transformer Engine only dense RMSNorm models train; found {config.normalization}, "
@@ -101,7 +124,9 @@ def torch_layer_spec(
     attention = parts.self_attention.submodules
     attention.core_attention = ScaledDotProductAttention
     linear = KeepingRMSNormColumnParallelLinear if fused_norm else RMSNormColumnParallelLinear
-    attention.linear_qkv = parts.mlp.submodules.linear_fc1 = linear
+    attention.linear_qkv = parts.mlp.submodules.linear_fc1 = ModuleSpec(module=linear, params={"overlaps": overlaps})
+    if overlaps:
+        attention.linear_proj = parts.mlp.submodules.linear_fc2 = OverlappedRowParallelLinear
     if fused_norm:
         parts.self_attn_bda = parts.mlp_bda = add_kept_residual
     if config.qk_layernorm:

@@ -147,7 +147,9 @@ def _model(run: ResolvedRun, chosen: kernels.Kernels, recorder: RunRecorder | No
         )
     # Set after construction, so that NeMo's saved context keeps its own defaults and loads anywhere.
     if chosen.layer_spec == "torch":
-        config.transformer_layer_spec = functools.partial(torch_layer_spec, fused_norm=chosen.norm == "triton")
+        config.transformer_layer_spec = functools.partial(
+            torch_layer_spec, fused_norm=chosen.norm == "triton", overlaps=chosen.exchange == "copies"
+        )
     for name, value in recompute_fields(run.recompute).items():
         setattr(config, name, value)
     for name, value in kernels.config_fields(chosen, qk_norm=shape.qk_norm).items():

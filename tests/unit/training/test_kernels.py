@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from pretrainkit.errors import RequestError
 from pretrainkit.training.kernels import LIBRARIES, Kernels, choose, config_fields
 
 ALL = frozenset(LIBRARIES)
-PLAIN = Kernels("torch", "torch", "torch", "torch", "torch", "torch")
-FUSED = Kernels("torch", "triton", "triton", "liger", "triton", "product")
+PLAIN = Kernels("torch", "torch", "torch", "torch", "torch", "torch", "torch")
+FUSED = Kernels("torch", "triton", "triton", "liger", "triton", "product", "torch")
 
 
 def chosen(
-    *installed: str, layers: str = "auto", fused: str = "auto", accelerator: str = "gpu", precision: str = "bf16"
+    *installed: str,
+    layers: str = "auto",
+    fused: str = "auto",
+    accelerator: str = "gpu",
+    precision: str = "bf16",
+    exchanges: bool = False,
 ) -> Kernels:
     return choose(
         layer_spec=layers,
@@ -21,11 +28,19 @@ def chosen(
         accelerator=accelerator,
         precision=precision,
         installed=frozenset(installed),
+        exchanges=exchanges,
     )
 
 
 def test_on_gpu_everything_installed_is_used() -> None:
     assert chosen("triton", "liger_kernel") == FUSED
+
+
+def test_ranks_that_exchange_parts_of_a_layer_have_them_copied() -> None:
+    assert chosen("triton", "liger_kernel", exchanges=True) == dataclasses.replace(FUSED, exchange="copies")
+    assert chosen("triton", "liger_kernel", exchanges=True, fused="rotary").exchange == "torch"
+    with pytest.raises(RequestError, match=r"fused exchange can't be used(.|\n)*sequence parallelism"):
+        chosen("triton", "liger_kernel", fused="exchange")
 
 
 def test_on_cpu_nothing_is_fused() -> None:
@@ -34,13 +49,13 @@ def test_on_cpu_nothing_is_fused() -> None:
 
 def test_in_fp32_the_cross_entropy_and_the_weight_gradient_stay_plain() -> None:
     assert chosen("triton", "liger_kernel", precision="fp32") == Kernels(
-        "torch", "triton", "triton", "liger", "torch", "torch"
+        "torch", "triton", "triton", "liger", "torch", "torch", "torch"
     )
     assert chosen(*ALL, precision="fp32").layer_spec == "torch"
 
 
 def test_without_liger_its_parts_stay_plain() -> None:
-    assert chosen("triton") == Kernels("torch", "triton", "triton", "torch", "triton", "product")
+    assert chosen("triton") == Kernels("torch", "triton", "triton", "torch", "triton", "product", "torch")
 
 
 def test_off_is_plain_torch() -> None:
@@ -49,7 +64,7 @@ def test_off_is_plain_torch() -> None:
 
 def test_named_parts_alone_are_fused() -> None:
     assert chosen("triton", "liger_kernel", fused="rotary,swiglu") == Kernels(
-        "torch", "torch", "triton", "liger", "torch", "torch"
+        "torch", "torch", "triton", "liger", "torch", "torch", "torch"
     )
 
 
@@ -63,7 +78,7 @@ def test_the_faster_layers_of_those_installed_are_taken(installed: frozenset[str
 
 def test_transformer_engines_layers_keep_their_own_rotation() -> None:
     kernels = chosen(*ALL, layers="te")
-    assert kernels == Kernels("te", "te", "te", "liger", "triton", "product")
+    assert kernels == Kernels("te", "te", "te", "liger", "triton", "product", "te")
     assert config_fields(kernels, qk_norm=False) == {
         "apply_rope_fusion": True,
         "fused_single_qkv_rope": False,
