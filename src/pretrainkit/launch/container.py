@@ -86,7 +86,7 @@ def container_of(config: LaunchConfig, *, needs: Iterable[Path], on_gpu: bool) -
 def _runtime(config: LaunchConfig) -> str:
     if config.container_runtime != "auto":
         return config.container_runtime
-    if config.container_image == "" or not config.is_scheduled:
+    if config.container_image == "":
         return "none"
     if config.executor == "slurm":
         return "pyxis"

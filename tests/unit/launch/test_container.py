@@ -51,6 +51,13 @@ def test_a_missing_image_is_not_taken_for_a_registry_name(image: str) -> None:
 
 
 @pytest.mark.parametrize("executor", ["local", "sge", "pbs"])
+def test_an_image_is_entered_with_apptainer_unless_slurm_starts_it(executor: str) -> None:
+    made = container(executor=executor, container_image="library/ubuntu")
+    assert made and made.runtime == "apptainer"
+    assert container(executor=executor, container_image="library/ubuntu", container_runtime="none") is None
+
+
+@pytest.mark.parametrize("executor", ["local", "sge", "pbs"])
 def test_without_an_image_there_is_a_container_only_with_pyxis(executor: str) -> None:
     assert container(executor=executor) is None
     made = container(executor="slurm")
