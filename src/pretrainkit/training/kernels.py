@@ -68,6 +68,7 @@ def installed_libraries() -> frozenset[str]:
 
 def choose_for(run: ResolvedRun) -> Kernels:
     """The kernels of `run` on this machine; see `choose`."""
+    tensor_parallel_size = run.config.parallel.tensor_model_parallel_size
     return choose(
         # Attention within documents is ours alone.
         layer_spec="torch" if run.reset_attention_mask else run.config.training.layer_spec,
@@ -75,7 +76,7 @@ def choose_for(run: ResolvedRun) -> Kernels:
         accelerator=run.accelerator,
         precision=run.precision,
         installed=installed_libraries(),
-        exchanges=run.sequence_parallel,
+        exchanges=run.sequence_parallel and run.config.launch.num_gpus % tensor_parallel_size == 0,
     )
 
 
@@ -91,7 +92,7 @@ def choose(
     """The kernels of a run on this machine.
 
     `layer_spec` is auto, te or torch; `fused_kernels` is auto, off, or some of FUSED_KERNELS with commas between.
-    `exchanges` is whether ranks exchange parts of what a layer multiplies.
+    `exchanges` is whether ranks of one node exchange parts of what a layer multiplies.
     Raises RequestError when something asked for by name isn't installed.
     """
     fusable = accelerator == "gpu"
@@ -110,7 +111,7 @@ def choose(
             f"fused {', '.join(missing)} can't be used on this machine ({accelerator}, {precision})",
             needed=f"a GPU, {_packages(missing)}"
             + (", bf16" if set(missing) & set(_BF16_ONLY) else "")
-            + (", sequence parallelism" if "exchange" in missing else ""),
+            + (", sequence parallelism within nodes" if "exchange" in missing else ""),
             action="install what is missing, or leave it out: --fused_kernels auto takes what is there",
             where="--fused_kernels",
         )

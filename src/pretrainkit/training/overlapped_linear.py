@@ -78,19 +78,23 @@ class Exchange:
 @functools.cache
 def exchange_of(group: ProcessGroup) -> Exchange | None:
     """The exchange of the group's ranks, for as long as they live; None on all if one of them can't have it."""
-    exchange = Exchange(group)
     problem = _unreachable()
-    try:
-        if not problem:
+    if not _any_has(problem, group):
+        exchange = Exchange(group)
+        try:
             exchange.open(2**20)
-    except RuntimeError as error:
-        problem = str(error).partition("\n")[0]
-    failed = torch.tensor([bool(problem)], dtype=torch.int32, device="cuda")
-    torch.distributed.all_reduce(failed, op=torch.distributed.ReduceOp.MAX, group=group)
-    if not failed.item():
-        return exchange
-    log.warning("tensor-parallel ranks can't see each other's memory; NCCL exchanges their parts: %s", problem)
+        except RuntimeError as error:
+            problem = str(error).partition("\n")[0]
+        if not _any_has(problem, group):
+            return exchange
+    log.warning("NCCL exchanges the parts of tensor-parallel ranks: %s", problem or "another rank can't see memory")
     return None
+
+
+def _any_has(problem: str, group: ProcessGroup) -> bool:
+    count = torch.tensor([bool(problem)], dtype=torch.int32, device="cuda")
+    torch.distributed.all_reduce(count, group=group)
+    return bool(count.item())
 
 
 def _unreachable() -> str:

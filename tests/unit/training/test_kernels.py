@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 
+from pretrainkit.config.schema import ParallelConfig, ResolvedRun
 from pretrainkit.errors import RequestError
+from pretrainkit.training import kernels
 from pretrainkit.training.kernels import LIBRARIES, Kernels, choose, config_fields
 
 ALL = frozenset(LIBRARIES)
@@ -43,6 +46,19 @@ def test_ranks_that_exchange_parts_of_a_layer_have_them_copied() -> None:
         chosen("triton", "liger_kernel", fused="exchange")
 
 
+@pytest.mark.parametrize(("num_gpus", "exchange"), [(8, "copies"), (4, "copies"), (2, "torch"), (6, "torch")])
+def test_ranks_of_several_nodes_exchange_parts_by_nccl(
+    make_run: Callable[..., ResolvedRun], monkeypatch: pytest.MonkeyPatch, num_gpus: int, exchange: str
+) -> None:
+    monkeypatch.setattr(kernels, "installed_libraries", lambda: frozenset(("triton", "liger_kernel")))
+    run = make_run()
+    config = dataclasses.replace(
+        run.config, parallel=ParallelConfig(4), launch=dataclasses.replace(run.config.launch, num_gpus=num_gpus)
+    )
+    run = dataclasses.replace(run, config=config, accelerator="gpu", precision="bf16", sequence_parallel=True)
+    assert kernels.choose_for(run).exchange == exchange
+
+
 def test_on_cpu_nothing_is_fused() -> None:
     assert chosen(*ALL, accelerator="cpu") == PLAIN
 
@@ -77,9 +93,9 @@ def test_the_faster_layers_of_those_installed_are_taken(installed: frozenset[str
 
 
 def test_transformer_engines_layers_keep_their_own_rotation() -> None:
-    kernels = chosen(*ALL, layers="te")
-    assert kernels == Kernels("te", "te", "te", "liger", "triton", "product", "te")
-    assert config_fields(kernels, qk_norm=False) == {
+    choice = chosen(*ALL, layers="te")
+    assert choice == Kernels("te", "te", "te", "liger", "triton", "product", "te")
+    assert config_fields(choice, qk_norm=False) == {
         "apply_rope_fusion": True,
         "fused_single_qkv_rope": False,
         "bias_activation_fusion": True,
