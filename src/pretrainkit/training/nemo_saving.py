@@ -212,13 +212,11 @@ def _forget_reaped_writer(trainer: pl.Trainer) -> None:
     """
     for call in _unfinished(trainer):
         process = call.async_caller.process
-        if process is not None and process.is_alive() and process.pid not in _children():
-            call.async_caller.process = None
-
-
-def _children() -> set[int]:
-    """Processes that this one has begun and nobody has waited for."""
-    return {child.pid for child in psutil.Process().children()}
+        if process is not None and process.is_alive():
+            try:
+                os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                call.async_caller.process = None
 
 
 def _lost_writer(trainer: pl.Trainer) -> str:
