@@ -57,7 +57,12 @@ def describe_gpu() -> tuple[str | None, float | None]:
 
 def torch_has_cuda() -> bool:
     """Whether the installed torch is a CUDA build; builds for the CPU say so in their version."""
+    return "+cpu" not in (installed_version("torch") or "")
+
+
+def installed_version(package: str) -> str | None:
+    """The version of an installed package; None when there is none."""
     try:
-        return "+cpu" not in importlib.metadata.version("torch")
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return True
+        return None

@@ -17,7 +17,7 @@ from typing import Any
 
 from pretrainkit import files
 from pretrainkit.launch.job_time import time_left
-from pretrainkit.launch.machine import count_gpus
+from pretrainkit.launch.machine import count_gpus, installed_version
 from pretrainkit.units import format_bytes, format_duration
 
 OK, WARNING, FAILED, SKIPPED = "ok", "warning", "failed", "skipped"
@@ -240,14 +240,6 @@ def needed_packages() -> list[str]:
         return []
     names = [re.match(r"[A-Za-z0-9._-]+", text) for text in requirements if "extra ==" not in text]
     return sorted(_normal(match[0]) for match in names if match)
-
-
-def installed_version(package: str) -> str | None:
-    """The version of an installed package; None when there is none."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _normal(name: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 import shlex
 import subprocess
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from pretrainkit import files
 from pretrainkit.config.schema import ResolvedRun
+from pretrainkit.launch.machine import installed_version
 from pretrainkit.logs import masked
 
 PACKAGES = (
@@ -57,19 +57,12 @@ def describe_source(command_line: Sequence[str], data: Sequence[str] = ()) -> st
         f"written {datetime.now(timezone.utc):%Y-%m-%d %H:%M:%S} UTC",
         f"command: {shlex.join(command_line)}",
         f"python {platform.python_version()}",
-        *(f"{name} {_version(name)}" for name in PACKAGES),
+        *(f"{name} {installed_version(name) or 'not installed'}" for name in PACKAGES),
         "",
         *data,
         *_repository(Path(__file__).parents[3]),
     ]
     return masked("\n".join(parts) + "\n")
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _repository(root: Path) -> list[str]:

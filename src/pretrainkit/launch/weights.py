@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import hashlib
-import importlib.metadata
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from pretrainkit import files
 from pretrainkit.checkpoint.fingerprint import weights_fingerprint
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import RequestError
+from pretrainkit.launch.machine import installed_version
 from pretrainkit.logs import get_logger
 from pretrainkit.models.registry import read_shape
 
@@ -152,7 +152,7 @@ def _source_hash(folder: Path) -> str:
 
     Hashing the content of hundreds of GB at every start would take minutes; any rewriting changes the time.
     """
-    digest = hashlib.sha256(importlib.metadata.version("pretrainkit").encode())
+    digest = hashlib.sha256((installed_version("pretrainkit") or "").encode())
     for path in sorted(folder.iterdir()):
         if path.suffix == ".safetensors":
             status = path.stat()
