@@ -80,7 +80,11 @@ if [ -n "$cache_dir" ]; then
 fi
 [ -n "$cached" ] || die 2 "$builder doesn't say where it keeps images" "--cache-dir"
 [ -n "$tmp_dir" ] || tmp_dir=${cache_dir:+$cache_dir/tmp}
-tmp_dir=${tmp_dir:-${APPTAINER_TMPDIR:-${TMPDIR:-/tmp}}}
+case $builder in
+    apptainer) tmp_dir=${tmp_dir:-${APPTAINER_TMPDIR:-${TMPDIR:-/tmp}}} ;;
+    podman | buildah) tmp_dir=${tmp_dir:-${TMPDIR:-/var/tmp}} ;;
+    *) tmp_dir=${tmp_dir:-${TMPDIR:-/tmp}} ;;
+esac
 cached=$(absolute "$cached") tmp_dir=$(absolute "$tmp_dir")
 if [ "$dry_run" = 0 ]; then
     # First, since they take room.
@@ -93,6 +97,12 @@ if [ "$check" = 1 ]; then
             need_room "$cached" "$download" download
             need_room "$tmp_dir" "$unpacked" unpacking
             if [ "$sandbox" = 1 ]; then image=$unpacked; else image=$((unpacked / 2)); fi
+            ;;
+        podman | buildah)
+            # What is downloaded, and later the new layer, lies there before it goes to the store.
+            need_room "$tmp_dir" "$download" "download and layers"
+            need_room "$cached" "$unpacked" unpacking
+            image=$unpacked
             ;;
         *) need_room "$cached" $((download + unpacked)) "download and unpacking"; image=$unpacked ;;
     esac
@@ -137,9 +147,9 @@ case $builder in
         store=()
         if [ "$builder" = docker ]; then
             export DOCKER_BUILDKIT=1
-        elif [ -n "$cache_dir" ]; then
-            store=(--root "$cached")
+        else
             export TMPDIR=$work/tmp
+            [ -z "$cache_dir" ] || store=(--root "$cached")
         fi
         step "$builder" ${store[@]+"${store[@]}"} build "${options[@]}" ${extra[@]+"${extra[@]}"} . ||
             die 1 "$builder build failed"

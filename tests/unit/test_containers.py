@@ -445,6 +445,18 @@ def test_stores_of_podman_and_buildah_lie_in_the_cache(host: Host) -> None:
         assert f"CPU_IMAGE={SETTINGS['CPU_IMAGE']}" in call and call[-1] == "."
 
 
+@pytest.mark.parametrize("builder", ["podman", "buildah"])
+def test_temporary_files_of_podman_and_buildah_lie_in_the_tmp_dir_and_need_room(host: Host, builder: str) -> None:
+    """Each new layer is written there before it goes to the store; without the variable that is /var/tmp."""
+    words = ["build.sh", builder, "--target", "cpu", "--tmp-dir", f"{host.group}/fast"]
+    assert host.run(*words)[0] == 0
+    assert f"TMPDIR={host.group}/fast/pretrainkit-build-" in (host.log.parent / "log.env").read_text()
+    assert list((host.group / "fast").iterdir()) == []
+    host.set_room(group_gb=1)
+    code, _, errors = host.run(*words)
+    assert code == 2 and f"{host.group}/fast has room for 1 GB by df" in errors, errors
+
+
 def test_pip_settings_are_a_secret_of_the_build(host: Host) -> None:
     settings = host.group / "pip.conf"
     settings.write_text("[global]\nindex-url = https://me:password@mirror.example/simple\n")
