@@ -201,6 +201,8 @@ class Host:
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            # A test run that a shell began in the background ignores it.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     def run(self, *words: str, **environment: str) -> tuple[int, str, str]:
