@@ -162,10 +162,10 @@ logs.configure()
 source, out, tokenizer, count = sys.argv[1:]
 request = PackRequest((source,), Path(out), tokenizer, 128, verify_tokens="off")
 prepare = pack_writer._prepare
-def slowly(plan):
+def slowly(plan, pool):
     Path(f"{count}.{os.getpid()}").touch()
     time.sleep(0.3)
-    return prepare(plan)
+    return prepare(plan, pool)
 pack_writer._prepare = slowly
 _, prepared = pack_writer.pack_dataset(make_pack_plan(request, machine_settings({}, num_proc=1)))
 print(int(prepared), len(PackedDataset(out)))

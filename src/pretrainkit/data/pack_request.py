@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from pretrainkit.data import encoder
 from pretrainkit.data.input_content import InputState, hash_file, look_at, same_places
 from pretrainkit.data.machine_defaults import MachineSettings
 from pretrainkit.data.packed import FORMAT, PackedManifest, read_packed_manifest
-from pretrainkit.data.pool import WorkerPool
 from pretrainkit.data.sources import resolve_inputs
 from pretrainkit.data.tokenizer import TokenizerFile, load_tokenizer
 from pretrainkit.errors import DataError, RequestError
@@ -59,11 +57,6 @@ class PackPlan:
     """As they lie on the disk now; of a hub dataset none."""
     paths: tuple[str, ...]
     """Of the inputs."""
-
-    @cached_property
-    def pool(self) -> WorkerPool:
-        """The processes that encode, forked when it is entered."""
-        return WorkerPool(self.machine.num_proc)
 
     @property
     def staging(self) -> Path:

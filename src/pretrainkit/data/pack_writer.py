@@ -21,6 +21,7 @@ from pretrainkit.data.manifest import Manifest, read_manifest
 from pretrainkit.data.pack_request import HUB, PackPlan
 from pretrainkit.data.packed import MARK, PackedFile, PackedManifest, manifest_to_json
 from pretrainkit.data.packing import Packing, pack
+from pretrainkit.data.pool import WorkerPool
 from pretrainkit.data.preparer import prepare_once
 from pretrainkit.data.preprocess import preprocess_with
 from pretrainkit.data.request import Request
@@ -41,12 +42,13 @@ def pack_dataset(plan: PackPlan, *, timeout_s: float = 24 * 3600.0) -> tuple[Pac
     DataError when an input is bad, Stopped (exit code 85) on SIGTERM; the next call continues what is unfinished.
     """
     made: list[bool] = []
+    pool = WorkerPool(plan.machine.num_proc)
     prepare_once(
         plan.request.output_dir,
         lambda: plan.finished() is not None,
-        lambda: made.append(_prepare(plan)),
+        lambda: made.append(_prepare(plan, pool)),
         leftovers=lambda: _unfinished(plan),
-        helpers=plan.pool,
+        helpers=pool,
         timeout_s=timeout_s,
     )
     manifest = plan.finished()
@@ -60,7 +62,7 @@ def _unfinished(plan: PackPlan) -> list[Path]:
     return [*files.leftovers(final), *final.parent.glob(f"{final.name}.staging-*")]
 
 
-def _prepare(plan: PackPlan) -> bool:
+def _prepare(plan: PackPlan, pool: WorkerPool) -> bool:
     """Make the set; False when one is there whose inputs were touched but hold the same."""
     began = time.monotonic()
     final = plan.request.output_dir
@@ -74,7 +76,7 @@ def _prepare(plan: PackPlan) -> bool:
             shutil.rmtree(old, ignore_errors=True)
     plan.staging.mkdir(parents=True, exist_ok=True)
     LOGGER.info("%s", plan.machine.told)
-    prefix, documents = _encode(plan)
+    prefix, documents = _encode(plan, pool)
     pair = IndexedDataset(prefix)
     packing = pack(pair.sequence_lengths, plan.request.sequence_length, plan.request.packing)
     if not packing.num_sequences:
@@ -120,7 +122,7 @@ def _prepare(plan: PackPlan) -> bool:
     return True
 
 
-def _encode(plan: PackPlan) -> tuple[Path, Manifest]:
+def _encode(plan: PackPlan, pool: WorkerPool) -> tuple[Path, Manifest]:
     """The documents as a .bin/.idx pair in the staging folder, made now or by an earlier preparer."""
     request = plan.request
     prefix = plan.staging / f"documents_{request.text_column}_document"
@@ -129,7 +131,7 @@ def _encode(plan: PackPlan) -> tuple[Path, Manifest]:
         LOGGER.info("documents are encoded already")
         return prefix, done
     (manifest,) = preprocess_with(
-        plan.pool,
+        pool,
         Request(
             inputs=_local_inputs(plan),
             output_prefix=str(plan.staging / "documents"),
