@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -76,7 +77,9 @@ def test_a_mended_file_is_not_mixed_with_work_on_the_old_one(start: Start, tmp_p
 def test_two_processes_do_not_write_one_output(start: Start, tmp_path: Path, corpus: Path, undisturbed: str) -> None:
     process = start("--input", corpus)
     wait_for(lambda: journal_lines(tmp_path) > 0)
+    process.send_signal(signal.SIGSTOP)  # so that it is still at work, however long the other takes to start
     code, errors = finish(start("--input", corpus))
+    process.send_signal(signal.SIGCONT)
     assert code == 2
     assert "another process" in errors
     assert finish(process)[0] == 0

@@ -87,10 +87,15 @@ def load_encoder(spec: EngineSpec) -> Encoder:
     """Load a tokenizer, about a second for a large one. Raises whatever the library thinks of it."""
     kind = FastEncoder if spec.name == "fastokens" else ReferenceEncoder
     encoder = kind(spec.json_path, special_tokens=spec.special_tokens)
-    with contextlib.suppress(AttributeError):  # another C library than glibc
-        ctypes.CDLL(None).malloc_trim(0)  # reading a large tokenizer.json leaves 30 (tokenizers) to 70 MB (fastokens)
+    trim_heap()  # reading a large tokenizer.json leaves 30 (tokenizers) to 70 MB (fastokens)
     _make_tables(encoder)
     return encoder
+
+
+def trim_heap() -> None:
+    """Give back the pages that are free but in between others."""
+    with contextlib.suppress(AttributeError):  # another C library than glibc
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _make_tables(encoder: Encoder) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
 import xxhash
 
 from pretrainkit.data.chunks import Span, Unit
-from pretrainkit.data.documents import BATCH_BYTES, Batch, RecordRules, parse_text, read_lines_between
+from pretrainkit.data.documents import BATCH_BYTES, Batch, RecordRules, lines_between, parse_text, read_lines_between
+from pretrainkit.data.results import SpanResult
 from pretrainkit.data.sources import Source
 from pretrainkit.data.streams import BLOCK_BYTES, PieceHash, read_blocks
 from pretrainkit.data.tables import read_rows
@@ -18,18 +19,35 @@ from pretrainkit.errors import DataError
 SAMPLE_BATCHES = 4
 
 
-def read_span(source: Source, span: Span, rules: RecordRules) -> tuple[list[str], int, Iterable[Batch]]:
-    """Digests of the span's pieces, its decompressed bytes, and its records. Not for streams."""
+def read_span(source: Source, span: Span, rules: RecordRules, result: SpanResult) -> Iterator[Batch]:
+    """The records of a span; once all are taken, `result` has its decompressed bytes and digests. Not for streams."""
     if source.format in ("parquet", "arrow"):
-        return _piece_digests(source, span), span.num_bytes, read_rows(source, span.begin, span.end, rules)
-    if source.format == "txt-file":
+        result.digests, result.num_bytes = _piece_digests(source, span), span.num_bytes
+        yield from read_rows(source, span.begin, span.end, rules)
+    elif source.format == "txt-file":
         whole = Path(source.path).read_bytes()
-        return _piece_digests(source, span), len(whole), parse_text(source, whole, True, rules)
-    data, nominal, _ = read_lines_between(source.path, span.begin, span.end)
-    if len(nominal) != span.end - span.begin:
-        raise DataError("the file became shorter while it was read", where=source.path)
-    batches = parse_text(source, data, span.begin == 0, rules, BATCH_BYTES)
-    return [xxhash.xxh3_128_hexdigest(nominal)], len(data), batches
+        result.digests, result.num_bytes = _piece_digests(source, span), len(whole)
+        yield from parse_text(source, whole, True, rules)
+    else:
+        yield from _read_lines(source, span, rules, result)
+
+
+def _read_lines(source: Source, span: Span, rules: RecordRules, result: SpanResult) -> Iterator[Batch]:
+    """A batch at a time: what a worker holds is counted as often as there are workers."""
+    hashed, num_lines = xxhash.xxh3_128(), 0
+    with Path(source.path).open("rb", buffering=0) as file:
+        for begin in range(span.begin, span.end, BATCH_BYTES):
+            end = min(begin + BATCH_BYTES, span.end)
+            data, nominal, _ = lines_between(file.fileno(), begin, end)
+            if len(nominal) != end - begin:
+                raise DataError("the file became shorter while it was read", where=source.path)
+            hashed.update(nominal)
+            del nominal
+            result.num_bytes += len(data)
+            for batch in parse_text(source, data, begin == 0, rules, first=num_lines):
+                num_lines = batch.num_lines
+                yield batch
+    result.digests = [hashed.hexdigest()]
 
 
 def _piece_digests(source: Source, span: Span) -> list[str]:

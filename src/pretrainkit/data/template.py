@@ -143,7 +143,6 @@ def run_reference(connection: Connection, inherited: Iterable[Connection]) -> No
                 continue
             question: Question = details[0]
             reply: object
-            os.nice(10)
             try:
                 reply = ask(loader.get(spec), question.texts())
             except (DataError, OSError, MemoryError) as error:
