@@ -2,7 +2,7 @@
 
 It takes the place of Transformer Engine's DotProductAttention in Megatron's layer spec. It never builds a
 mask over a whole batch: torch picks the flash or cuDNN kernel by itself for plain causal attention. Attention
-that is reset at documents' ends is document_attention's.
+that is reset at documents' ends is document_attention's, and over ranks' tokens context_parallel_attention's.
 """
 
 from __future__ import annotations
@@ -12,23 +12,52 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
+from pretrainkit.config.schema import ResolvedRun
+from pretrainkit.logs import get_logger
+from pretrainkit.training.attention_parts import Part, part_kernel
+from pretrainkit.training.context_parallel_attention import attend_across_ranks
 from pretrainkit.training.document_attention import attend_within_documents
+
+log = get_logger(__name__)
+CUDNN_CARDS = (9, 10)
+"""Major compute capabilities (Hopper, Blackwell) for which torch prefers cuDNN's kernel."""
+
+
+def attention_kernel(run: ResolvedRun) -> str:
+    """Name of the kernel that torch takes for this run's attention on this rank's device; warns of a slow one."""
+    if run.accelerator == "cpu":
+        return "cpu"
+    if run.reset_attention_mask:
+        return "flash"
+    shape, tensor = run.model, run.config.parallel.tensor_model_parallel_size
+    length = run.config.data.sequence_length // run.config.parallel.context_parallel_size
+    heads = (shape.num_attention_heads // tensor, max(1, shape.num_query_groups // tensor))
+    dtype = torch.bfloat16 if run.precision == "bf16" else torch.float32
+    q, k = (torch.empty((1, n, length, shape.head_dim), dtype=dtype, device="cuda", requires_grad=True) for n in heads)
+    name = part_kernel(Part(q, k, k, causal=True, scale=None)).name
+    if name != "cudnn" and dtype == torch.bfloat16 and torch.cuda.get_device_capability()[0] in CUDNN_CARDS:
+        slow = "torch's attention is its %s kernel; cuDNN's takes 0.6 of its time on such a card, but isn't taken: %s"
+        log.warning(slow, name, _why_not_cudnn())
+    return name
+
+
+def _why_not_cudnn() -> str:
+    try:
+        version = torch.backends.cudnn.version()
+    except RuntimeError as error:  # another library than torch's own was loaded before it, by a path or a package
+        return str(error)
+    return f"cuDNN {version}, see torch.backends.cuda.cudnn_sdp_enabled() and TORCH_CUDNN_SDPA_DEPRIORITIZED"
 
 
 class ScaledDotProductAttention(MegatronModule):
     """Core attention of one layer on one rank.
 
     Letters below: s tokens on this rank, b batch, h query heads and g key/value heads on this rank, d head size.
-    With context parallelism of n ranks a sequence is cut into 2n chunks and rank r holds chunks r and
-    2n-1-r (Megatron's balanced order), so s is two chunks.
-
     It has no entry in checkpoints, as Transformer Engine's attention has none in Megatron.
     """
 
@@ -75,37 +104,13 @@ class ScaledDotProductAttention(MegatronModule):
             if self.cp_group.size() > 1:
                 raise NotImplementedError("attention within documents is not there for context parallelism")
             return attend_within_documents(query, key, value, attention_mask, self.softmax_scale)
-        if self.cp_group.size() == 1:
-            return self._attend(query, key, value, mask=None)
-        key, value = self._whole_sequence(key), self._whole_sequence(value)
-        rank, last = self.cp_group.rank(), 2 * self.cp_group.size() - 1
-        parts = [
-            self._attend_chunk(chunk, key, value, index)
-            for chunk, index in zip(query.chunk(2, dim=0), (rank, last - rank), strict=True)
-        ]
-        return torch.cat(parts, dim=0)
-
-    def _whole_sequence(self, local: Tensor) -> Tensor:
-        """All ranks' keys or values in the order of the sequence; the gradient is summed back over the ranks."""
-        gathered = gather_from_sequence_parallel_region(local, tensor_parallel_output_grad=True, group=self.cp_group)
-        chunks = gathered.chunk(2 * self.cp_group.size(), dim=0)  # rank r's pair stands at 2r and 2r + 1
-        return torch.cat(chunks[0::2] + chunks[1::2][::-1], dim=0)
-
-    def _attend_chunk(self, query: Tensor, key: Tensor, value: Tensor, index: int) -> Tensor:
-        """Chunk `index` of the sequence attends to the chunks before it, and causally to itself."""
-        length = query.size(0)
-        visible = (index + 1) * length
-        # On GPU this is the flash kernel's own alignment; elsewhere torch makes the mask of length x visible.
-        mask = causal_lower_right(length, visible) if index else None
-        return self._attend(query, key[:visible], value[:visible], mask)
-
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        if self.cp_group.size() > 1:
+            return attend_across_ranks(query, key, value, self.cp_group, self.softmax_scale).flatten(2)
         out = F.scaled_dot_product_attention(
             query.permute(1, 2, 0, 3),  # [b, h, s, d]
             key.permute(1, 2, 0, 3),  # [b, g, s, d]
             value.permute(1, 2, 0, 3),
-            attn_mask=mask,
-            is_causal=mask is None,
+            is_causal=True,
             scale=self.softmax_scale,
             enable_gqa=query.size(2) != key.size(2),
         )

@@ -29,6 +29,7 @@ from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.data.shard_urls import names_shards
 from pretrainkit.logs import get_logger
 from pretrainkit.training import kernels, optimizer, optimizer_gather, restarts, restored_weights, start_parity
+from pretrainkit.training.attention import attention_kernel
 from pretrainkit.training.cards import peak_flops
 from pretrainkit.training.dataset import EpochDataset, local_prefixes
 from pretrainkit.training.document_attention import with_document_bounds
@@ -89,9 +90,11 @@ def train(
             peak_flops=peak_flops(torch.cuda.get_device_name()) if run.accelerator == "gpu" else None,
             trackers=[TensorBoard(experiment, furthest), *open_trackers(run, furthest)],
         )
-        recorder.event("start", **plan.to_json(), world_size=run.world_size, kernels=chosen.to_json())
+        attention = "te" if chosen.layer_spec == "te" else attention_kernel(run)
+        used = {**chosen.to_json(), "attention": attention}
+        recorder.event("start", **plan.to_json(), world_size=run.world_size, kernels=used)
         requests.note_end_by(functools.partial(recorder.event, "stopped", step=plan.step))
-        log.info("kernels: %s", chosen)
+        log.info("kernels: %s, attention %s", chosen, attention)
         log.info("starting at step %d of %d", plan.step, run.max_steps)
 
     parity = start_parity.begin(run, plan, rank=rank)

@@ -1,0 +1,45 @@
+"""Attention over a sequence that lies on several cards, by each of torch's kernels."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import context_parallel_ranks
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from pretrainkit.training.attention_parts import CuDnn, Efficient, Flash, Part, part_kernel
+
+NUM_CARDS = torch.cuda.device_count()
+pytestmark = pytest.mark.skipif(NUM_CARDS < 2, reason="needs two GPUs")
+KERNELS = [
+    (SDPBackend.CUDNN_ATTENTION, CuDnn, torch.bfloat16),
+    (SDPBackend.FLASH_ATTENTION, Flash, torch.bfloat16),
+    (SDPBackend.EFFICIENT_ATTENTION, Efficient, torch.bfloat16),
+    (SDPBackend.EFFICIENT_ATTENTION, Efficient, torch.float32),
+]
+
+
+def test_output_and_gradients_are_those_of_one_rank() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(_compare, args=(NUM_CARDS, port), nprocs=NUM_CARDS)
+
+
+def _compare(rank: int, world_size: int, port: int) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    torch.cuda.set_device(rank)
+    torch.distributed.init_process_group("nccl", rank=rank, world_size=world_size)
+    for backend, kernel, dtype in KERNELS:
+        for head_size in (64, 128):
+            for length in (256, 600, 4096):
+                with sdpa_kernel([backend, SDPBackend.MATH]):
+                    q = torch.empty(1, 4, length, head_size, dtype=dtype, device="cuda")
+                    if kernel is not Efficient:  # which serves what is left
+                        assert isinstance(part_kernel(Part(q, q[:, :2], q[:, :2], True, None)), kernel)
+                    group = torch.distributed.group.WORLD
+                    context_parallel_ranks.compare_with_one_rank(group, length, head_size, dtype, "cuda")
+    torch.distributed.destroy_process_group()
