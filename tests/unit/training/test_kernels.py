@@ -23,7 +23,7 @@ def chosen(
     fused: str = "auto",
     accelerator: str = "gpu",
     precision: str = "bf16",
-    exchanges: bool = False,
+    part_tokens: int = 0,
 ) -> Kernels:
     return choose(
         layer_spec=layers,
@@ -31,7 +31,7 @@ def chosen(
         accelerator=accelerator,
         precision=precision,
         installed=frozenset(installed),
-        exchanges=exchanges,
+        part_tokens=part_tokens,
     )
 
 
@@ -40,10 +40,15 @@ def test_on_gpu_everything_installed_is_used() -> None:
 
 
 def test_ranks_that_exchange_parts_of_a_layer_have_them_copied() -> None:
-    assert chosen("triton", "liger_kernel", exchanges=True) == dataclasses.replace(FUSED, exchange="copies")
-    assert chosen("triton", "liger_kernel", exchanges=True, fused="rotary").exchange == "torch"
+    assert chosen("triton", "liger_kernel", part_tokens=8192) == dataclasses.replace(FUSED, exchange="copies")
+    assert chosen("triton", "liger_kernel", part_tokens=8192, fused="rotary").exchange == "torch"
     with pytest.raises(RequestError, match=r"fused exchange can't be used(.|\n)*sequence parallelism"):
         chosen("triton", "liger_kernel", fused="exchange")
+
+
+def test_small_parts_are_copied_only_if_asked() -> None:
+    assert chosen("triton", "liger_kernel", part_tokens=8191) == FUSED
+    assert chosen("triton", "liger_kernel", part_tokens=8191, fused="exchange").exchange == "copies"
 
 
 @pytest.mark.parametrize(("num_gpus", "exchange"), [(8, "copies"), (4, "copies"), (2, "torch"), (6, "torch")])
@@ -52,8 +57,13 @@ def test_ranks_of_several_nodes_exchange_parts_by_nccl(
 ) -> None:
     monkeypatch.setattr(kernels, "installed_libraries", lambda: frozenset(("triton", "liger_kernel")))
     run = make_run()
-    config = dataclasses.replace(
-        run.config, parallel=ParallelConfig(4), launch=dataclasses.replace(run.config.launch, num_gpus=num_gpus)
+    change = dataclasses.replace
+    config = change(
+        run.config,
+        parallel=ParallelConfig(4),
+        launch=change(run.config.launch, num_gpus=num_gpus),
+        training=change(run.config.training, micro_batch_size=8),
+        data=change(run.config.data, sequence_length=4096),
     )
     run = dataclasses.replace(run, config=config, accelerator="gpu", precision="bf16", sequence_parallel=True)
     assert kernels.choose_for(run).exchange == exchange
