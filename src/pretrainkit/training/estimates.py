@@ -28,16 +28,16 @@ GIB = 2**30
 LOGITS_BYTES = {"fused": 2, "plain": 10}
 """Per logit: bf16 logits whose gradient takes their place; or, measured on an H100, with fp32 copies of them."""
 RESERVE_GIB = {"one GPU": 0.7, "several": 1.5}
-"""Of CUDA, its libraries and NCCL, outside torch's allocator (assumed)."""
+"""Of CUDA, its libraries, NCCL and exchanged parts, outside torch's allocator (assumed)."""
 
 MFU = {"fused": (0.49, 0.51, 0.53), "te": (0.40, 0.45, 0.52), "plain": (0.39, 0.40, 0.41)}
 """Assumed, from runs on one H100 in bf16, for little, medium and much work a layer and microbatch (WORK)."""
 WORK = (0.3e12, 0.7e12)
 """Bounds between them: parameters of a layer on one rank x tokens of a microbatch."""
-TENSOR_PARALLEL_SHARE, DATA_PARALLEL_SHARE = 0.82, 0.98
-"""What is left of a GPU's speed among several, measured with two; taken for context parallelism and for more, too."""
+TENSOR_PARALLEL_SHARE, DATA_PARALLEL_SHARE = 0.85, 0.98
+"""What is left of a GPU's speed among several, from runs on two; taken for context parallelism and for more, too."""
 BASIS = (
-    "assumes the MFU that 1B and 8B shapes reached on an H100, times 0.82 with TP or CP and 0.98 with DP (measured "
+    "assumes the MFU that 1B and 8B shapes reached on an H100, times 0.85 with TP or CP and 0.98 with DP (measured "
     "with 2 GPUs); networks between nodes, evaluations and saves are not counted"
 )
 
@@ -140,9 +140,11 @@ def _layer_elements(run: ResolvedRun, implementation: Implementation) -> tuple[f
         shape.num_attention_heads * shape.head_dim / tensor,
         shape.num_query_groups * shape.head_dim / tensor,
     )
+    # Our attention keeps the keys and values of all ranks of a sequence.
+    keys = 2 * groups * (1 if implementation.layers == "te" else run.config.parallel.context_parallel_size)
     # Input of the norm; the normed input of qkv; query, key, value; attention's output as computed and as projected;
     # the second norm's input.
-    rest = hidden + (heads + 2 * groups) + 2 * heads + hidden
+    rest = hidden + (heads + keys) + 2 * heads + hidden
     # Its normed input; gate and up; their product; without a fused kernel the gate's activation.
     mlp = hidden + 2 * ffn + ffn + (0 if implementation.fused_swiglu else ffn)
     return hidden, rest, mlp
