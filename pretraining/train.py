@@ -19,8 +19,8 @@ from pretrainkit import logs
 from pretrainkit.cli import Parser, run_command
 from pretrainkit.config.run_file import read_run
 from pretrainkit.errors import EXIT_DONE, EXIT_STOPPED_AFTER_SAVING, RequestError
-from pretrainkit.imports import heavy_imports
-from pretrainkit.training import start_plan
+from pretrainkit.imports import heavy_imports, leave_out
+from pretrainkit.training import kernels, start_plan
 from pretrainkit.training.stop_requests import StopRequests
 
 log = logs.get_logger("train")
@@ -57,6 +57,9 @@ def command(arguments: argparse.Namespace) -> int:
         return EXIT_DONE
     if rank == 0:
         start_plan.prepare(run, plan)
+    if kernels.choose_for(run).layer_spec == "torch":
+        # Importing it takes seconds, memory of the GPU, and may bring a cuDNN with which torch doesn't run attention.
+        leave_out("transformer_engine")
     with heavy_imports():
         if run.accelerator == "cpu":
             from pretrainkit.training import cpu

@@ -51,6 +51,12 @@ def heavy_imports() -> Iterator[None]:
             gc.enable()
 
 
+def leave_out(package: str) -> None:
+    """Let this process go on as if `package`, which it hasn't imported yet, weren't installed."""
+    modules: dict[str, Any] = sys.modules
+    modules.setdefault(package, None)
+
+
 def _version_of_others(version: Any, hidden: list[str]) -> Any:
     """`importlib.metadata.version` to which hidden packages aren't installed."""
 

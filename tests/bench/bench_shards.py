@@ -171,6 +171,10 @@ def main() -> int:
     if "packed" in parts:
         _packed(arguments, folder, model, sources)
     if "reading" in parts:
+        if missing := [name for name in ("shards", "packed") if not (folder / name).exists()]:
+            raise SystemExit(
+                f"there is nothing to read: measure {' and '.join(missing)} first, by --only or without it"
+            )
         _loading(folder)
         _resume(arguments, folder, model)
     return 0

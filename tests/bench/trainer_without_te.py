@@ -1,11 +1,12 @@
-"""The trainer imported where Transformer Engine can't be: preloaded by bench_training.py's fork server."""
+"""The trainer imported where Transformer Engine can't be, as train.py does for torch's layers.
 
-import sys
+bench_training.py's fork server preloads it.
+"""
 
-sys.modules["transformer_engine"] = None  # type: ignore[assignment]
+from pretrainkit import logs
+from pretrainkit.imports import leave_out
 
-from pretrainkit import logs  # noqa: E402
-
+leave_out("transformer_engine")
 logs.configure()
 
 from pretrainkit.training import nemo  # noqa: E402, F401

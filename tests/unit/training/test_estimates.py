@@ -1,4 +1,4 @@
-"""Estimates against peaks that were measured on an H100 80GB, and how a run is made to fit."""
+"""Estimates against peaks that were measured on H100 80GB and H200, and how a run is made to fit."""
 
 from __future__ import annotations
 
@@ -29,14 +29,22 @@ PLAIN = Implementation("plain", fused_swiglu=False, fused_cross_entropy=False)
 
 
 def run_of(
-    shape: ModelShape, *, tensor: int = 1, pipeline: int = 1, data_parallel: int = 1, layers: int = 0, **settings: Any
+    shape: ModelShape,
+    *,
+    tensor: int = 1,
+    pipeline: int = 1,
+    context: int = 1,
+    data_parallel: int = 1,
+    layers: int = 0,
+    sequence_length: int = 4096,
+    **settings: Any,
 ) -> ResolvedRun:
     shape = dataclasses.replace(shape, num_layers=layers or shape.num_layers)
     training = TrainingConfig(**{"global_batch_size": 32 * data_parallel, "micro_batch_size": 1, **settings})
     return ResolvedRun(
         config=RunConfig(
-            data=DataConfig(sequence_length=4096),
-            parallel=ParallelConfig(tensor, pipeline),
+            data=DataConfig(sequence_length=sequence_length),
+            parallel=ParallelConfig(tensor, pipeline, context),
             training=training,
         ),
         model=shape,
@@ -46,7 +54,7 @@ def run_of(
         initial_checkpoint=None,
         accelerator="gpu",
         precision="bf16",
-        world_size=tensor * pipeline * data_parallel,
+        world_size=tensor * pipeline * context * data_parallel,
         data_parallel_size=data_parallel,
         sequence_parallel=tensor > 1,
         max_steps=1000,
@@ -68,14 +76,13 @@ MEASURED = {
     "1B, 2 sequences, fp32 logits": (run_of(LLAMA_1B, micro_batch_size=2), FP32_LOGITS, 38.2),
     "1B, 2 sequences, all fused": (run_of(LLAMA_1B, micro_batch_size=2), FUSED, 30.9),
     "8B, TP=2 with SP, all fused": (run_of(LLAMA_8B, tensor=2), FUSED, 74.9),
+    "1B, CP=2, 32,768 tokens": (run_of(LLAMA_1B, context=2, sequence_length=32768), FUSED, 37.5),
 }
 
 
 @pytest.mark.parametrize(("run", "implementation", "peak_gib"), MEASURED.values(), ids=MEASURED.keys())
-def test_memory_is_within_a_tenth_of_the_measured_peak(
-    run: ResolvedRun, implementation: Implementation, peak_gib: float
-) -> None:
-    assert estimate(run, implementation).memory_gib == pytest.approx(peak_gib, rel=0.1)
+def test_memory_is_near_the_measured_peak(run: ResolvedRun, implementation: Implementation, peak_gib: float) -> None:
+    assert estimate(run, implementation).memory_gib == pytest.approx(peak_gib, rel=0.06)
 
 
 @pytest.mark.parametrize(("layers", "fit"), [(12, True), (16, False)])
