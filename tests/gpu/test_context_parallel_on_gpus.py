@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import socket
-
 import context_parallel_ranks
 import pytest
 import torch
+from all_cards import NUM_CARDS, on_all_cards
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pretrainkit.training.attention_parts import CuDnn, Efficient, Flash, Part, part_kernel
 
-NUM_CARDS = torch.cuda.device_count()
 pytestmark = pytest.mark.skipif(NUM_CARDS < 2, reason="needs two GPUs")
 KERNELS = [
     (SDPBackend.CUDNN_ATTENTION, CuDnn, torch.bfloat16),
@@ -23,16 +20,10 @@ KERNELS = [
 
 
 def test_output_and_gradients_are_those_of_one_rank() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(_compare, args=(NUM_CARDS, port), nprocs=NUM_CARDS)
+    on_all_cards(_compare)
 
 
-def _compare(rank: int, world_size: int, port: int) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    torch.cuda.set_device(rank)
-    torch.distributed.init_process_group("nccl", rank=rank, world_size=world_size)
+def _compare() -> None:
     for backend, kernel, dtype in KERNELS:
         for head_size in (64, 128):
             for length in (256, 600, 4096):
@@ -42,4 +33,3 @@ def _compare(rank: int, world_size: int, port: int) -> None:
                         assert isinstance(part_kernel(Part(q, q[:, :2], q[:, :2], True, None)), kernel)
                     group = torch.distributed.group.WORLD
                     context_parallel_ranks.compare_with_one_rank(group, length, head_size, dtype, "cuda")
-    torch.distributed.destroy_process_group()
