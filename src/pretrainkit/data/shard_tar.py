@@ -147,19 +147,25 @@ def _headers(prefix: str, lines: NDArray[np.int64], extension: str, sizes: NDArr
         return _headers(prefix, lines[:split], extension, sizes[:split]) + _headers(
             prefix, lines[split:], extension, sizes[split:]
         )
-    info = tarfile.TarInfo(f"{prefix}{'0' * width}.{extension}")
-    info.mode, info.uname, info.gname = 0o444, "bigdata", "bigdata"
-    template = np.frombuffer(info.tobuf(tarfile.USTAR_FORMAT), np.uint8)
-    headers = np.tile(template, (len(lines), 1))
+    headers = np.tile(_template(prefix, width, extension), (len(lines), 1))
     number_at = _NAME + len(prefix.encode())
     headers[:, number_at : number_at + width] = _digits(lines, 10, width)
     headers[:, _SIZE : _SIZE + 11] = _digits(sizes, 8, 11)
-    headers[:, _CHECKSUM : _CHECKSUM + 8] = ord(" ")
     checksums = headers.sum(axis=1, dtype=np.int64)
     headers[:, _CHECKSUM : _CHECKSUM + 6] = _digits(checksums, 8, 6)
     headers[:, _CHECKSUM + 6] = 0
     flat = headers.tobytes()
     return [flat[begin : begin + BLOCK] for begin in range(0, len(flat), BLOCK)]
+
+
+@lru_cache(maxsize=16)
+def _template(prefix: str, width: int, extension: str) -> NDArray[np.uint8]:
+    """A header with zeros for the number, and spaces for the checksum."""
+    info = tarfile.TarInfo(f"{prefix}{'0' * width}.{extension}")
+    info.mode, info.uname, info.gname = 0o444, "bigdata", "bigdata"
+    header = np.frombuffer(info.tobuf(tarfile.USTAR_FORMAT), np.uint8).copy()
+    header[_CHECKSUM : _CHECKSUM + 8] = ord(" ")
+    return header
 
 
 def _digits(values: NDArray[np.int64], base: int, width: int) -> NDArray[np.uint8]:
