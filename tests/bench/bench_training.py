@@ -2,13 +2,14 @@
 
     python tests/bench/bench_training.py [--model 1b] [--paths plain,fused,te] [--rounds 3] [--steps 10]
         [--sequence_length 4096] [--micro_batch_size 4] [--global_batch_size 16] [--gpus 1 --tp 1 --pp 1 --cp 1]
+        [--next --model 8b ...]
 
 plain: --layer_spec torch --fused_kernels off; fused: --layer_spec torch --fused_kernels auto; te: --layer_spec te
 --fused_kernels off, which is what NeMo does by itself where Transformer Engine is installed. Each measurement is a
 run of the trainer of its own: random weights of the model's shape, Python's manual and library byte by byte (5 MB),
 no checkpoints. The paths take turns, `--rounds` times. Prints Markdown; a figure is the median over the rounds of the
 median over the steps after the third. The ranks of plain and fused are forks of a process without Transformer Engine,
-since importing NeMo takes longer than the steps.
+since importing NeMo takes longer than the steps; what is measured after --next shares it, with options of its own.
 """
 
 from __future__ import annotations
@@ -67,10 +68,26 @@ class Measurement:
 
 
 def main() -> int:
-    arguments = build_parser().parse_args()
+    every = [(build_parser().parse_args(words), " ".join(words)) for words in split_words(sys.argv[1:])]
     if not torch.cuda.is_available():
         print("bench_training: no GPU on this machine, nothing measured")
         return 0
+    for arguments, words in every:
+        measured = compare(arguments)
+        print(table(measured, arguments, words), end="\n\n", flush=True)
+        if arguments.losses:
+            Path(arguments.losses).write_text(json.dumps({path: runs[0].losses for path, runs in measured.items()}))
+    return 0
+
+
+def split_words(words: list[str]) -> list[list[str]]:
+    """The options of each measurement: those between one --next and another."""
+    ends = [*(place for place, word in enumerate(words) if word == "--next"), len(words)]
+    return [words[begin:end] for begin, end in zip([0, *(end + 1 for end in ends)], ends, strict=False)]
+
+
+def compare(arguments: argparse.Namespace) -> dict[str, list[Measurement]]:
+    """Measure the paths in turn."""
     with tempfile.TemporaryDirectory() as folder:
         write_inputs(Path(folder), arguments)
         measured: dict[str, list[Measurement]] = {path: [] for path in arguments.paths.split(",")}
@@ -78,10 +95,7 @@ def main() -> int:
             for path, runs in measured.items():
                 runs.append(measure(path, arguments, Path(folder)))
                 print(f"{path}: {runs[-1].tokens_per_s:,.0f} tokens/s", file=sys.stderr, flush=True)
-    print(table(measured, arguments))
-    if arguments.losses:
-        Path(arguments.losses).write_text(json.dumps({path: runs[0].losses for path, runs in measured.items()}))
-    return 0
+    return measured
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -213,7 +227,7 @@ def resolve_run(path: str, arguments: argparse.Namespace, folder: Path) -> Any:
             pipeline_model_parallel_size=arguments.pp,
             context_parallel_size=arguments.cp,
         ),
-        optimizer=change(default.optimizer, lr_warmup_steps=2),
+        optimizer=change(default.optimizer, lr_warmup_steps=max(2, arguments.steps // 4)),
         training=change(
             default.training,
             max_steps=arguments.steps,
@@ -258,11 +272,11 @@ def read_measurement(experiment: Path) -> Measurement:
     )
 
 
-def table(measured: dict[str, list[Measurement]], arguments: argparse.Namespace) -> str:
+def table(measured: dict[str, list[Measurement]], arguments: argparse.Namespace, words: str) -> str:
     """Markdown: the machine, then a row for each path."""
     lines = [
         f"{arguments.gpus} x {torch.cuda.get_device_name()}, torch {torch.__version__}, {arguments.rounds} rounds of "
-        f"{arguments.steps} steps: {' '.join(sys.argv[1:])}",
+        f"{arguments.steps} steps: {words}",
         "",
         "| path | tokens/s, median (min to max) | MFU % | peak GiB on rank 0 | first loss | last loss |",
         "|---|--:|--:|--:|--:|--:|",

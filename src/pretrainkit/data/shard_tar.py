@@ -18,10 +18,14 @@ import itertools
 import tarfile
 from collections.abc import Callable
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 import orjson
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 BLOCK = tarfile.BLOCKSIZE
 TEXT_EXTENSION = "text.txt"
@@ -39,33 +43,29 @@ def end_of_archive(num_bytes: int) -> bytes:
 
 
 def _json(ids: list[NDArray[np.int32]]) -> list[bytes]:
-    """As the json package writes them. The numbers of all samples are looked up at once, each filled up with zero
-    bytes, which are then taken out: half the time of a dump for each sample."""
+    """As the json package writes them. The texts of all numbers are looked up at once: half the time of a dump for each
+    sample."""
+    import pyarrow as pa
+
     if not ids:
         return []
     whole = np.concatenate(ids)
-    if int(whole.max(initial=0)) >= MAX_TABLE:
+    largest = int(whole.max(initial=0))
+    if largest >= MAX_TABLE:
         return [orjson.dumps(some, option=orjson.OPT_SERIALIZE_NUMPY).replace(b",", b", ") for some in ids]
-    words, num_characters = _numbers(int(whole.max(initial=0)).bit_length())
-    text = np.take(words, whole).tobytes().translate(None, b"\0")
-    ends = np.cumsum([len(some) for some in ids])
-    characters = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.take(num_characters, whole), dtype=np.int64)])[
-        np.concatenate([np.zeros(1, np.int64), ends])
-    ].tolist()
-    return [b"[%b]" % text[begin : max(begin, end - len(", "))] for begin, end in itertools.pairwise(characters)]
+    _, text_ends, text = _numbers(largest.bit_length()).take(pa.array(whole)).buffers()
+    ends = np.frombuffer(text_ends, np.int64)[np.cumsum([0, *map(len, ids)])].tolist()
+    characters = memoryview(text)
+    spans = ((begin, max(begin, end - len(", "))) for begin, end in itertools.pairwise(ends))
+    return [b"".join((b"[", characters[begin:end], b"]")) for begin, end in spans]
 
 
 @lru_cache(maxsize=2)
-def _numbers(num_bits: int) -> tuple[NDArray[np.bytes_], NDArray[np.uint8]]:
-    """The text of all numbers of so many bits, each with `, ` after it, and how long these texts are."""
-    width = len(str(2**num_bits))
-    words = np.zeros((2**num_bits, -(-(width + len(", ")) // 8) * 8), np.uint8)
-    values = np.arange(2**num_bits)
-    words[:, :width] = _digits(values, 10, width)
-    num_digits = np.searchsorted(10 ** np.arange(1, width), values, side="right") + 1
-    words[:, :width][np.arange(width) < (width - num_digits)[:, None]] = 0
-    words[:, width], words[:, width + 1] = ord(","), ord(" ")
-    return words.view(f"S{words.shape[1]}")[:, 0], (num_digits + len(", ")).astype(np.uint8)
+def _numbers(num_bits: int) -> pa.LargeBinaryArray:
+    """The text of all numbers of so many bits, each with `, ` after it."""
+    import pyarrow as pa
+
+    return pa.array([b"%d, " % number for number in range(2**num_bits)], pa.large_binary())
 
 
 @lru_cache(maxsize=1 << 14)

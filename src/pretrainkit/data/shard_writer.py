@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from importlib.metadata import version
@@ -115,12 +115,12 @@ def _write(plan: ShardPlan, shard_id: int, workers: ShardWorkers, began: float) 
     reader = ShardReader(plan.sources, plan.units(shard_id), plan.rules)
     totals = Piece()
     tar_hash, table_hash = xxhash.xxh3_128(), xxhash.xxh3_128()
-    tar_bytes = num_samples = num_tokens = num_rejected = 0
+    num_samples = num_tokens = num_rejected = 0
     progress = ByteProgress(reader.total_bytes, shard_name(shard_id))
     try:
         with (
-            temporary[tar].open("wb", buffering=0) as tar_file,
-            temporary[samples].open("wb", buffering=0) as table_file,
+            files.WrittenThrough(temporary[tar]) as tar_file,
+            files.WrittenThrough(temporary[samples]) as table_file,
             temporary[rejects].open("wb") as rejects_file,
         ):
             for block, piece in workers.pieces(reader.blocks(f"sample_{shard_id}_")):
@@ -135,13 +135,12 @@ def _write(plan: ShardPlan, shard_id: int, workers: ShardWorkers, began: float) 
                     line = reader.lines_before(block.source) + bad.line
                     rejects_file.write(_reject_line(block.format_of, line, bad.found, bad.raw))
                 table = np.empty(len(piece.offsets), SAMPLE)
-                table["offset"] = piece.offsets + tar_bytes
+                table["offset"] = piece.offsets + tar_file.num_bytes
                 table["num_bytes"], table["num_tokens"] = piece.sizes, piece.num_tokens
                 for members in piece.members:
-                    _write_all(tar_file.write, members)
+                    tar_file.write(members)
                     tar_hash.update(members)
-                    tar_bytes += len(members)
-                _write_all(table_file.write, table.tobytes())
+                table_file.write(table.tobytes())
                 table_hash.update(table.tobytes())
                 num_samples += len(table)
                 num_tokens += int(piece.num_tokens.sum())
@@ -149,10 +148,9 @@ def _write(plan: ShardPlan, shard_id: int, workers: ShardWorkers, began: float) 
                 for name in ("num_records", "num_empty", "num_blank", "num_replaced", "num_text_bytes"):
                     setattr(totals, name, getattr(totals, name) + getattr(piece, name))
                 progress.add(block.disk_bytes)
-            end = end_of_archive(tar_bytes) if num_samples else b""
-            _write_all(tar_file.write, end)
+            end = end_of_archive(tar_file.num_bytes) if num_samples else b""
+            tar_file.write(end)
             tar_hash.update(end)
-        tar_bytes += len(end)
         elapsed_s = time.monotonic() - began
         request, tokenizer = plan.request, plan.tokenizer
         record = ShardRecord(
@@ -166,7 +164,7 @@ def _write(plan: ShardPlan, shard_id: int, workers: ShardWorkers, began: float) 
             num_blank_lines=totals.num_blank,
             num_replaced=totals.num_replaced,
             num_text_bytes=totals.num_text_bytes,
-            tar_bytes=tar_bytes,
+            tar_bytes=tar_file.num_bytes,
             tar_xxh3_128=tar_hash.hexdigest(),
             samples_xxh3_128=table_hash.hexdigest(),
             ids_format=request.ids_format,
@@ -202,12 +200,6 @@ def _write(plan: ShardPlan, shard_id: int, workers: ShardWorkers, began: float) 
         progress.close()
         for path in temporary.values():
             path.unlink(missing_ok=True)
-
-
-def _write_all(write: Callable[[memoryview], int | None], data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[write(view) or 0 :]
 
 
 def _reject_line(source: Source, line: int, found: str, raw: bytes) -> bytes:
