@@ -1,4 +1,4 @@
-"""A resolved run, trained by NeMo's LLM collection under Lightning. With nemo_callbacks, all that knows NeMo.
+"""A resolved run, trained by NeMo's LLM collection under Lightning. With its nemo_* neighbours, all that knows NeMo.
 
 Everything that is a decision of ours (which checkpoint, the learning rate, what is recorded, how layers are
 built without Transformer Engine) lives in its own module; here they are connected to NeMo's objects.
@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import functools
 import logging as python_logging
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +24,12 @@ from nemo.collections.llm.gpt.model.llama import Llama31Config, LlamaConfig, Lla
 from nemo.utils import logging as nemo_logging
 
 from pretrainkit.config.schema import ResolvedRun
-from pretrainkit.data.shard_urls import names_shards
 from pretrainkit.logs import get_logger
 from pretrainkit.training import kernels, optimizer, optimizer_gather, restarts, restored_weights, start_parity
 from pretrainkit.training.attention import attention_kernel
 from pretrainkit.training.cards import peak_flops
-from pretrainkit.training.dataset import EpochDataset, local_prefixes
+from pretrainkit.training.dataset import local_prefixes
 from pretrainkit.training.document_attention import with_document_bounds
-from pretrainkit.training.index_files import save_arrays_whole
 from pretrainkit.training.layer_spec import torch_layer_spec
 from pretrainkit.training.model_config import recompute_fields, transformer_config_fields
 from pretrainkit.training.nemo_callbacks import (
@@ -45,6 +41,7 @@ from pretrainkit.training.nemo_callbacks import (
     TensorBoard,
 )
 from pretrainkit.training.nemo_checkpoints import Checkpoints
+from pretrainkit.training.nemo_data import data_module, timed
 from pretrainkit.training.nemo_loss_guard import LossGuard
 from pretrainkit.training.nemo_stop import StopEarly
 from pretrainkit.training.records import RunRecorder
@@ -111,7 +108,7 @@ def train(
     try:
         llm.pretrain(
             model=model,
-            data=_data(run, prefixes, model.tokenizer),
+            data=data_module(run, prefixes, model.tokenizer),
             trainer=trainer,
             optim=_optimizer(run),
             log=_logger(experiment),
@@ -161,7 +158,7 @@ def _model(run: ResolvedRun, chosen: kernels.Kernels, recorder: RunRecorder | No
     if run.reset_attention_mask:
         config.data_step_fn = with_document_bounds(config.data_step_fn)
     if recorder:
-        config.data_step_fn = _timed(config.data_step_fn, recorder)
+        config.data_step_fn = timed(config.data_step_fn, recorder)
     return LlamaModel(config, tokenizer=AutoTokenizer(run.hf_folder, use_fast=True))
 
 
@@ -173,55 +170,6 @@ def _forward_step(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         attention_mask=batch.get("attention_mask"),
         labels=batch["labels"],
     )
-
-
-def _timed(data_step: Callable[..., Any], recorder: RunRecorder) -> Callable[..., Any]:
-    """Megatron's data step, with the time it waits for the loader, and the positions without a loss, recorded.
-
-    Both are taken where the batch is whole and on the CPU: later each pipeline stage has only what it needs.
-    """
-
-    def timed_data_step(batches: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
-        start_s = time.monotonic()
-        batch = next(batches)
-        if torch.is_grad_enabled():  # not in an evaluation
-            recorder.data_wait(time.monotonic() - start_s)
-            recorder.padding((batch[0] if isinstance(batch, tuple) else batch)["loss_mask"])
-        return data_step(iter([batch]), *args, **kwargs)
-
-    return timed_data_step
-
-
-def _data(run: ResolvedRun, prefixes: tuple[str, ...], tokenizer: AutoTokenizer) -> llm.PreTrainingDataModule:
-    dataset, gpu = run.dataset, run.accelerator == "gpu"
-    save_arrays_whole()
-    # NeMo looks whether its paths are there, and knows pairs and folders only; names of shards are set below.
-    known = [run.experiment_dir if names_shards(prefix) else prefix for prefix in prefixes]
-    data = llm.PreTrainingDataModule(
-        paths=_blend(known, dataset.weights),
-        seq_length=run.config.data.sequence_length,
-        global_batch_size=run.config.training.global_batch_size,
-        micro_batch_size=run.config.training.micro_batch_size,
-        num_workers=run.config.data.num_workers,
-        pin_memory=gpu,
-        persistent_workers=run.config.data.num_workers > 0,
-        tokenizer=tokenizer,
-        split=run.config.data.split,
-        seed=run.config.training.seed,
-        dataset_cls=EpochDataset,
-        reset_attention_mask=run.config.data.reset_attention_mask,
-        eod_mask_loss=run.config.data.eod_mask_loss,
-        # Megatron names its index after the settings, not the data: other data, other folder.
-        index_mapping_dir=str(Path(run.experiment_dir) / "index" / dataset.data_hash[:16]),
-    )
-    if known != list(prefixes):
-        data.build_kwargs["blend"] = [list(prefixes), list(dataset.weights) or None]
-    data.create_attention_mask = False  # without Transformer Engine NeMo adds a mask of S x S to every sample
-    return data
-
-
-def _blend(prefixes: list[str], weights: tuple[float, ...]) -> list[str]:
-    return [word for pair in zip(map(str, weights), prefixes, strict=True) for word in pair] if weights else prefixes
 
 
 def _trainer(run: ResolvedRun, plan: StartPlan, local_world_size: int) -> nl.Trainer:

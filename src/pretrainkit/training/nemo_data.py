@@ -1,0 +1,68 @@
+"""The data of a run as NeMo's data module."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from nemo.collections import llm
+from nemo.collections.common.tokenizers.huggingface.auto_tokenizer import AutoTokenizer
+
+from pretrainkit.config.schema import ResolvedRun
+from pretrainkit.data.shard_urls import names_shards
+from pretrainkit.training.dataset import EpochDataset
+from pretrainkit.training.index_files import save_arrays_whole
+from pretrainkit.training.records import RunRecorder
+
+
+def data_module(run: ResolvedRun, prefixes: tuple[str, ...], tokenizer: AutoTokenizer) -> llm.PreTrainingDataModule:
+    """NeMo's data module for the datasets with these names, in a run's order of samples."""
+    dataset, gpu = run.dataset, run.accelerator == "gpu"
+    save_arrays_whole()
+    # NeMo looks whether its paths are there, and knows pairs and folders only; names of shards are set below.
+    known = [run.experiment_dir if names_shards(prefix) else prefix for prefix in prefixes]
+    data = llm.PreTrainingDataModule(
+        paths=_blend(known, dataset.weights),
+        seq_length=run.config.data.sequence_length,
+        global_batch_size=run.config.training.global_batch_size,
+        micro_batch_size=run.config.training.micro_batch_size,
+        num_workers=run.config.data.num_workers,
+        pin_memory=gpu,
+        persistent_workers=run.config.data.num_workers > 0,
+        tokenizer=tokenizer,
+        split=run.config.data.split,
+        seed=run.config.training.seed,
+        dataset_cls=EpochDataset,
+        reset_attention_mask=run.config.data.reset_attention_mask,
+        eod_mask_loss=run.config.data.eod_mask_loss,
+        # Megatron names its index after the settings, not the data: other data, other folder.
+        index_mapping_dir=str(Path(run.experiment_dir) / "index" / dataset.data_hash[:16]),
+    )
+    if known != list(prefixes):
+        data.build_kwargs["blend"] = [list(prefixes), list(dataset.weights) or None]
+    data.create_attention_mask = False  # without Transformer Engine NeMo adds a mask of S x S to every sample
+    return data
+
+
+def _blend(prefixes: list[str], weights: tuple[float, ...]) -> list[str]:
+    return [word for pair in zip(map(str, weights), prefixes, strict=True) for word in pair] if weights else prefixes
+
+
+def timed(data_step: Callable[..., Any], recorder: RunRecorder) -> Callable[..., Any]:
+    """Megatron's data step, with the time it waits for the loader, and the positions without a loss, recorded.
+
+    Both are taken where the batch is whole and on the CPU: later each pipeline stage has only what it needs.
+    """
+
+    def timed_data_step(batches: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
+        start_s = time.monotonic()
+        batch = next(batches)
+        if torch.is_grad_enabled():  # not in an evaluation
+            recorder.data_wait(time.monotonic() - start_s)
+            recorder.padding((batch[0] if isinstance(batch, tuple) else batch)["loss_mask"])
+        return data_step(iter([batch]), *args, **kwargs)
+
+    return timed_data_step
