@@ -40,6 +40,12 @@ class RequestError(PretrainkitError):
         return cls(f"{len(problems)} problems:\n" + "\n".join(f"- {problem}" for problem in problems))
 
 
+class StoppedError(PretrainkitError):
+    """Asked to stop by a signal when there was nothing yet to save."""
+
+    exit_code = EXIT_STOPPED_AFTER_SAVING
+
+
 class DataError(PretrainkitError):
     """Input data, or a prepared dataset, that is damaged or not what it says it is."""
 

@@ -82,6 +82,10 @@ def test_a_changed_batch_goes_on_from_the_same_sample(tiny: Path, train_tiny: Ca
     records = train_tiny(tiny, "changed", max_steps=6, save_interval=2, global_batch_size=8, data_parallel=2)
     starts = [record for record in records if record.get("event") == "start"]
     assert [(start["step"], start["consumed_samples"]) for start in starts] == [(0, 0), (2, 8), (4, 24)]
+    # NeMo counts on a run of one batch size: 18 samples, of which 40 are used already.
+    records = train_tiny(tiny, "changed", max_steps=9, save_interval=9, global_batch_size=2, allow_batch_change=True)
+    used = {record["step"]: record["tokens"] // 128 for record in records if "tokens" in record}
+    assert [used[step] for step in range(1, 10)] == [4, 8, 16, 24, 32, 40, 42, 44, 46]
 
 
 def test_a_checkpoint_without_optimizer_state_is_continued_with_new_moments(

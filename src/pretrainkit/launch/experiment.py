@@ -16,8 +16,12 @@ from pretrainkit.errors import RequestError
 from pretrainkit.logs import get_logger
 
 RUN_FILE = "run.json"
+DRY_RUN_FILE = "dry_run.json"
+"""Its place for a dry run of an experiment that has begun, whose run.json says what it is and what its jobs run."""
 CHECKPOINTS = "checkpoints"
 LOGS = "logs"
+JOBS = "jobs"
+"""Folder of an experiment with its jobs' folders."""
 RANKS_LOCK = ".ranks.lock"
 """Held by the process that has started ranks on this machine, until the last of them has ended."""
 LAUNCHER_LOCK = ".launcher.lock"
@@ -75,8 +79,8 @@ def is_identity(name: str) -> bool:
     return any(name == field or name.startswith(f"{field}.") for field in IDENTITY)
 
 
-def write_run_file(run: ResolvedRun) -> Path:
-    """Write run.json, if the experiment may become this run.
+def write_run_file(run: ResolvedRun, *, is_dry: bool = False) -> Path:
+    """Write run.json, if the experiment may become this run; gives its path.
 
     Once it has checkpoints, its identity can't change: the same command continues it, another model, dataset,
     sequence length, split or seed is another experiment. Other changes are logged. Before the first
@@ -84,7 +88,9 @@ def write_run_file(run: ResolvedRun) -> Path:
 
     Raises RequestError that names every changed field with both values.
     """
-    path = Path(run.experiment_dir) / RUN_FILE
+    experiment_dir = Path(run.experiment_dir)
+    has_begun = any((experiment_dir / folder).exists() for folder in (CHECKPOINTS, LOGS, JOBS))
+    path = experiment_dir / (DRY_RUN_FILE if is_dry and has_begun else RUN_FILE)
     for name, (old, new) in changes_since_last_start(run).items():
         log.info("changed since the last start: %s: %s -> %s", name, old, new)
     write_run(path, run)

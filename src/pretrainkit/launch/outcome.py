@@ -54,5 +54,9 @@ def read_outcome(log_dir: Path) -> Outcome:
     """An attempt's outcome; without the file its node process died before it could write one."""
     path = log_dir / FILE_NAME
     if not path.is_file():
-        return Outcome(EXIT_FAILED, None, f"the process that starts the ranks died; see {log_dir}")
+        return Outcome(
+            EXIT_FAILED,
+            None,
+            f"the process that starts the ranks died, or could not write how it ended (a full disk?); see {log_dir}",
+        )
     return Outcome(**files.read_json(path))

@@ -18,8 +18,6 @@ from pretrainkit.launch.secrets import is_secret, passed_on
 from pretrainkit.launch.submit import SECRETS
 from pretrainkit.units import parse_duration
 
-JOBS = "jobs"
-"""Folder of an experiment with its jobs' folders."""
 _LEAST_WARNING_S = 60
 _MOST_WARNING_S = 65535
 """sbatch's bound."""

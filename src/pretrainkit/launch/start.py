@@ -78,7 +78,7 @@ def start(
 
 
 def dry_run(config: RunConfig, *, train_script: Path, check: Callable[[ResolvedRun], ResolvedRun]) -> int:
-    """Do all of a start but the conversion and the start: write run.json, print the run and the command or scripts."""
+    """Do all of a start but the conversion and the start: print the run, its file, and the command or scripts."""
     run = resolve_request(config)
     experiment_dir = Path(run.experiment_dir)
     is_scheduled = config.launch.is_scheduled
@@ -86,7 +86,7 @@ def dry_run(config: RunConfig, *, train_script: Path, check: Callable[[ResolvedR
     container = None if is_scheduled else _container(run, train_script)
     with locked(experiment_dir, LAUNCHER_LOCK):
         run = check(run)
-        run_file = write_run_file(run)
+        run_file = write_run_file(run, is_dry=True)
     print(summarize(run))
     print(f"run file   {run_file}")
     if job is not None:

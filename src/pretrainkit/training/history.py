@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
 from dataclasses import asdict, dataclass
@@ -219,12 +220,13 @@ def read_history(experiment: Path) -> History:
 
 
 def _records(metrics: Path) -> list[dict[str, Any]]:
-    """All whole records; the last line may be torn, or just being written."""
+    """All whole records; the last line may be torn, or just being written, and a power cut may leave zeros."""
     records = []
-    with metrics.open(encoding="utf-8") as file:
+    with metrics.open("rb") as file:
         for line in file:
-            if line.endswith("\n"):
-                records.append(json.loads(line))
+            with contextlib.suppress(ValueError):
+                if line.endswith(b"\n"):
+                    records.append(json.loads(line))
     return records
 
 

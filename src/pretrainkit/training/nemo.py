@@ -102,13 +102,13 @@ def train(
         trainer.callbacks.insert(0, StartParity(parity, _forward_step, recorder))
     # Before the saving, to time the step alone.
     guard = LossGuard(run, recorder)
-    trainer.callbacks[:0] = [AsPlanned(plan), guard, Recording(run, recorder, guard), StopEarly(requests)]
+    trainer.callbacks[:0] = [AsPlanned(plan), guard, Recording(run, plan, recorder, guard), StopEarly(requests)]
     trainer.callbacks += [Checkpoints(run, recorder, saved_step=plan.step), FrozenStart()]
     pl.seed_everything(run.config.training.seed, workers=True, verbose=False)
     try:
         llm.pretrain(
             model=model,
-            data=data_module(run, prefixes, model.tokenizer),
+            data=data_module(run, plan, prefixes, model.tokenizer),
             trainer=trainer,
             optim=_optimizer(run),
             log=_logger(experiment),

@@ -149,8 +149,8 @@ class FrozenStart(pl.Callback):
 class Recording(pl.Callback):
     """Hands the numbers of each step to the recorder, without waiting for the GPU."""
 
-    def __init__(self, run: ResolvedRun, recorder: RunRecorder | None, guard: LossGuard) -> None:
-        self._run, self._recorder, self._guard = run, recorder, guard
+    def __init__(self, run: ResolvedRun, plan: StartPlan, recorder: RunRecorder | None, guard: LossGuard) -> None:
+        self._run, self._plan, self._recorder, self._guard = run, plan, recorder, guard
         self._schedule = schedule_of(run)
         self._validation_began_s = 0.0
 
@@ -170,8 +170,7 @@ class Recording(pl.Callback):
     def _record_mixture(self, trainer: pl.Trainer, recorder: RunRecorder) -> None:
         """Tell the share of each dataset among the samples that are still to come, beside the share asked for."""
         dataset = trainer.datamodule._train_ds
-        first = trainer.datamodule.state_dict()["consumed_samples"]
-        samples = range(first, self._run.max_steps * self._run.config.training.global_batch_size)
+        samples = range(self._plan.consumed_samples, self._plan.last_sample(self._run))
         if not isinstance(dataset, BlendedDataset) or not samples:
             return
         drawn, asked = shares_drawn(dataset, samples), self._run.dataset.weights

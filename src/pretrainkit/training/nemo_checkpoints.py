@@ -14,10 +14,11 @@ from nemo.utils.callbacks.dist_ckpt_io import AsyncFinalizerCallback
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import CheckpointError, PretrainkitError
 from pretrainkit.logs import get_logger
-from pretrainkit.training import optimizer_state, resume
+from pretrainkit.training import resume
 from pretrainkit.training.nemo_callbacks import wait_for_device
 from pretrainkit.training.nemo_saving import Save, Saver
 from pretrainkit.training.records import RunRecorder
+from pretrainkit.training.retention import clear_away
 from pretrainkit.training.save_failures import SaveFailure, wait_s
 from pretrainkit.units import format_bytes, format_duration
 
@@ -126,7 +127,7 @@ class Checkpoints(AsyncFinalizerCallback, Checkpoint):
         self._missed_in_a_row = 0
         if trainer.is_global_zero:
             self._tell(save)
-            _clear_away(self._run, save.folder.parent)
+            clear_away(self._run)
         return None
 
     def _tell(self, save: Save) -> None:
@@ -177,17 +178,3 @@ class Checkpoints(AsyncFinalizerCallback, Checkpoint):
 
 def _free_bytes(run: ResolvedRun) -> int:
     return shutil.disk_usage(run.experiment_dir).free
-
-
-def _clear_away(run: ResolvedRun, checkpoints: Path) -> None:
-    """Remove, or make smaller, what need not be kept. The new checkpoint is there, so no error here ends the run."""
-    training = run.config.training
-    try:
-        for old in resume.expired(checkpoints, keep_last=training.keep_last, keep_every=training.keep_every):
-            log.info("removing %s", old.path)
-            resume.remove(old)
-        for old in optimizer_state.expired(checkpoints, keep_last=training.keep_optimizer_last):
-            log.info("leaving the optimizer state out of %s", old.path)
-            optimizer_state.leave_out(old)
-    except OSError as error:
-        log.warning("old checkpoints could not be cleared away: %s", error)

@@ -16,9 +16,12 @@ from pretrainkit.data.shard_urls import names_shards
 from pretrainkit.training.dataset import EpochDataset
 from pretrainkit.training.index_files import save_arrays_whole
 from pretrainkit.training.records import RunRecorder
+from pretrainkit.training.start_plan import StartPlan
 
 
-def data_module(run: ResolvedRun, prefixes: tuple[str, ...], tokenizer: AutoTokenizer) -> llm.PreTrainingDataModule:
+def data_module(
+    run: ResolvedRun, plan: StartPlan, prefixes: tuple[str, ...], tokenizer: AutoTokenizer
+) -> llm.PreTrainingDataModule:
     """NeMo's data module for the datasets with these names, in a run's order of samples."""
     dataset, gpu = run.dataset, run.accelerator == "gpu"
     save_arrays_whole()
@@ -34,6 +37,8 @@ def data_module(run: ResolvedRun, prefixes: tuple[str, ...], tokenizer: AutoToke
         persistent_workers=run.config.data.num_workers > 0,
         tokenizer=tokenizer,
         split=run.config.data.split,
+        # NeMo counts steps x batch, too few after steps with larger batches, and takes no less.
+        num_train_samples=max(run.max_steps * run.config.training.global_batch_size, plan.last_sample(run)),
         seed=run.config.training.seed,
         dataset_cls=EpochDataset,
         reset_attention_mask=run.config.data.reset_attention_mask,

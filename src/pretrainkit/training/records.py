@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,12 @@ class RunRecorder:
     ) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         _cut_torn_line(path)
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("ab", buffering=0)
+        self._unwritten: list[bytes] = []
         self._tokens_per_sample, self._tokens_per_step = tokens_per_sample, tokens_per_sample * samples_per_step
         self._max_steps, self._world_size = max_steps, world_size
         self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
-        self._trackers = trackers
+        self._trackers = list(trackers)
         self._data_wait_s = 0.0
         self._padded: list[Any] = []
         self._last_time_s = time.monotonic()
@@ -151,16 +153,36 @@ class RunRecorder:
     def _write(self, **record: Any) -> None:
         # JSON has no NaN.
         finite = {name: None if _is_not_finite(value) else value for name, value in record.items()}
-        self._file.write(json.dumps(finite) + "\n")
-        self._file.flush()
+        self._append(json.dumps(finite).encode() + b"\n")
         if "event" not in record:
-            for tracker in self._trackers:
-                tracker.log(record["step"], numbers_of(record))
+            self._tell_trackers(lambda tracker: tracker.log(record["step"], numbers_of(record)))
+
+    def _append(self, line: bytes) -> None:
+        """Write a line, and those that could not be written before: a full disk costs checkpoints, not the run."""
+        self._unwritten.append(line)
+        end = os.fstat(self._file.fileno()).st_size
+        try:
+            rest = memoryview(b"".join(self._unwritten))
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            os.ftruncate(self._file.fileno(), end)
+            if len(self._unwritten) == 1:
+                log.error("metrics.jsonl can't be written (%s); its records are kept until it can", error.strerror)
+        else:
+            self._unwritten.clear()
+
+    def _tell_trackers(self, tell: Callable[[Tracker], None]) -> None:
+        for tracker in list(self._trackers):
+            try:
+                tell(tracker)
+            except Exception as error:  # a disk, a server, or whatever a library makes of them
+                self._trackers.remove(tracker)
+                log.error("%s fails and gets no more records of this start: %s", type(tracker).__name__, error)
 
     def close(self) -> None:
         """Let the trackers send what is left."""
-        for tracker in self._trackers:
-            tracker.finish()
+        self._tell_trackers(lambda tracker: tracker.finish())
 
 
 def _is_not_finite(value: Any) -> bool:

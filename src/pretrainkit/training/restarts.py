@@ -36,13 +36,15 @@ def attempts(metrics: Path) -> list[Attempt]:
         starts = []
         position = 0 if content[: len(_START)] == _START else content.find(b"\n" + _START) + 1
         while content[position : position + len(_START)] == _START:
+            if content.find(b"\n", position) < 0:
+                break  # torn by a kill
             starts.append(position)
             found = content.find(b"\n" + _START, position)
             if found < 0:
                 break
             position = found + 1
         ends = [*starts[1:], len(content)]
-        return [_attempt(content, begin, end) for begin, end in zip(starts, ends, strict=True)]
+        return [_attempt(content, begin, end) for begin, end in zip(starts, ends, strict=False)]
 
 
 def last_saved_step(metrics: Path) -> int | None:

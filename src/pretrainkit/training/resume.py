@@ -94,6 +94,10 @@ def read(folder: Path) -> Checkpoint:
             sum(content["file_sizes"].values()),
         )
         sizes = content["file_sizes"].items()
+        if checkpoint_name(checkpoint.step) != folder.name.removesuffix(SMALLER_SUFFIX) or not sizes:
+            raise ValueError(f"of step {checkpoint.step}, {len(sizes)} files")
+        if not isinstance(checkpoint.consumed_samples, int):
+            raise TypeError(f"consumed_samples {checkpoint.consumed_samples!r}")
     except FileNotFoundError:
         raise CheckpointError("not finished: it has no commit mark", where=str(mark)) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:

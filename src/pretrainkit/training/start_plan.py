@@ -14,6 +14,7 @@ from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import CheckpointError, RequestError
 from pretrainkit.logs import get_logger
 from pretrainkit.training import restarts, resume
+from pretrainkit.training.retention import clear_away
 from pretrainkit.training.schedule import schedule_of
 from pretrainkit.training.trackers import check_trackers, wandb_run_id
 
@@ -53,6 +54,10 @@ class StartPlan:
     def is_done(self) -> bool:
         """Whether there is no step left."""
         return self.step >= self.max_steps
+
+    def last_sample(self, run: ResolvedRun) -> int:
+        """Training samples used once all steps are done; earlier steps may have had another batch size."""
+        return self.consumed_samples + max(0, self.max_steps - self.step) * run.config.training.global_batch_size
 
     def to_json(self) -> dict[str, Any]:
         """The fields as a JSON object."""
@@ -123,7 +128,8 @@ def check_start(run: ResolvedRun) -> str:
 
 
 def prepare(run: ResolvedRun, plan: StartPlan) -> None:
-    """What the first rank does before a start: stop endless restarts, put incomplete checkpoints aside.
+    """What the first rank does before a start: stop endless restarts, put incomplete checkpoints aside, and clear away
+    old ones, which a full disk may need before the first save.
 
     Raises PretrainkitError when the last restarts led nowhere.
     """
@@ -131,6 +137,7 @@ def prepare(run: ResolvedRun, plan: StartPlan) -> None:
     restarts.refuse_endless_restarts(run, _own_checkpoint(plan))
     resume.quarantine_incomplete(checkpoints)
     resume.remove_leftovers(checkpoints)
+    clear_away(run)
     if run.start_mode != plan.mode:  # ranks that a requeued job starts anew, without pretrain.py
         write_run(Path(run.experiment_dir) / "run.json", replace(run, start_mode=plan.mode))
     for line in plan.describe().splitlines():

@@ -74,6 +74,18 @@ def test_other_data_goes_on_where_that_is_allowed(run: ResolvedRun) -> None:
         write_run_file(other(allowed, training__seed=7))
 
 
+def test_a_dry_run_changes_nothing_of_an_experiment_that_has_begun(run: ResolvedRun) -> None:
+    before = write_run_file(run, is_dry=True)
+    assert before == write_run_file(run)
+    save_a_checkpoint(run)
+    changed = other(run, optimizer__lr=0.5)
+    assert read_run(write_run_file(changed, is_dry=True)) == changed
+    assert read_run(before) == run
+    assert changes_since_last_start(changed)["config.optimizer.lr"] == (run.config.optimizer.lr, 0.5)
+    with pytest.raises(RequestError, match=r"config\.training\.seed"):
+        write_run_file(other(run, training__seed=7), is_dry=True)
+
+
 def test_how_a_run_begins_and_what_it_takes_are_no_changes(run: ResolvedRun) -> None:
     write_run_file(dataclasses.replace(run, start_mode="random"))
     save_a_checkpoint(run)

@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+import errno
+import os
+from collections.abc import Sequence
+from io import FileIO
 from pathlib import Path
 
 import pytest
 
 from pretrainkit.training.records import RunRecorder, read_metrics
+from pretrainkit.training.trackers import Tracker
 
 
-def recorder(path: Path) -> RunRecorder:
+def recorder(path: Path, trackers: Sequence[Tracker] = ()) -> RunRecorder:
     return RunRecorder(
         path,
         tokens_per_sample=128,
@@ -16,6 +21,7 @@ def recorder(path: Path) -> RunRecorder:
         max_steps=10,
         world_size=2,
         peak_flops=1e12,
+        trackers=trackers,
     )
 
 
@@ -80,3 +86,55 @@ def test_mfu_is_the_share_of_the_peak(tmp_path: Path) -> None:
     assert record["tflops_per_rank"] == pytest.approx(record["mfu"], abs=1e-3)
     assert 0 < record["data_wait_share"] <= 1
     assert record["peak_memory_gib"] == 1.5
+
+
+class FullDisk:
+    """A file on a disk that takes only so many bytes."""
+
+    def __init__(self, file: FileIO, room: int) -> None:
+        self.file, self.room = file, room
+
+    def fileno(self) -> int:
+        return self.file.fileno()
+
+    def write(self, data: memoryview) -> int:
+        if not self.room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = self.file.write(data[: self.room])
+        self.room -= written
+        return written
+
+
+def test_a_full_disk_costs_no_record_and_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "metrics.jsonl"
+    attempt = recorder(path)
+    attempt.event("start", step=0)
+    disk = FullDisk(attempt._file, room=10)
+    attempt._file = disk  # type: ignore[assignment]
+    for step in (1, 2):
+        attempt.validation(step, loss=float(step))
+    assert [record.get("val_loss") for record in read_metrics(path)] == [None]
+    assert caplog.text.count("be written (No space left on device)") == 1
+    disk.room = 10_000
+    attempt.validation(3, loss=3.0)
+    assert [record.get("val_loss") for record in read_metrics(path)] == [None, 1.0, 2.0, 3.0]
+
+
+def test_a_tracker_that_fails_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    class Broken:
+        calls = 0
+
+        def log(self, step: int, values: dict[str, float]) -> None:
+            self.calls += 1
+            raise RuntimeError("no server")
+
+        def finish(self) -> None:
+            self.calls += 1
+
+    broken = Broken()
+    attempt = recorder(tmp_path / "metrics.jsonl", [broken])
+    attempt.validation(1, loss=1.0)
+    attempt.validation(2, loss=2.0)
+    attempt.close()
+    assert broken.calls == 1 and "Broken fails and gets no more records of this start: no server" in caplog.text
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 2

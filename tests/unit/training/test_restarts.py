@@ -48,6 +48,19 @@ def test_a_torn_last_line_does_not_count(metrics: Path) -> None:
     assert attempts(metrics) == [Attempt(0, 5)]
 
 
+@pytest.mark.parametrize("torn", ['{"event": "start", "ti', '{"event": "start"', '{"eve', "\0\0\0"])
+def test_a_torn_start_is_none(metrics: Path, torn: str) -> None:
+    metrics.write_text(torn)
+    assert attempts(metrics) == []
+    metrics.unlink()
+    record(metrics, (0, 5))
+    with metrics.open("a") as file:
+        file.write(torn)
+    assert attempts(metrics) == [Attempt(0, 5)]
+    record(metrics, (5, 7))
+    assert attempts(metrics) == [Attempt(0, 5), Attempt(5, 7)]
+
+
 @pytest.mark.parametrize(
     ("runs", "idle"),
     [

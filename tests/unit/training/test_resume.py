@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,18 @@ def damage_of_the_mark(folder: Path) -> None:
 def test_a_torn_mark_is_passed_over(tmp_path: Path, content: bytes) -> None:
     save(tmp_path, 5)
     (save(tmp_path, 10) / resume.COMMIT_MARK).write_bytes(content)
+    found = resume.newest_complete(tmp_path)
+    assert found is not None and found.step == 5
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("step", 999), ("step", "abc"), ("step", None), ("consumed_samples", "x"), ("file_sizes", {}), ("file_sizes", [])],
+)
+def test_a_mark_that_cannot_be_of_its_folder_is_passed_over(tmp_path: Path, field: str, value: object) -> None:
+    save(tmp_path, 5)
+    mark = save(tmp_path, 10) / resume.COMMIT_MARK
+    mark.write_text(json.dumps({**json.loads(mark.read_text()), field: value}))
     found = resume.newest_complete(tmp_path)
     assert found is not None and found.step == 5
 

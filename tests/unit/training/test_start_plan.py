@@ -11,7 +11,7 @@ import pytest
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import CheckpointError, RequestError
 from pretrainkit.training.schedule import schedule_of
-from pretrainkit.training.start_plan import CONTINUE, RANDOM, WEIGHTS, plan_start
+from pretrainkit.training.start_plan import CONTINUE, RANDOM, WEIGHTS, plan_start, prepare
 
 MakeRun = Callable[..., ResolvedRun]
 Save = Callable[..., Any]
@@ -65,8 +65,9 @@ def test_another_batch_size_needs_a_flag(make_run: MakeRun, save: Save) -> None:
     save(6)
     with pytest.raises(RequestError, match=r"trained with 4 samples a step, now 2(.|\n)*--allow_batch_change"):
         plan_start(make_run(global_batch_size=2))
-    plan = plan_start(make_run(global_batch_size=2, allow_batch_change=True))
-    assert (plan.step, plan.consumed_samples) == (6, 24)
+    run = make_run(global_batch_size=2, allow_batch_change=True)
+    plan = plan_start(run)
+    assert (plan.step, plan.consumed_samples, plan.max_steps, plan.last_sample(run)) == (6, 24, 20, 52)
 
 
 def test_a_checkpoint_that_does_not_tell_its_batch_size_is_continued(make_run: MakeRun, save: Save) -> None:
@@ -97,6 +98,17 @@ def test_the_same_command_resets_the_optimizer_once(make_run: MakeRun, save: Sav
     assert plan_start(run).optimizer_state == "reset"
     save(8, optimizer_was_reset=True)
     assert plan_start(run).optimizer_state == "restored"
+
+
+def test_a_start_makes_room_for_its_first_save(make_run: MakeRun, save: Save, tmp_path: Path) -> None:
+    for step in (2, 4, 6, 8):
+        save(step)
+    run = make_run(keep_last=2, keep_every=2)
+    prepare(run, plan_start(run))
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 4
+    run = make_run(keep_last=2)
+    prepare(run, plan_start(run))
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_00000006", "step_00000008"]
 
 
 def test_planning_changes_nothing(make_run: MakeRun, save: Save, tmp_path: Path) -> None:
