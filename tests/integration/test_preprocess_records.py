@@ -396,3 +396,11 @@ def test_jobs_of_an_array_joined_in_order_equal_one_run(tool: Tool, tmp_path: Pa
     )
     for name in ("num_records", "num_documents", "num_tokens", "bin_crc32", "num_input_bytes"):
         assert one[name] == whole[name], name
+    # A file that grew between two jobs is cut elsewhere: records would be lost or doubled.
+    with (tmp_path / "a.jsonl").open("ab") as file:
+        file.write(lines_of(*texts[:20_000]))
+    refused = tool(*arguments, "--shard", "1/3")
+    assert refused.returncode == 2 and "output exists" in refused.stderr
+    assert tool(*arguments, "--shard", "1/3", "--overwrite").returncode == 0
+    refused = subprocess.run([*merge, *map(str, shards), "--overwrite"], cwd=tmp_path, capture_output=True, text=True)
+    assert refused.returncode == 2 and "was cut out of other input than" in refused.stderr

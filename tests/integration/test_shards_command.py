@@ -122,6 +122,24 @@ def test_a_rerun_makes_what_is_missing_and_nothing_else(texts: Path, tmp_path: P
     assert "has changed" in make_shards(*common, "--shard_id", 0, code=2).stderr
     make_shards(*common, "--shard_id", 0, "--overwrite")
     assert read(out)[0]["text.txt"] == "changed"
+    # The same files by another name.
+    moved = texts.rename(tmp_path / "moved")
+    link = tmp_path / "link"
+    link.symlink_to(moved)
+    for folder in (moved, link, os.path.relpath(moved, REPOSITORY)):
+        again = make_shards("--input_dir", folder, *common[2:], "--all")
+        assert again.stderr.count("complete already") == 3
+
+
+def test_files_that_grew_are_not_cut_as_before(texts: Path, tmp_path: Path, tokenizer_folder: Path) -> None:
+    common = ["--input_dir", texts, "--output_dir", tmp_path / "out", "--model_id", tokenizer_folder]
+    common += ["--num_shards", 2]
+    make_shards(*common, "--shard_id", 0)
+    with (texts / "a.txt").open("a") as file:
+        file.write("more\n" * 1000)
+    for task in (["--shard_id", 1], ["--shard_id", 1, "--overwrite"], ["--status"], ["--all"]):
+        refused = make_shards(*common, *task, code=2)
+        assert "files had other sizes, so records belong to other shards now" in refused.stderr
 
 
 def test_a_bad_record_stops_or_is_set_aside(tmp_path: Path, tokenizer_folder: Path) -> None:

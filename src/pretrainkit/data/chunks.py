@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -135,3 +136,10 @@ def shard(units: list[Unit], index: int, count: int) -> tuple[int, int]:
         bounds.append(position)
     bounds.append(len(units))
     return bounds[index], bounds[index + 1]
+
+
+def fingerprint(units: list[Unit]) -> str:
+    """Tells whether two tasks of an array have cut the same input in the same way; else records are lost or doubled."""
+    cuts = [(span.source, span.begin, span.end) for unit in units for span in unit.spans]
+    weights = [unit.weight for unit in units]
+    return hashlib.sha256(repr((cuts, weights)).encode()).hexdigest()

@@ -104,6 +104,12 @@ def _check(prefixes: list[Path], parts: list[tuple[np.dtype, int, int]]) -> list
         for name in ("append_eod", "add_bos"):
             if getattr(manifest, name) != getattr(known[0], name):
                 raise RequestError(f"{prefixes[0]} and {prefix} differ in {name}", needed="one policy")
+        if len(shards) == len(prefixes) and manifest.flags.get("cut") != known[0].flags.get("cut"):
+            raise RequestError(
+                f"{prefix} was cut out of other input than {prefixes[0]}: files had other sizes",
+                needed="parts of the same files, or records are lost or doubled",
+                action="preprocess all parts again",
+            )
         if manifest.tokenizer.sha256 != known[0].tokenizer.sha256:
             raise RequestError(
                 f"{prefixes[0]} was made with {known[0].tokenizer.name}, {prefix} with {manifest.tokenizer.name}",

@@ -44,11 +44,13 @@ def find_pairs(path: Path | str) -> list[Path]:
     else:
         prefixes = [path] if bin_path(path).is_file() or idx_path(path).is_file() else []
     if not prefixes:
+        is_saved = (path / "dataset_info.json").is_file()
         raise RequestError(
-            "no .bin/.idx pair here",
+            "a saved Hugging Face dataset, not packed" if is_saved else "no .bin/.idx pair here",
             where=str(path),
-            needed="a folder with pairs, itself or in folders below, or a prefix P of P.bin and P.idx",
-            action="make one with tools/preprocess_data.py",
+            needed="a folder with .bin/.idx pairs, itself or in folders below, or a prefix P of P.bin and P.idx; to "
+            "train from also token shards (shard-*.tar with shard-*.json) or a packed set (packed.json)",
+            action="make it with tools/preprocess_data.py, make_shards.py or pack_dataset.py",
         )
     halves = [half for prefix in prefixes for half in (bin_path(prefix), idx_path(prefix)) if not half.is_file()]
     if halves:

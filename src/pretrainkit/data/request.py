@@ -79,6 +79,8 @@ class Plan:
     units: dict[int, chunks.Unit]
     dtype: np.dtype
     state_folder: Path
+    cut: str = ""
+    """Fingerprint of the units of all parts, where this is one of them."""
 
     @property
     def rules(self) -> RecordRules:
@@ -105,7 +107,7 @@ class Plan:
         kept = asdict(self.request)
         for name in ("workers", "resume", "overwrite", "log_interval"):
             del kept[name]
-        return kept
+        return kept | ({"cut": self.cut} if self.cut else {})
 
     def identity(self) -> dict[str, Any]:
         """What must be equal for unfinished work to be continued."""
@@ -159,16 +161,18 @@ def make_plan(request: Request, tokenizer: TokenizerFile | None = None) -> Plan:
         outputs = [OutputNames(names, f"{prefix}.rejects.jsonl", list(range(len(sources))))]
     output_of = [number if request.per_file else 0 for number in range(len(sources))]
     units = chunks.cut(sources, output_of, request.json_keys)
-    begin, end = 0, len(units)
+    begin, end, fingerprint = 0, len(units), ""
     if request.shard is not None:
         begin, end = chunks.shard(units, *request.shard)
         if request.per_file:
             outputs, units, sources, (begin, end) = _shard_files(outputs, sources, request)
+        else:
+            fingerprint = chunks.fingerprint(units)
     dtype = optimal_dtype(tokenizer.num_ids) if request.dtype == "auto" else np.dtype(request.dtype)
     part = f".shard-{request.shard[0]:05d}-of-{request.shard[1]:05d}" if request.shard and request.per_file else ""
     state_folder = Path(f"{prefix.rstrip('/')}{part}.partial")
     chosen = {number: units[number] for number in range(begin, end)}
-    plan = Plan(request, tokenizer, sources, outputs, chosen, dtype, state_folder)
+    plan = Plan(request, tokenizer, sources, outputs, chosen, dtype, state_folder, fingerprint)
     _check_dtype(plan)
     return plan
 

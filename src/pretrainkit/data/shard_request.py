@@ -90,9 +90,14 @@ class ShardPlan:
     def is_current(self, record: ShardRecord) -> bool:
         """Whether a finished shard was made by these settings from the files as they are now."""
         used = {span.source for unit in self.units(record.shard_id) for span in unit.spans}
-        now = {(s.path, s.num_bytes, s.modified_ns) for s in (self.sources[number] for number in used)}
-        then = {(entry.path, entry.num_bytes, entry.modified_ns) for entry in record.inputs}
+        now = {(s.relative, s.num_bytes, s.modified_ns) for s in (self.sources[number] for number in used)}
+        then = {(self._relative(entry.path), entry.num_bytes, entry.modified_ns) for entry in record.inputs}
         return record.settings == self.settings and now == then
+
+    def _relative(self, path: str) -> str:
+        """A file's path below the input folder, which may have been named in another way, or moved."""
+        ends = [source.relative for source in self.sources if f"/{path}".endswith(f"/{source.relative}")]
+        return max(ends, key=len, default=path)
 
 
 def _of_source(unit: chunks.Unit, source: int) -> chunks.Unit:
@@ -134,8 +139,9 @@ def make_shard_plan(request: ShardRequest) -> ShardPlan:
         "ids_format": request.ids_format,
         "has_text": request.has_text,
     }
-    plan = ShardPlan(request, tokenizer, sources, num_shards, first, last, settings, units)
-    return plan
+    if request.num_shards:
+        settings["cut"] = chunks.fingerprint(units)
+    return ShardPlan(request, tokenizer, sources, num_shards, first, last, settings, units)
 
 
 def _special_ids(request: ShardRequest, tokenizer: TokenizerFile) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -168,6 +174,8 @@ def check_set(plan: ShardPlan) -> dict[int, ShardRecord]:
         told = ", ".join(
             f"{name} {record.settings.get(name)!r} there, {plan.settings[name]!r} here" for name in different
         )
+        if different == ["cut"]:
+            told = "files had other sizes, so records belong to other shards now"
         raise RequestError(
             f"{shard_name(shard_id)} was made otherwise: {told}",
             where=str(plan.request.output_dir),

@@ -117,6 +117,13 @@ def _whole_folder(folder: Path) -> list[tuple[ShardRecord, Shard | None]]:
 def _open(url: str, record: ShardRecord | None = None) -> tuple[ShardRecord, Shard | None]:
     if not is_url(url):
         local = Path(url.removeprefix("file:"))
+        if record is None and not local.with_suffix(".json").is_file():
+            raise DataError(
+                "no finished token shard",
+                where=str(local),
+                needed=f"the shard with its record {local.stem}.json, or a folder of them",
+                action="correct the name, or make it with tools/make_shards.py",
+            )
         record = record or read_record(local.with_suffix(".json"))
         if not record.num_samples:
             return record, None

@@ -133,7 +133,7 @@ def _parse_blend(dataset_path: str) -> list[tuple[float | None, str]]:
 def _weighted_pairs(weight: float | None, path: str) -> list[tuple[Path | str, float | None]]:
     """The prefixes at a path, with their parts of the path's weight, in proportion to their tokens."""
     if names_shards(path):
-        return [(path if is_url(path) else str(Path(path).absolute()), weight)]
+        return [(path if is_url(path) else str(Path(path.removeprefix("file:")).absolute()), weight)]
     if is_token_folder(path):
         if any(Path(path).glob("*.idx")):
             raise RequestError(
