@@ -28,6 +28,7 @@ from pretrainkit.data.request import Request
 from pretrainkit.data.token_documents import DOCUMENTS
 from pretrainkit.errors import DataError, RequestError
 from pretrainkit.logs import get_logger
+from pretrainkit.stopping import stopped_by_signals
 from pretrainkit.units import format_duration
 
 LOGGER = get_logger(__name__)
@@ -39,14 +40,19 @@ def pack_dataset(plan: PackPlan, *, timeout_s: float = 24 * 3600.0) -> tuple[Pac
     """Make sure that the set is there; its manifest, and whether this process prepared it.
 
     May be called by all processes of a distributed run at once (see `pretrainkit.data.preparer`). Raises
-    DataError when an input is bad, Stopped (exit code 85) on SIGTERM; the next call continues what is unfinished.
+    DataError when an input is bad, StoppedError (exit code 85) on SIGTERM; the next call continues what is unfinished.
     """
     made: list[bool] = []
     pool = WorkerPool(plan.machine.num_proc)
+
+    def prepare() -> None:
+        with stopped_by_signals("run the same command again: it continues where it was"):
+            made.append(_prepare(plan, pool))
+
     prepare_once(
         plan.request.output_dir,
         lambda: plan.finished() is not None,
-        lambda: made.append(_prepare(plan, pool)),
+        prepare,
         leftovers=lambda: _unfinished(plan),
         helpers=pool,
         timeout_s=timeout_s,

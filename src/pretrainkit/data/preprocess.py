@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,18 +23,13 @@ from pretrainkit.data.request import Plan, Request, check_outputs, is_written, m
 from pretrainkit.data.results import BadRecord, ChunkResult, Difference, Failure
 from pretrainkit.data.tokenizer import TokenizerFile
 from pretrainkit.data.worker import Setup
-from pretrainkit.errors import EXIT_STOPPED_AFTER_SAVING, DataError, PretrainkitError, RequestError
+from pretrainkit.errors import DataError, RequestError
 from pretrainkit.logs import get_logger
+from pretrainkit.stopping import stopped_by_signals
 
 LOGGER = get_logger(__name__)
 TASKS_AHEAD = 2
 """Units a worker has in hand, so that it never waits for the parent."""
-
-
-class Stopped(PretrainkitError):
-    """A signal ended the run; what is finished is kept."""
-
-    exit_code = EXIT_STOPPED_AFTER_SAVING
 
 
 class _EnginesDiffer(Exception):
@@ -46,7 +39,7 @@ class _EnginesDiffer(Exception):
 def preprocess(request: Request) -> list[Manifest]:
     """Write the pairs, manifests and rejects that a request asks for; gives the manifests.
 
-    Raises RequestError before any work, DataError when an input is bad or the machine fails, Stopped on SIGTERM
+    Raises RequestError before any work, DataError when an input is bad or the machine fails, StoppedError on SIGTERM
     and Ctrl-C. After the last two, the same request continues where it was.
     """
     with WorkerPool(request.workers) as pool:  # first of all: nothing here must have threads before the fork
@@ -74,7 +67,7 @@ def preprocess_with(pool: WorkerPool, request: Request, tokenizer: TokenizerFile
         ) from error
     with _machine_errors(plan.state_folder):
         try:
-            with _signals():
+            with stopped_by_signals("run the same command again: it continues where it was"):
                 manifests = _with_best_engine(plan, journal, pool)
         except BaseException:
             journal.close()
@@ -109,27 +102,6 @@ def _load_early(request: Request, pool: WorkerPool) -> None:
         pool.load(fast if is_fast else reference)
         if is_fast and request.verify_tokens != "off":
             pool.load_reference(reference)
-
-
-@contextmanager
-def _signals() -> Iterator[None]:
-    """SIGTERM and Ctrl-C raise Stopped while the block runs."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(number: int, _: Any) -> None:
-        raise Stopped(
-            f"stopped by {signal.Signals(number).name}",
-            action="run the same command again: it continues where it was",
-        )
-
-    earlier = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in earlier.items():
-            signal.signal(number, handler)
 
 
 def _with_best_engine(plan: Plan, journal: Journal, pool: WorkerPool) -> list[Manifest]:

@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,7 @@ from pretrainkit.data.documents import Batch, RecordRules, Reject, parse_text
 from pretrainkit.data.encoder import Encoder, EngineSpec, load_encoder, one_thread
 from pretrainkit.data.shard_tar import pack_samples
 from pretrainkit.data.sources import Source
-from pretrainkit.errors import DataError
+from pretrainkit.errors import DataError, PretrainkitError
 
 BATCH_BYTES = 1 << 19
 """Text that is parsed, encoded and packed at once: it stays in a core's cache, and the vocabulary's tables are brought
@@ -69,6 +70,8 @@ class Piece:
     num_blank: int = 0
     num_replaced: int = 0
     num_text_bytes: int = 0
+    lines: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    """Of the samples, in the shard's part of their source."""
     rejects: list[Reject] = field(default_factory=list)
 
 
@@ -98,11 +101,11 @@ class ShardEncoder:
             if batch.lines:
                 tables.append(self._pack(batch, block, piece))
         if tables:
-            piece.offsets, piece.sizes, piece.num_tokens = np.concatenate(tables, axis=1)
+            piece.offsets, piece.sizes, piece.num_tokens, piece.lines = np.concatenate(tables, axis=1)
         return piece
 
     def _pack(self, batch: Batch, block: Block, piece: Piece) -> NDArray[np.int64]:
-        """Add a batch's samples to a piece; gives their offsets in it, sizes and numbers of tokens."""
+        """Add a batch's samples to a piece; gives their offsets in it, sizes, numbers of tokens and lines."""
         setup, texts = self.setup, batch.texts[0]
         ids, offsets = self.encoder.encode(texts)
         if ids.size and int(ids.max()) >= setup.num_ids:
@@ -119,7 +122,8 @@ class ShardEncoder:
             block.key_prefix, lines, samples, encoded if setup.has_text else None, setup.ids_format
         )
         piece.members.append(members)
-        return np.stack([places + before, sizes, lengths[kept] + len(setup.first_ids) + len(setup.last_ids)])
+        num_tokens = lengths[kept] + len(setup.first_ids) + len(setup.last_ids)
+        return np.stack([places + before, sizes, num_tokens, lines - block.first_line + block.first_line_in_source])
 
     def _samples(
         self, ids: NDArray[np.uint32], offsets: NDArray[np.int64], kept: NDArray[np.int64]
@@ -138,28 +142,28 @@ class ShardEncoder:
         return [whole[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
 
 
-_worker: ShardEncoder | None = None
+def run_worker(connection: Connection, setup: ShardSetup, engine: EngineSpec, encoder: Encoder | None) -> None:
+    """Give a piece, or an error of ours, for every block that comes. A forked worker has the encoder of its parent.
 
-
-def start_worker(setup: ShardSetup, engine: EngineSpec, encoder: Encoder | None) -> None:
-    """Prepare a worker process; one that was forked has the encoder of its parent."""
-    global _worker
+    Schedulers signal all processes of a job: what that means is the parent's to say, and it ends its workers.
+    """
     threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if encoder is not None:
-        _worker = ShardEncoder(setup, encoder)
-        return
-    one_thread()
-    try:
-        _worker = ShardEncoder(setup, load_encoder(engine))
-    except Exception:  # the parent, which proves this library, says what is wrong with it
-        if engine.name == "tokenizers":
-            raise
-
-
-def warm_up() -> None:
-    """Nothing: makes the pool start a worker."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    if encoder is None:
+        one_thread()
+        encoder = load_encoder(engine)
+    worker = ShardEncoder(setup, encoder)
+    while True:
+        try:
+            block: Block = connection.recv()
+        except EOFError:
+            return
+        try:
+            reply: Piece | PretrainkitError = worker.piece(block)
+        except PretrainkitError as error:
+            reply = error
+        connection.send(reply)
 
 
 def _end_with_parent() -> None:
@@ -168,12 +172,6 @@ def _end_with_parent() -> None:
     assert parent is not None
     multiprocessing.connection.wait([parent.sentinel])
     os._exit(1)
-
-
-def work(block: Block) -> Piece:
-    """A block's piece, in a worker process."""
-    assert _worker is not None
-    return _worker.piece(block)
 
 
 def template_ids(post_processor: dict | None) -> tuple[tuple[int, ...], tuple[int, ...]]:

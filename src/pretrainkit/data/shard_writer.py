@@ -7,13 +7,12 @@ parent joins in that order. A shard's bytes depend on its input and settings alo
 from __future__ import annotations
 
 import json
-import signal
+import os
+import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import datetime, timezone
 from importlib.metadata import version
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 import xxhash
@@ -26,11 +25,12 @@ from pretrainkit.data.shard_index import SAMPLE, ShardRecord, record_to_json, sh
 from pretrainkit.data.shard_inputs import ShardReader
 from pretrainkit.data.shard_request import ShardPlan, check_set
 from pretrainkit.data.shard_tar import end_of_archive
-from pretrainkit.data.shard_task import Piece
+from pretrainkit.data.shard_task import Block, Piece
 from pretrainkit.data.shard_workers import ShardWorkers
 from pretrainkit.data.sources import Source
-from pretrainkit.errors import DataError, PretrainkitError, RequestError
+from pretrainkit.errors import DataError, RequestError
 from pretrainkit.logs import get_logger
+from pretrainkit.stopping import stopped_by_signals
 from pretrainkit.units import format_duration
 
 LOGGER = get_logger(__name__)
@@ -39,8 +39,9 @@ LOGGER = get_logger(__name__)
 def make_shards(plan: ShardPlan, shard_ids: list[int]) -> list[ShardRecord]:
     """Make these shards, except those that are there and current; gives their records.
 
-    Raises RequestError before any work: a set made otherwise, or shards made of other input without `overwrite`.
-    Raises DataError when an input is bad or the machine fails; a shard is then as it was before.
+    Raises RequestError before any work: a set made otherwise, or shards made of other input without `overwrite`; and
+    before work on a shard that another process makes. Raises DataError when an input is bad or the machine fails,
+    StoppedError on SIGTERM and Ctrl-C; a shard is then as it was before.
     """
     finished = check_set(plan)
     current = {number for number in shard_ids if number in finished and plan.is_current(finished[number])}
@@ -55,37 +56,52 @@ def make_shards(plan: ShardPlan, shard_ids: list[int]) -> list[ShardRecord]:
     for number in sorted(current):
         LOGGER.info("%s is complete already", shard_name(number))
     if wanted:
-        try:
-            plan.request.output_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise RequestError(
-                error.strerror or str(error), where=str(error.filename), action="make it, or room"
-            ) from error
-        with _stop_on_sigterm(), ShardWorkers(plan, wanted) as workers:
+        _make_folder(plan.request.output_dir)
+        again = "run the same task again; finished shards stay"
+        # Twice a context: signals neither keep it from its end, nor does a second one cut the end short.
+        with ShardWorkers(plan, wanted) as workers, stopped_by_signals(again), workers:
+            workers.start()
             for number in wanted:
                 finished[number] = _make_shard(plan, number, workers)
     return [finished[number] for number in shard_ids]
 
 
-@contextmanager
-def _stop_on_sigterm() -> Iterator[None]:
-    """A scheduler's SIGTERM ends the work as an error would, so that no temporary file stays."""
-
-    def stop(number: int, _: Any) -> None:
-        raise PretrainkitError("stopped by SIGTERM", action="run the same task again; finished shards stay")
-
-    earlier = signal.signal(signal.SIGTERM, stop)
+def _make_folder(folder: Path) -> None:
     try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, earlier)
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        file = next((path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()), folder)
+        raise RequestError(
+            "is a file", where=str(file), needed="a folder", action="give another --output_dir"
+        ) from error
+    except OSError as error:
+        raise RequestError(
+            error.strerror or str(error), where=str(error.filename), action="make it, or room"
+        ) from error
+
+
+def _clear(path: Path) -> None:
+    """Remove what killed tasks left beside a file. Raises RequestError if a living process of this host writes it.
+
+    What tasks of other hosts left is removed, too: nearly always they were killed and this is their rerun elsewhere.
+    One that lives then fails before it has changed anything.
+    """
+    for rest in files.remove_leftovers(path):
+        host, _, process = rest.name.rpartition(files.TEMPORARY_MARK)[2].rpartition("-")
+        if host == socket.gethostname() and process.isdecimal() and int(process) != os.getpid():
+            raise RequestError(
+                f"process {process} of this host is making this shard",
+                where=str(path),
+                needed="one task for each shard",
+                action=f"let it finish, or end it; if that process does something else, remove {rest.name}",
+            )
+        rest.unlink(missing_ok=True)
 
 
 def _make_shard(plan: ShardPlan, shard_id: int, workers: ShardWorkers) -> ShardRecord:
     began = time.monotonic()
     for suffix in (".tar", ".samples", ".json", ".rejects.jsonl"):
-        for old in files.leftovers(plan.path(shard_id, suffix)):
-            old.unlink(missing_ok=True)
+        _clear(plan.path(shard_id, suffix))
     try:
         record = _write(plan, shard_id, workers, began)
     except OSError as error:
@@ -134,6 +150,7 @@ def _write(plan: ShardPlan, shard_id: int, workers: ShardWorkers, began: float) 
                 for bad in sorted(piece.rejects, key=lambda reject: reject.line):
                     line = reader.lines_before(block.source) + bad.line
                     rejects_file.write(_reject_line(block.format_of, line, bad.found, bad.raw))
+                check_sizes(piece, block, reader)
                 table = np.empty(len(piece.offsets), SAMPLE)
                 table["offset"] = piece.offsets + tar_file.num_bytes
                 table["num_bytes"], table["num_tokens"] = piece.sizes, piece.num_tokens
@@ -200,6 +217,19 @@ def _write(plan: ShardPlan, shard_id: int, workers: ShardWorkers, began: float) 
         progress.close()
         for path in temporary.values():
             path.unlink(missing_ok=True)
+
+
+def check_sizes(piece: Piece, block: Block, reader: ShardReader) -> None:
+    """Raises DataError for a sample whose ids take more bytes than its row of `.samples` can tell."""
+    limit = np.iinfo(SAMPLE["num_bytes"]).max
+    for number in np.flatnonzero(piece.sizes > limit)[:1]:
+        line = reader.lines_before(block.source) + int(piece.lines[number]) + 1
+        raise DataError(
+            f"the ids of this record take {piece.sizes[number]} bytes",
+            where=f"{block.format_of.path}:{line}",
+            needed=f"at most {limit} bytes",
+            action="split the record, or set such long ones aside with --max_doc_bytes and --on_error skip",
+        )
 
 
 def _reject_line(source: Source, line: int, found: str, raw: bytes) -> bytes:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from pretrainkit.config.schema import ResolvedRun
-from pretrainkit.errors import EXIT_DONE, RequestError, StoppedError
+from pretrainkit.errors import EXIT_DONE, RequestError
 from pretrainkit.launch import schedulers, submit, watch, weights
 from pretrainkit.launch.experiment import JOBS, LAUNCHER_LOCK, RANKS_LOCK, RUN_FILE, locked, write_run_file
 from pretrainkit.launch.job import Job
@@ -20,6 +18,7 @@ from pretrainkit.launch.secrets import passed_on
 from pretrainkit.launch.snapshot import copy_source
 from pretrainkit.launch.source import describe
 from pretrainkit.logs import get_logger
+from pretrainkit.stopping import stopped_by_signals
 
 log = get_logger(__name__)
 
@@ -76,33 +75,8 @@ def provide_weights(run: ResolvedRun) -> None:
     """Convert the weights that the run starts from, if they are a Hugging Face folder."""
     if run.config.nemo_model is not None:
         initial = weights.locate(run.config.nemo_model, Path(run.experiment_dir).parent)
-        with _stopped_by_signals():
+        with stopped_by_signals("give the same command again", STOP_SIGNALS):
             weights.provide(initial, run.model)
-
-
-@contextlib.contextmanager
-def _stopped_by_signals() -> Iterator[None]:
-    """While there are no ranks, a stop signal ends a start as an error does: what is half made is removed."""
-    owner = os.getpid()
-
-    def stop(number: int, _: Any) -> None:
-        if os.getpid() == owner:
-            raise StoppedError(
-                f"stopped by {signal.Signals(number).name} before training began", action="start it again as it was"
-            )
-        signal.signal(number, signal.SIG_DFL)  # in a forked worker
-        signal.raise_signal(number)
-
-    previous = {
-        number: signal.signal(number, stop)
-        for number in STOP_SIGNALS
-        if signal.getsignal(number) is signal.SIG_DFL  # Ctrl-C has its own way, and nohup means it
-    }
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def _refuse_second(experiment_dir: Path, commands: schedulers.Commands) -> None:

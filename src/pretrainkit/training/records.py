@@ -178,7 +178,7 @@ class RunRecorder:
                 tell(tracker)
             except Exception as error:  # a disk, a server, or whatever a library makes of them
                 self._trackers.remove(tracker)
-                log.error("%s fails and gets no more records of this start: %s", type(tracker).__name__, error)
+                log.error("%s fails and gets no more records of this start: %r", type(tracker).__name__, error)
 
     def close(self) -> None:
         """Let the trackers send what is left."""
