@@ -142,7 +142,10 @@ def train_request() -> Callable[..., list[dict[str, Any]]]:
     def train(words: list[str]) -> list[dict[str, Any]]:
         assert main([*words, "--dry_run"]) == 0
         home, experiment = (words[words.index(flag) + 1] for flag in ("--experiments_dir", "--experiment"))
-        return train_in_forked_ranks(Path(home) / experiment / "run.json")
+        run_file = Path(home) / experiment / "run.json"
+        if (dry := run_file.with_name("dry_run.json")).exists():  # of an experiment that has begun
+            dry.replace(run_file)
+        return train_in_forked_ranks(run_file)
 
     return train
 
