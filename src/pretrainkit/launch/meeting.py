@@ -166,7 +166,8 @@ class Meeting:
                 beat = (self.folder / f"alive_{node}").read_text()
             except OSError:
                 continue
-            if beat != self._seen_beats.get(node, ("", 0.0))[0]:
+            # It may be empty: just being written.
+            if node not in self._seen_beats or beat != self._seen_beats[node][0]:
                 self._seen_beats[node] = (beat, now_s)
             if now_s - self._seen_beats[node][1] > DEAD_AFTER_S:
                 gone.append(node)

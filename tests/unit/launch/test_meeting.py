@@ -106,5 +106,12 @@ def test_a_node_that_is_gone_is_noticed(gone: int, tmp_path: Path, monkeypatch: 
         time.sleep(0.05)
 
 
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_sign_of_life_that_is_just_being_written_is_one(node: int, tmp_path: Path) -> None:
+    watcher = Meeting(tmp_path, 1 - node, 2)
+    (tmp_path / f"alive_{node}").touch()
+    assert not watcher.has_failed
+
+
 def test_the_address_is_one_of_this_machine() -> None:
     assert own_address(["no-such-host.invalid"]).count(".") == 3
