@@ -41,7 +41,7 @@ class RequestError(PretrainkitError):
 
 
 class StoppedError(PretrainkitError):
-    """Asked to stop by a signal when there was nothing yet to save."""
+    """A signal ended the work; what is finished is kept, and the same command goes on."""
 
     exit_code = EXIT_STOPPED_AFTER_SAVING
 

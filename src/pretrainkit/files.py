@@ -120,13 +120,18 @@ def leftovers(final: Path) -> list[Path]:
     return sorted(final.parent.glob(f"{glob.escape(final.name)}{TEMPORARY_MARK}*"))
 
 
+def owner_of(leftover: Path) -> int | None:
+    """The process of this host that made a temporary file or folder; None for other hosts' and unknown ones."""
+    host, _, process = leftover.name.rpartition(TEMPORARY_MARK)[2].removesuffix("-old").rpartition("-")
+    return int(process) if host == socket.gethostname() and process.isdecimal() else None
+
+
 def remove_leftovers(final: Path) -> list[Path]:
     """Remove what killed processes of this host left beside `final`; gives what others left or still write."""
     rest = []
     for path in leftovers(final):
-        owner = path.name.rpartition(TEMPORARY_MARK)[2].removesuffix("-old")
-        host, _, process = owner.rpartition("-")
-        if host != socket.gethostname() or not process.isdecimal() or _is_alive(int(process)):
+        process = owner_of(path)
+        if process is None or _is_alive(process):
             rest.append(path)
         elif path.is_dir():
             shutil.rmtree(path, ignore_errors=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import time
 from datetime import datetime, timezone
 from importlib.metadata import version
@@ -87,8 +86,8 @@ def _clear(path: Path) -> None:
     One that lives then fails before it has changed anything.
     """
     for rest in files.remove_leftovers(path):
-        host, _, process = rest.name.rpartition(files.TEMPORARY_MARK)[2].rpartition("-")
-        if host == socket.gethostname() and process.isdecimal() and int(process) != os.getpid():
+        process = files.owner_of(rest)
+        if process not in (None, os.getpid()):
             raise RequestError(
                 f"process {process} of this host is making this shard",
                 where=str(path),
