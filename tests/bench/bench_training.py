@@ -2,7 +2,7 @@
 
     python tests/bench/bench_training.py [--model 1b] [--paths plain,fused,te] [--rounds 3] [--steps 10]
         [--sequence_length 4096] [--micro_batch_size 4] [--global_batch_size 16] [--gpus 1 --tp 1 --pp 1 --cp 1]
-        [--next --model 8b ...]
+        [--learning_rate 3e-5] [--next --model 8b ...]
 
 plain: --layer_spec torch --fused_kernels off; fused: --layer_spec torch --fused_kernels auto; te: --layer_spec te
 --fused_kernels off, which is what NeMo does by itself where Transformer Engine is installed. Each measurement is a
@@ -10,6 +10,9 @@ run of the trainer of its own: random weights of the model's shape, Python's man
 no checkpoints. The paths take turns, `--rounds` times. Prints Markdown; a figure is the median over the rounds of the
 median over the steps after the third. The ranks of plain and fused are forks of a process without Transformer Engine,
 since importing NeMo takes longer than the steps; what is measured after --next shares it, with options of its own.
+
+The learning rate is low, since a training that goes astray is faster: a card's clock depends on the numbers. Losses
+that differ by more than LARGEST_DIFFERENCE are said below the table.
 """
 
 from __future__ import annotations
@@ -55,6 +58,8 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 MODULES = Path(sysconfig.get_path("stdlib"))
 FIRST_STEPS = 3  # compilation, allocation
+LARGEST_DIFFERENCE = 0.05
+"""Nats at any step between the paths, whose arithmetic differs in rounding alone."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +117,7 @@ def build_parser() -> argparse.ArgumentParser:
         *(("gpus", 1), ("tp", 1), ("pp", 1), ("cp", 1)),
     ):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--learning_rate", type=float, default=3e-5, help="reached after a quarter of the steps")
     parser.add_argument("--recompute", default="none", help="as in pretrain.py: auto takes what fits the card")
     parser.add_argument("--losses", help="write every path's losses of the first round to this JSON file")
     return parser
@@ -227,7 +233,7 @@ def resolve_run(path: str, arguments: argparse.Namespace, folder: Path) -> Any:
             pipeline_model_parallel_size=arguments.pp,
             context_parallel_size=arguments.cp,
         ),
-        optimizer=change(default.optimizer, lr_warmup_steps=max(2, arguments.steps // 4)),
+        optimizer=change(default.optimizer, lr=arguments.learning_rate, lr_warmup_steps=max(2, arguments.steps // 4)),
         training=change(
             default.training,
             max_steps=arguments.steps,
@@ -289,6 +295,10 @@ def table(measured: dict[str, list[Measurement]], arguments: argparse.Namespace,
             f"| {path} | {statistics.median(rates):,.0f} ({min(rates):,.0f} to {max(rates):,.0f}) | {mfu} "
             f"| {max(run.peak_gib for run in runs):.1f} | {runs[0].losses[0]:.4f} | {runs[0].losses[-1]:.4f} |"
         )
+    of_paths = zip(*(runs[0].losses for runs in measured.values()), strict=True)
+    difference = max(max(losses) - min(losses) for losses in of_paths)
+    if difference > LARGEST_DIFFERENCE:
+        lines += ["", f"The paths' losses differ by up to {difference:.4f}: they may not have done the same work."]
     return "\n".join(lines)
 
 
