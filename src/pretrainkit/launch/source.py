@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import platform
 import shlex
+import stat
 import subprocess
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
+from fnmatch import fnmatch
 from pathlib import Path
 
 from pretrainkit import files
@@ -32,9 +37,15 @@ PACKAGES = (
 )
 """Packages whose versions can change a result."""
 MAX_DIFF_BYTES = 2_000_000
-"""A longer diff is cut: it holds generated files, not source."""
-SOURCE_SUFFIXES = (".py", ".sh", ".yaml", ".toml", ".txt", ".j2")
-"""Untracked files that are kept whole."""
+"""What is kept of the changes, new files included: more is generated files or data, not source."""
+MAX_UNTRACKED = 10_000
+"""Untracked files that are looked at and listed, so that a checkout full of outputs doesn't hold up a start."""
+_SECRET_FILES = (".env*", ".netrc", "*.pem", "*.key")
+"""Names of files that are text and no source; they are listed only, since others read source.txt."""
+_HEAD_BYTES = 8000
+"""A file with a NUL in as many bytes is binary, as git sees it."""
+_DIFF = ("diff", "HEAD", "--no-ext-diff", "--no-textconv", "--no-color", "--src-prefix=a/", "--dst-prefix=b/")
+"""Whatever the user's settings, a diff that `git apply` takes."""
 _GIT_TIMEOUT_S = 20
 
 
@@ -66,42 +77,108 @@ def describe_source(command_line: Sequence[str], data: Sequence[str] = ()) -> st
 
 
 def _repository(root: Path) -> list[str]:
-    """Commit, uncommitted diff and untracked files of the checkout that holds this package; of source the text too."""
+    """Commit, untracked files and uncommitted changes of the checkout that holds this package.
+
+    The changes, text of untracked files included, are such that `git apply source.txt` makes them on the commit.
+    """
     if not (root / ".git").exists():
         return ["source: an installed package, not a git checkout"]
     commit = _git(root, "rev-parse", "HEAD")
     if commit is None:
         return ["source: a git checkout that git can't read here"]
-    untracked = (_git(root, "ls-files", "--others", "--exclude-standard") or "").split()
-    diff = (_git(root, "diff", "HEAD") or "") + "".join(_as_added(root, name) for name in untracked)
-    if len(diff) > MAX_DIFF_BYTES:
-        diff = diff[:MAX_DIFF_BYTES] + f"\n[cut: the diff has {len(diff)} characters]"
+    diff, listed = _git(root, *_DIFF), _git(root, "ls-files", "-z", "--others", "--exclude-standard")
+    names = [os.fsdecode(name) for name in (listed or b"").split(b"\0")[:-1]]
+    more, names = names[MAX_UNTRACKED:], names[:MAX_UNTRACKED]
+    added = _added(root, names, MAX_DIFF_BYTES - len(diff or b""))
+    untracked = [_quoted(name) + ("" if name in added else " (listed only)") for name in names]
+    changes = (diff or b"")[:MAX_DIFF_BYTES].decode(errors="replace") + "".join(
+        added[name] for name in names if name in added
+    )
+    if diff and len(diff) > MAX_DIFF_BYTES:
+        changes += f"\n[cut: the diff has more than {MAX_DIFF_BYTES} bytes]"
     return [
-        f"commit {commit.strip()}",
-        f"untracked: {' '.join(untracked) or 'nothing'}",
-        f"uncommitted changes: {'as follows' if diff else 'none'}",
-        *([diff] if diff else []),
+        f"commit {commit.decode().strip()}",
+        "untracked: " + ("git can't list them here" if listed is None else "as follows" if untracked else "nothing"),
+        *(f"  {line}" for line in untracked),
+        *(["  and more"] if more or len(listed or b"") > MAX_DIFF_BYTES else []),
+        "uncommitted changes: "
+        + ("git can't tell those of tracked files here" if diff is None else "as follows" if changes else "none"),
+        *([changes] if changes else []),
     ]
 
 
-def _as_added(root: Path, name: str) -> str:
-    """An untracked source file as a part of a diff; empty for other files."""
-    path = root / name
-    if path.suffix not in SOURCE_SUFFIXES or not path.is_file() or path.stat().st_size > MAX_DIFF_BYTES:
+def _added(root: Path, names: Iterable[str], room: int) -> dict[str, str]:
+    """Untracked text files as parts of a diff, by name: the smallest first, as many as have room (bytes)."""
+    sizes: dict[str, int] = {}
+    for name in names:
+        with contextlib.suppress(OSError):  # it is gone by now
+            sizes[name] = (root / name).lstat().st_size
+    added: dict[str, str] = {}
+    for name, size in sorted(sizes.items(), key=lambda item: item[1]):
+        if size > room:
+            break
+        part = _as_added(root / name, name)
+        if part and (length := len(part.encode())) <= room:
+            added[name], room = part, room - length
+    return added
+
+
+def _as_added(path: Path, name: str) -> str:
+    """An untracked text file or link as git writes a new file in a diff; empty for other files."""
+    if any(fnmatch(path.name, pattern) for pattern in _SECRET_FILES):
         return ""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    added = "".join(f"+{line}\n" for line in lines)
-    return f"--- /dev/null\n+++ b/{name}\n@@ -0,0 +1,{len(lines)} @@\n{added}"
-
-
-def _git(root: Path, *words: str) -> str | None:
     try:
-        done = subprocess.run(
-            ["git", "-C", str(root), *words],
-            capture_output=True,
-            timeout=_GIT_TIMEOUT_S,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
+        mode = path.lstat().st_mode
+        if stat.S_ISLNK(mode):
+            kind, text = "120000", os.fsencode(path.readlink()).decode()
+        elif stat.S_ISREG(mode):
+            kind, text = "100755" if mode & stat.S_IXUSR else "100644", _text(path)
+        else:
+            return ""
+    except (OSError, UnicodeDecodeError):
+        return ""
+    if "\0" in text:
+        return ""
+    old, new = _quoted(f"a/{name}"), _quoted(f"b/{name}")
+    header = f"diff --git {old} {new}\nnew file mode {kind}\n"
+    if not text:
+        return header
+    lines = text.removesuffix("\n").split("\n")
+    added = "".join(f"+{line}\n" for line in lines)
+    end = "" if text.endswith("\n") else "\\ No newline at end of file\n"
+    tab = "\t" if " " in new else ""  # else a name would end at its space
+    return f"{header}--- /dev/null\n+++ {new}{tab}\n@@ -0,0 +1,{len(lines)} @@\n{added}{end}"
+
+
+def _text(path: Path) -> str:
+    """A file's text, or a NUL where it is binary; UnicodeDecodeError where it isn't UTF-8."""
+    with path.open("rb") as file:
+        head = file.read(_HEAD_BYTES)
+        return "\0" if b"\0" in head else (head + file.read(MAX_DIFF_BYTES)).decode()
+
+
+def _quoted(name: str) -> str:
+    """A name as git writes it in a diff: odd ones in double quotes, with escapes."""
+    if name.isprintable() and not {'"', "\\"} & set(name):
+        return name
+    escaped = (chr(byte) if 32 <= byte < 127 and byte not in b'"\\' else f"\\{byte:03o}" for byte in os.fsencode(name))
+    return f'"{"".join(escaped)}"'
+
+
+def _git(root: Path, *words: str) -> bytes | None:
+    """The first MAX_DIFF_BYTES + 1 bytes that a git command prints; None when it fails or takes too long."""
+    try:
+        process = subprocess.Popen(["git", "-C", str(root), *words], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    except OSError:
         return None
-    return done.stdout.decode("utf-8", errors="replace")
+    timer = threading.Timer(_GIT_TIMEOUT_S, process.terminate)  # git then removes its locks
+    timer.start()
+    try:
+        with process:
+            assert process.stdout
+            output = process.stdout.read(MAX_DIFF_BYTES + 1)
+            if is_cut := len(output) > MAX_DIFF_BYTES:
+                process.terminate()
+    finally:
+        timer.cancel()
+    return output if is_cut or process.returncode == 0 else None

@@ -1,4 +1,4 @@
-"""What is known of GPU models by name."""
+"""What is known of GPU models by name. Names compare without regard to case."""
 
 from __future__ import annotations
 
@@ -41,10 +41,19 @@ def peak_flops(device_name: str) -> float | None:
 
 def memory_gib(device_name: str) -> float | None:
     """A GPU's memory in GiB by its name, such as 'H100' or 'NVIDIA A100-SXM4-40GB'; None when it isn't known."""
-    return _longest(MEMORY_GIB, device_name)
+    known = _longest(MEMORY_GIB, device_name)
+    if known is None:
+        return None
+    sizes = [int(word[:-2]) for word in _words(device_name) if word.endswith("GB") and word[:-2].isdecimal()]
+    # Another size is another card, as the H100 64GB of some sites; vendors count up to 7% more than drivers do.
+    return known if all(abs(size - known) < 0.1 * known for size in sizes) else None
 
 
 def _longest(table: Mapping[str, float], device_name: str) -> float | None:
-    words = device_name.replace("-", " ").split()
-    names = [name for name in table if all(word in words for word in name.split())]
+    words = _words(device_name)
+    names = [name for name in table if all(word in words for word in _words(name))]
     return table[max(names, key=len)] if names else None
+
+
+def _words(name: str) -> list[str]:
+    return name.upper().replace("-", " ").split()

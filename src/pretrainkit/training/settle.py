@@ -9,7 +9,8 @@ from pretrainkit.config import resolve
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import RequestError
 from pretrainkit.training import kernels, start_plan
-from pretrainkit.training.estimates import Implementation, cheapest_recompute, estimate, fits
+from pretrainkit.training.cards import MEMORY_GIB
+from pretrainkit.training.estimates import Implementation, cheapest_recompute, estimate, fits, gpu_memory
 
 _NODE_SIZES = (1, 2, 4, 8)
 _OFFERS = 3
@@ -27,10 +28,18 @@ def settle(run: ResolvedRun) -> ResolvedRun:
 def with_estimates(run: ResolvedRun, *, refuse: bool = True) -> ResolvedRun:
     """The run with its estimates and, where that is left to us, its recomputation; unchanged on CPU.
 
-    With `refuse`, RequestError when no GPU has room for it.
+    With `refuse`, RequestError when no GPU has room for it, or when a card was named whose memory isn't known.
     """
     if run.accelerator != "gpu":
         return run
+    asked = run.config.launch.gpu_name
+    if refuse and asked and gpu_memory(run) is None:  # of one that was found here nothing need be known
+        raise RequestError(
+            f"{asked!r}: not known, or sold with several sizes of memory",
+            needed=", ".join(MEMORY_GIB),
+            action="name it with its size, such as 'A100 80GB', or say with --gpu_memory_gib what it has",
+            where="--gpu_name",
+        )
     implementation = implementation_of(run)
     run = _recomputing(run, implementation)
     estimates = estimate(run, implementation)

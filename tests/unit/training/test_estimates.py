@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pretrainkit.config.launch import LaunchConfig
 from pretrainkit.config.schema import (
     DataConfig,
     DatasetFacts,
@@ -18,6 +19,8 @@ from pretrainkit.config.schema import (
     TrainingConfig,
 )
 from pretrainkit.errors import RequestError
+from pretrainkit.launch.summary import summarize_estimates
+from pretrainkit.training import cards
 from pretrainkit.training.estimates import Implementation, cheapest_recompute, estimate, fits, parameters
 from pretrainkit.training.settle import with_estimates
 
@@ -133,6 +136,47 @@ def test_an_unknown_card_has_no_limit_and_no_time() -> None:
     run = dataclasses.replace(run_of(LLAMA_8B, micro_batch_size=16), gpu_name="Some Card")
     found = estimate(run, FUSED)
     assert fits(run, found) and (found.gpu_memory_gib, found.step_time_s, found.gpu_hours) == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "memory_gib", "peak_flops"),
+    [
+        ("h100", 79.6, 989e12),
+        ("nvidia h100 pcie", 79.6, 756e12),
+        ("a100-sxm4-80gb", 79.3, 312e12),
+        ("L40S 48GB", 45.0, 362e12),
+        ("NVIDIA H100 80GB HBM3", 79.6, 989e12),
+        ("H100 64GB", None, 989e12),
+        ("A100", None, 312e12),
+        ("NVIDIA GH200 480GB", None, 989e12),
+        ("FOO", None, None),
+    ],
+)
+def test_a_card_is_known_by_its_name(name: str, memory_gib: float | None, peak_flops: float | None) -> None:
+    assert (cards.memory_gib(name), cards.peak_flops(name)) == (memory_gib, peak_flops)
+
+
+def asked_for(name: str, gpu_memory_gib: float | None = None) -> ResolvedRun:
+    run = run_of(LLAMA_8B)
+    config = dataclasses.replace(run.config, launch=LaunchConfig(gpu_name=name, gpu_memory_gib=gpu_memory_gib))
+    return dataclasses.replace(run, config=config, gpu_name=name, gpu_memory_gib=gpu_memory_gib)
+
+
+@pytest.mark.parametrize("name", ["FOO", "a100", "GH200", "H100 64GB"])
+def test_a_named_card_whose_memory_is_not_known_is_refused_unless_it_is_told(name: str) -> None:
+    with pytest.raises(RequestError, match=f"--gpu_name: '{name}': not known(.|\n)*A100 40GB(.|\n)*--gpu_memory_gib"):
+        with_estimates(asked_for(name))
+    assert with_estimates(asked_for(name, 300.0)).estimates
+    assert "--gpu_memory_gib says what it has" in summarize_estimates(with_estimates(asked_for(name), refuse=False))
+    found = dataclasses.replace(run_of(LLAMA_8B), gpu_name=name)
+    assert with_estimates(found).estimates, "found on this machine"
+    cpu = dataclasses.replace(asked_for(name), accelerator="cpu")
+    assert with_estimates(cpu) == cpu
+
+
+def test_a_named_card_counts_however_it_is_written() -> None:
+    with pytest.raises(RequestError, match=r"less than the 79\.6 GiB"):
+        with_estimates(asked_for("h100"))
 
 
 def test_a_run_that_can_not_fit_is_refused_with_what_would() -> None:
