@@ -15,7 +15,11 @@ from typing import Any
 import pytest
 import ranks
 import save_faults
+from nemo.collections.common.tokenizers.huggingface.auto_tokenizer import AutoTokenizer
+from nemo.lightning.io import load_context
 
+from pretrainkit.checkpoint import hf
+from pretrainkit.checkpoint.nemo_context import TOKENIZER_FOLDER
 from pretrainkit.errors import EXIT_STOPPED_AFTER_SAVING
 from pretrainkit.training import resume
 from pretrainkit.training.records import read_metrics
@@ -87,6 +91,19 @@ def test_a_save_in_the_background_holds_the_step_it_began_at(
     assert resume.read(folder).step == 3 and resume.read(folder).consumed_samples == 12
     resumed = losses(train_tiny(tiny, "background", max_steps=12, **settings))
     assert resumed == unbroken
+
+
+def test_a_checkpoint_holds_the_tokenizer_but_not_the_models_own_weights(
+    tiny: Path, tmp_path: Path, train_tiny: Callable[..., Any]
+) -> None:
+    assert list(tiny.glob("*.safetensors"))
+    train_tiny(tiny, "small", max_steps=1)
+    folder = tmp_path / "small" / "checkpoints" / resume.checkpoint_name(1)
+    context = folder / "context"
+    assert not [path for path in context.rglob("*") if hf.is_weight_file(path)]
+    tokenizer = load_context(folder, "model.tokenizer")
+    assert Path(tokenizer.tokenizer.name_or_path) == context / TOKENIZER_FOLDER
+    assert tokenizer.text_to_ids("a text") == AutoTokenizer(str(tiny)).text_to_ids("a text")
 
 
 FAULTS: dict[str, tuple[str, dict[str, Any]]] = {

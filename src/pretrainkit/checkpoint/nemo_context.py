@@ -26,6 +26,7 @@ CONTENT_METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix
 
 TOKENIZER_FOLDER = "nemo_tokenizer"
 GENERATION_FOLDER = "artifacts"
+GENERATION_CONFIG = "generation_config.json"
 
 
 @dataclass(frozen=True)
@@ -46,22 +47,27 @@ class Name:
 def write_context(folder: Path, model: Call, hf_folder: Path) -> None:
     """Write a context for a model (`model_call`) with the tokenizer and generation config of `hf_folder`."""
     folder.mkdir()
-    tokenizer = folder / TOKENIZER_FOLDER
-    tokenizer.mkdir()
-    for path in side_files(hf_folder):
-        if path.name == "generation_config.json":
-            (folder / GENERATION_FOLDER).mkdir()
-            shutil.copyfile(path, folder / GENERATION_FOLDER / path.name)
-        else:
-            shutil.copyfile(path, tokenizer / path.name)
-    # AutoTokenizer reads the class of some tokenizers from config.json.
-    shutil.copyfile(hf_folder / "config.json", tokenizer / "config.json")
+    copy_tokenizer(hf_folder, folder / TOKENIZER_FOLDER)
+    generation = hf_folder / GENERATION_CONFIG
+    if generation.is_file():
+        (folder / GENERATION_FOLDER).mkdir()
+        shutil.copyfile(generation, folder / GENERATION_FOLDER / GENERATION_CONFIG)
     strategy = Call(
         "nemo.lightning.pytorch.strategies.megatron_strategy:MegatronStrategy", {"ckpt_save_optimizer": False}
     )
     trainer = Call("nemo.lightning.pytorch.trainer:Trainer", {"accelerator": "cpu", "strategy": strategy, "devices": 1})
     context = Call("nemo.lightning.io.pl:TrainerContext", {"model": model, "trainer": trainer, "extra": {}})
     write_json(folder / "io.json", fiddle_json(context))
+
+
+def copy_tokenizer(hf_folder: Path, target: Path) -> None:
+    """Copy what NeMo's AutoTokenizer reads of a model folder into a new one: no weights."""
+    target.mkdir(parents=True)
+    for path in side_files(hf_folder):
+        if path.name != GENERATION_CONFIG:
+            shutil.copyfile(path, target / path.name)
+    # It reads the class of some tokenizers from config.json.
+    shutil.copyfile(hf_folder / "config.json", target / "config.json")
 
 
 def model_call(shape: ModelShape, dtype: torch.dtype, *, vocabulary_divisor: int, has_generation_config: bool) -> Call:

@@ -26,9 +26,12 @@ import psutil
 import torch
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from nemo.collections.common.tokenizers.huggingface.auto_tokenizer import AutoTokenizer
+from nemo.lightning.io.artifact.base import Artifact
 from nemo.lightning.io.pl import TrainerContext
 from torch.distributed.checkpoint.api import CheckpointException
 
+from pretrainkit.checkpoint.nemo_context import TOKENIZER_FOLDER, copy_tokenizer
 from pretrainkit.checkpoint.targets import carry_hf_files
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.logs import get_logger
@@ -54,6 +57,17 @@ class Save:
     """By time.monotonic()."""
 
 
+class TokenizerFiles(Artifact[str]):
+    """A model folder's tokenizer in a checkpoint's context. NeMo's own way copies the folder's weights, too."""
+
+    def dump(self, instance: Any, value: str, absolute_dir: Path, relative_dir: Path) -> str:
+        copy_tokenizer(Path(value), Path(absolute_dir) / relative_dir / TOKENIZER_FOLDER)
+        return str(Path(relative_dir) / TOKENIZER_FOLDER)
+
+    def load(self, path: str) -> str:
+        return path
+
+
 class Saver:
     """Begins and ends the writing of a checkpoint, one at a time. Every method is called on all ranks together."""
 
@@ -62,6 +76,7 @@ class Saver:
         self._timeout_s = parse_duration(run.config.training.save_timeout)
         self._errors: list[BaseException] = []
         self.current: Save | None = None
+        AutoTokenizer.__io_artifacts__ = [TokenizerFiles("pretrained_model_name")]
         # Its process imports the main script again: begun now, beside the start, the first save needn't wait for it.
         self._queue_start = threading.Thread(target=filesystem_async._get_write_results_queue, daemon=True)
         if run.accelerator == "gpu":  # on CPU it is a fork (cpu.py), which takes no time and wants no other threads
