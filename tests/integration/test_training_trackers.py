@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+from pretrainkit.training.restarts import idle_restarts
+from pretrainkit.training.trackers import WANDB_SENT_FILE
+
 pytestmark = pytest.mark.integration
 
 
@@ -41,8 +44,15 @@ def losses_of(path: Path) -> dict[int, float]:
     return losses
 
 
-def test_a_resumed_run_goes_on_under_its_id_and_repeats_no_step(
-    make_hf_llama: Callable[..., Path], tmp_path: Path, train_tiny: Callable[..., Any]
+def steps_shown(tensorboard: Path) -> list[int]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    return [event.step for event in EventAccumulator(str(tensorboard)).Reload().Scalars("loss")]
+
+
+@pytest.mark.parametrize("was_killed", [False, True], ids=["ended in order", "killed"])
+def test_a_resumed_run_goes_on_under_its_id_and_has_every_step_once(
+    make_hf_llama: Callable[..., Path], tmp_path: Path, train_tiny: Callable[..., Any], was_killed: bool
 ) -> None:
     tiny = make_hf_llama()
     settings = {"save_interval": 2, "wandb_project": "test"}
@@ -50,11 +60,24 @@ def test_a_resumed_run_goes_on_under_its_id_and_repeats_no_step(
     experiment = tmp_path / "tracked"
     run_id = (experiment / "wandb_id.txt").read_text().strip()
     shutil.rmtree(experiment / "checkpoints" / "step_00000003")
+    if was_killed:  # before it could tell that all was sent
+        (experiment / WANDB_SENT_FILE).unlink()
     metrics = train_tiny(tiny, "tracked", max_steps=5, **settings)
     starts = [record for record in metrics if record.get("event") == "start"]
     assert [(start["step"], start["wandb_run"]) for start in starts] == [(0, None), (2, run_id)]
     files = sorted((experiment / "wandb").glob(f"offline-run-*-{run_id}/run-{run_id}.wandb"))
     assert len(files) == 2 == len(list((experiment / "wandb").glob("offline-run-*")))
     first, second = map(losses_of, files)
-    assert (list(first), list(second)) == ([1, 2, 3], [4, 5])
-    assert second == {record["step"]: record["loss"] for record in metrics if record.get("loss") and record["step"] > 3}
+    assert (list(first), list(second)) == ([1, 2, 3], [3, 4, 5] if was_killed else [4, 5])
+    recorded = {record["step"]: record["loss"] for record in metrics if record.get("loss")}
+    assert second == {step: recorded[step] for step in second}
+    assert steps_shown(experiment / "tensorboard") == [1, 2, 3, 4, 5]
+
+
+def test_a_start_that_ends_with_its_tracker_counts_as_one(
+    make_hf_llama: Callable[..., Path], tmp_path: Path, train_tiny: Callable[..., Any]
+) -> None:
+    for number in range(2):
+        with pytest.raises(AssertionError, match="W&B can't be used"):
+            train_tiny(make_hf_llama(), "unsent", wandb_project="no/such/name")
+        assert idle_restarts(tmp_path / "unsent" / "metrics.jsonl") == number

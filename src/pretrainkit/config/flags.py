@@ -128,7 +128,9 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("--save_retries", "training.save_retries", "how often a failed save is tried again"),
         Flag("--max_missed_saves", "training.max_missed_saves", "failed saves in a row that don't end the run"),
         Flag("--save_timeout", "training.save_timeout", "time that writing one checkpoint may take"),
-        Flag("--val_interval", "training.val_interval", "steps between evaluations; 0: none"),
+        Flag(
+            "--val_interval", "training.val_interval", "steps between evaluations; the last step has one too; 0: none"
+        ),
         Flag("--val_steps", "training.val_steps", "batches per evaluation"),
         Flag("--log_interval", "training.log_interval", "steps between records"),
         Flag("--precision", "training.precision", "auto, bf16 or fp32; auto: bf16 on GPU, fp32 on CPU"),

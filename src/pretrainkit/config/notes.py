@@ -51,4 +51,4 @@ def _schedule(run: ResolvedRun) -> Iterator[str]:
     elif run.lr_decay_steps > run.max_steps:
         yield f"the learning rate reaches its minimum at step {run.lr_decay_steps}, the run ends at {run.max_steps}"
     if training.val_interval > run.max_steps:
-        yield f"no evaluation: --val_interval {training.val_interval} is beyond the {run.max_steps} steps of the run"
+        yield f"one evaluation: --val_interval {training.val_interval} is beyond the last step, {run.max_steps}"

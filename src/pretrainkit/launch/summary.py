@@ -11,7 +11,9 @@ def summarize(run: ResolvedRun) -> str:
     config, model, parallel = run.config, run.model, run.config.parallel
     training, optimizer = config.training, config.optimizer
     evaluation = (
-        f"every {training.val_interval} steps, {training.val_steps} batches" if training.val_interval else "none"
+        f"every {training.val_interval} steps and at the end, {training.val_steps} batches"
+        if training.val_interval
+        else "none"
     )
     lines = {
         "experiment": run.experiment_dir,
@@ -46,7 +48,7 @@ def summarize_estimates(run: ResolvedRun) -> str:
         return "estimates  none on CPU"
     card = f" ({run.gpu_name})" if run.gpu_name else ""
     room = (
-        "--gpu_name or --gpu_memory_gib says what it has"
+        f"{'' if card else '--gpu_name or '}--gpu_memory_gib says what it has{card}"
         if estimates.gpu_memory_gib is None
         else f"it has {estimates.gpu_memory_gib:.1f} GiB{card}"
     )

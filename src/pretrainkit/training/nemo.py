@@ -42,6 +42,7 @@ from pretrainkit.training.nemo_callbacks import (
 )
 from pretrainkit.training.nemo_checkpoints import Checkpoints
 from pretrainkit.training.nemo_data import data_module, timed
+from pretrainkit.training.nemo_evaluation import Evaluations
 from pretrainkit.training.nemo_loss_guard import LossGuard
 from pretrainkit.training.nemo_stop import StopEarly
 from pretrainkit.training.records import RunRecorder
@@ -74,26 +75,7 @@ def train(
     optimizer.use_in_megatron()
     optimizer_gather.use_in_megatron()
 
-    recorder = None
-    if rank == 0:
-        furthest = max((attempt.last_step for attempt in restarts.attempts(experiment / "metrics.jsonl")), default=0)
-        recorder = RunRecorder(
-            experiment / "metrics.jsonl",
-            tokens_per_sample=run.config.data.sequence_length,
-            samples_per_step=run.config.training.global_batch_size,
-            flops_per_token=training_flops_per_token(run.model, run.config.data.sequence_length),
-            max_steps=run.max_steps,
-            world_size=run.world_size,
-            peak_flops=peak_flops(torch.cuda.get_device_name()) if run.accelerator == "gpu" else None,
-            trackers=[TensorBoard(experiment, furthest), *open_trackers(run, furthest)],
-        )
-        attention = "te" if chosen.layer_spec == "te" else attention_kernel(run)
-        used = {**chosen.to_json(), "attention": attention}
-        recorder.event("start", **plan.to_json(), world_size=run.world_size, kernels=used)
-        requests.note_end_by(functools.partial(recorder.event, "stopped", step=plan.step))
-        log.info("kernels: %s, attention %s", chosen, attention)
-        log.info("starting at step %d of %d", plan.step, run.max_steps)
-
+    recorder = _recorder(run, plan, chosen, requests) if rank == 0 else None
     parity = start_parity.begin(run, plan, rank=rank)
     model = _model(run, chosen, recorder)
     trainer = _trainer(run, plan, local_world_size)
@@ -103,7 +85,7 @@ def train(
     # Before the saving, to time the step alone.
     guard = LossGuard(run, recorder)
     trainer.callbacks[:0] = [AsPlanned(plan), guard, Recording(run, plan, recorder, guard), StopEarly(requests)]
-    trainer.callbacks += [Checkpoints(run, recorder, saved_step=plan.step), FrozenStart()]
+    trainer.callbacks += [Evaluations(run), Checkpoints(run, recorder, saved_step=plan.step), FrozenStart()]
     pl.seed_everything(run.config.training.seed, workers=True, verbose=False)
     try:
         llm.pretrain(
@@ -119,10 +101,40 @@ def train(
     finally:
         if recorder:
             recorder.close()
+    # torchrun ends the first rank when another has ended 30 s before it, and a tracker's upload may take longer.
+    torch.distributed.barrier()
     if trainer.global_step >= run.max_steps:
         return True
-    log.warning("stopped after step %d of %d, saved", trainer.global_step, run.max_steps)
+    saved = "saved" if trainer.global_step > plan.step else "with nothing new to save"
+    log.warning("stopped after step %d of %d, %s", trainer.global_step, run.max_steps, saved)
     return False
+
+
+def _recorder(run: ResolvedRun, plan: StartPlan, chosen: kernels.Kernels, requests: StopRequests) -> RunRecorder:
+    """The records of this attempt, begun."""
+    experiment = Path(run.experiment_dir)
+    furthest = max((attempt.last_step for attempt in restarts.attempts(experiment / "metrics.jsonl")), default=0)
+    recorder = RunRecorder(
+        experiment / "metrics.jsonl",
+        tokens_per_sample=run.config.data.sequence_length,
+        samples_per_step=run.config.training.global_batch_size,
+        flops_per_token=training_flops_per_token(run.model, run.config.data.sequence_length),
+        max_steps=run.max_steps,
+        world_size=run.world_size,
+        peak_flops=peak_flops(torch.cuda.get_device_name()) if run.accelerator == "gpu" else None,
+    )
+    attention = "te" if chosen.layer_spec == "te" else attention_kernel(run)
+    # Before the trackers, which may fail: such a start counts as a restart, too.
+    used = {**chosen.to_json(), "attention": attention}
+    recorder.event("start", **plan.to_json(), world_size=run.world_size, kernels=used)
+    recorder.trackers = [
+        TensorBoard(experiment, plan.step),
+        *open_trackers(run, first_step=plan.step, recorded_step=furthest),
+    ]
+    requests.note_end_by(functools.partial(recorder.event, "stopped", step=plan.step))
+    log.info("kernels: %s, attention %s", chosen, attention)
+    log.info("starting at step %d of %d", plan.step, run.max_steps)
+    return recorder
 
 
 def _model(run: ResolvedRun, chosen: kernels.Kernels, recorder: RunRecorder | None) -> LlamaModel:

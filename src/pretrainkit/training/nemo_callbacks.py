@@ -45,7 +45,7 @@ class LearningRate(LRSchedulerModule):
 
 
 class _StepScheduler(torch.optim.lr_scheduler.LRScheduler):
-    """Sets learning rate and weight decay from the step and this run's settings, never from a checkpoint.
+    """Sets learning rate, weight decay, betas and eps from the step and this run's settings, never from a checkpoint.
 
     Only the step is saved: a checkpoint's parameter groups hold the old run's values, and a resumed run that
     was given others must use the others.
@@ -53,6 +53,8 @@ class _StepScheduler(torch.optim.lr_scheduler.LRScheduler):
 
     def __init__(self, megatron_optimizer: Any, schedule: Schedule, weight_decay: float) -> None:
         self.schedule, self.weight_decay = schedule, weight_decay
+        # Nothing is restored yet: the groups hold what this run asks for.
+        self._adam = [{name: group[name] for name in ("betas", "eps")} for group in megatron_optimizer.param_groups]
         super().__init__(megatron_optimizer)
 
     def get_lr(self) -> list[float]:
@@ -64,8 +66,8 @@ class _StepScheduler(torch.optim.lr_scheduler.LRScheduler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.last_epoch = state_dict["last_epoch"]
         self._last_lr = self.get_lr()
-        for group, value in zip(self.optimizer.param_groups, self._last_lr, strict=True):
-            group["lr"] = value
+        for group, value, adam in zip(self.optimizer.param_groups, self._last_lr, self._adam, strict=True):
+            group.update(adam, lr=value)
             group["weight_decay"] = self.weight_decay * group.get("pre_wd_mult", 1.0)
 
 
@@ -121,14 +123,15 @@ class TensorBoard:
     Lightning's trainer doesn't get the logger: it would ask the GPU for numbers after every step, and wait.
     """
 
-    def __init__(self, experiment: Path, sent_step: int) -> None:
-        self._logger = TensorBoardLogger(save_dir=str(experiment), name="tensorboard", version="")
-        self._sent_step = sent_step
+    def __init__(self, experiment: Path, first_step: int) -> None:
+        """`first_step`: steps done before; later ones, of an attempt that was killed, are shown as done again."""
+        self._logger = TensorBoardLogger(
+            save_dir=str(experiment), name="tensorboard", version="", purge_step=first_step + 1
+        )
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """Write the numbers of a step, unless an earlier attempt did."""
-        if step > self._sent_step:
-            self._logger.log_metrics(values, step)
+        """Write the numbers of a step."""
+        self._logger.log_metrics(values, step)
 
     def finish(self) -> None:
         """Write what is left."""

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,6 @@ class RunRecorder:
         max_steps: int,
         world_size: int,
         peak_flops: float | None = None,
-        trackers: Sequence[Tracker] = (),
     ) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         _cut_torn_line(path)
@@ -43,7 +42,7 @@ class RunRecorder:
         self._tokens_per_sample, self._tokens_per_step = tokens_per_sample, tokens_per_sample * samples_per_step
         self._max_steps, self._world_size = max_steps, world_size
         self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
-        self._trackers = list(trackers)
+        self.trackers: list[Tracker] = []
         self._data_wait_s = 0.0
         self._padded: list[Any] = []
         self._last_time_s = time.monotonic()
@@ -173,11 +172,11 @@ class RunRecorder:
             self._unwritten.clear()
 
     def _tell_trackers(self, tell: Callable[[Tracker], None]) -> None:
-        for tracker in list(self._trackers):
+        for tracker in list(self.trackers):
             try:
                 tell(tracker)
             except Exception as error:  # a disk, a server, or whatever a library makes of them
-                self._trackers.remove(tracker)
+                self.trackers.remove(tracker)
                 log.error("%s fails and gets no more records of this start: %r", type(tracker).__name__, error)
 
     def close(self) -> None:

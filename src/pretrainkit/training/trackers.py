@@ -1,7 +1,7 @@
 """Experiment trackers that a run's records are sent to as well: Weights & Biases and MLflow. One rank uses them.
 
 Both know one run per experiment: its id lies in the experiment's folder, and a restart goes on with it. Steps that
-a restart does again were sent before and are not sent twice.
+a restart does again are not sent twice, unless a kill may have kept them from being sent.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from pretrainkit.errors import PretrainkitError, RequestError
 from pretrainkit.logs import get_logger
 
 WANDB_ID_FILE = "wandb_id.txt"
+WANDB_SENT_FILE = "wandb_sent_step.txt"
+"""The last step that W&B surely has: written when an attempt has ended in order."""
 MLFLOW_ID_FILE = "mlflow_id.txt"
 
 log = get_logger(__name__)
@@ -55,23 +57,23 @@ def wandb_run_id(run: ResolvedRun) -> str | None:
     return path.read_text(encoding="utf-8").strip() if run.config.tracking.wandb_project and path.exists() else None
 
 
-def open_trackers(run: ResolvedRun, sent_step: int) -> list[Tracker]:
-    """The trackers of a run, of whose steps those up to `sent_step` were sent by earlier attempts.
+def open_trackers(run: ResolvedRun, *, first_step: int, recorded_step: int) -> list[Tracker]:
+    """The trackers of an attempt that begins after `first_step`; those before it recorded steps up to `recorded_step`.
 
     Raises PretrainkitError when one can't be used.
     """
     trackers: list[Tracker] = []
     if run.config.tracking.wandb_project:
-        trackers.append(WandbTracker(run, run.config.tracking.wandb_project, sent_step))
+        trackers.append(WandbTracker(run, run.config.tracking.wandb_project, first_step))
     if run.config.tracking.mlflow:
-        trackers.append(MlflowTracker(run, sent_step))
+        trackers.append(MlflowTracker(run, recorded_step))
     return trackers
 
 
 class WandbTracker:
     """A W&B run; WANDB_MODE=offline keeps it on disk, for `wandb sync` later."""
 
-    def __init__(self, run: ResolvedRun, project: str, sent_step: int) -> None:
+    def __init__(self, run: ResolvedRun, project: str, first_step: int) -> None:
         import wandb
 
         experiment = Path(run.experiment_dir)
@@ -79,7 +81,8 @@ class WandbTracker:
         if run_id is None:
             run_id = uuid.uuid4().hex[:8]
             files.write_text(experiment / WANDB_ID_FILE, run_id + "\n")
-        self._sent_step = sent_step
+        self._sent_file = experiment / WANDB_SENT_FILE
+        sent_step = int(self._sent_file.read_text(encoding="ascii")) if self._sent_file.exists() else first_step
         try:
             self._run = wandb.init(
                 project=project,
@@ -96,16 +99,20 @@ class WandbTracker:
                 action="set WANDB_API_KEY, or WANDB_MODE=offline where there is no network",
                 where="--wandb_project",
             ) from error
+        # Where there is a network, W&B tells how far it got.
+        self._sent_step = self._step = max(sent_step, self._run.starting_step - 1)
         log.info("W&B run %s of project %s (%s)", run_id, project, "offline" if self._run.offline else self._run.url)
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """Send the numbers of a step, unless an earlier attempt did."""
         if step > self._sent_step:
             self._run.log(values, step=step)
+            self._step = step
 
     def finish(self) -> None:
         """Wait until all is sent."""
         self._run.finish()
+        files.write_text(self._sent_file, f"{self._step}\n")
 
 
 class MlflowTracker:

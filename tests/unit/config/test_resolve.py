@@ -86,7 +86,7 @@ def test_the_vocabulary_is_padded_to_one_size_at_every_power_of_two(vocabulary: 
     ("changes", "expected"),
     [
         ({"training__max_steps": 100}, "6.8 passes over"),
-        ({"training__val_interval": 500}, "no evaluation"),
+        ({"training__val_interval": 500}, "one evaluation"),
         ({"optimizer__lr_schedule": "constant", "optimizer__min_lr": 0.0}, "no effect with the constant schedule"),
         ({"optimizer__lr_decay_steps": 1000}, "the run ends at 14"),
         ({"parallel__sequence_parallel": True}, "no effect with one tensor-parallel rank"),

@@ -13,7 +13,7 @@ from pretrainkit.training.trackers import Tracker
 
 
 def recorder(path: Path, trackers: Sequence[Tracker] = ()) -> RunRecorder:
-    return RunRecorder(
+    made = RunRecorder(
         path,
         tokens_per_sample=128,
         samples_per_step=4,
@@ -21,8 +21,9 @@ def recorder(path: Path, trackers: Sequence[Tracker] = ()) -> RunRecorder:
         max_steps=10,
         world_size=2,
         peak_flops=1e12,
-        trackers=trackers,
     )
+    made.trackers = list(trackers)
+    return made
 
 
 def test_records_of_several_attempts_follow_each_other(tmp_path: Path) -> None:

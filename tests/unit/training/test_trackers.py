@@ -31,7 +31,7 @@ def test_a_tracker_that_is_not_installed_is_refused_before_the_start(
 def test_without_being_asked_for_there_is_none(make_run: Callable[..., ResolvedRun]) -> None:
     run = make_run()
     check_trackers(run)
-    assert open_trackers(run, 0) == [] and wandb_run_id(run) is None
+    assert open_trackers(run, first_step=0, recorded_step=0) == [] and wandb_run_id(run) is None
 
 
 def test_only_numbers_are_sent() -> None:

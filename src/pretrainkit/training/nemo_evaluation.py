@@ -1,0 +1,38 @@
+"""When NeMo's trainer evaluates on held-out data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+
+from pretrainkit.config.schema import ResolvedRun
+from pretrainkit.logs import get_logger
+
+log = get_logger(__name__)
+
+
+class Evaluations(pl.Callback):
+    """Every `val_interval` steps and after the last one, however many attempts the run takes.
+
+    Lightning evaluates where a data loader ends instead, which one that begins in the middle never does.
+    """
+
+    def __init__(self, run: ResolvedRun) -> None:
+        self._interval, self._max_steps = run.config.training.val_interval, run.max_steps
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        loop = trainer.fit_loop.epoch_loop
+
+        def is_due(_: Any) -> bool:
+            # A checkpoint may be of the step after which its run was evaluated; Lightning asks once before it trains.
+            is_before_training = getattr(loop, "skip_val_on_restart", False)
+            step = trainer.global_step
+            if is_before_training or (step % self._interval and step < self._max_steps):
+                return False
+            if trainer.should_stop:
+                log.warning("asked to stop: the held-out loss after step %d is not measured", step)
+            return not trainer.should_stop
+
+        if self._interval:
+            loop._should_check_val_fx = is_due
