@@ -10,7 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pretrainkit.cli import Parser, run_command
-from pretrainkit.errors import EXIT_DONE
+from pretrainkit.errors import EXIT_DONE, PretrainkitError
+from pretrainkit.logs import get_logger
+
+log = get_logger("inspect_run")
 
 
 def build_parser() -> Parser:
@@ -28,15 +31,27 @@ def command(arguments: argparse.Namespace) -> int:
     from pretrainkit.training.history import read_history
 
     history = read_history(arguments.experiment)
-    picture = None if arguments.no_plot else arguments.plot or arguments.experiment / "run.png"
+    picture, problem = None if arguments.no_plot else arguments.plot or arguments.experiment / "run.png", None
     if picture:
         from pretrainkit.training.history_plot import plot_history
 
-        plot_history(history, picture)
+        try:
+            plot_history(history, picture)
+        except OSError as error:  # the summary of another user's experiment can be had all the same
+            problem = PretrainkitError(
+                f"the picture can't be written: {error.strerror}",
+                action="--plot takes another file",
+                where=str(picture),
+            )
+            picture = None
     if arguments.json:
         print(json.dumps({**history.summary(), "plot": str(picture) if picture else None}, indent=2))
     else:
         print(history.describe() + (f"\nplot       {picture}" if picture else ""))
+    if problem and arguments.plot:
+        raise problem
+    if problem:
+        log.warning("%s", problem)
     return EXIT_DONE
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 
 from pretrainkit.checkpoint.convert import convert
-from pretrainkit.config.run_file import read_run
+from pretrainkit.config.run_file import read_run, write_run
 from pretrainkit.training import resume
+from pretrainkit.training.records import read_metrics
 
 pytestmark = pytest.mark.integration
 
@@ -60,6 +63,42 @@ def test_resumed_losses_equal_unbroken_ones(
     assert starts == [("random", 0), ("continue", 1), ("continue", 4)]
     assert by_step(resumed) == unbroken
     assert sorted(unbroken) == list(range(1, 9))
+
+
+@pytest.fixture
+def train_with(write_tiny_run: Callable[..., Path]) -> Callable[..., list[dict[str, Any]]]:
+    """Train a tiny model with other settings of the optimizer, which stand in a dict."""
+
+    def train(*arguments: Any, optimizer: dict[str, Any], **settings: Any) -> list[dict[str, Any]]:
+        run_file = write_tiny_run(*arguments, **settings)
+        run = read_run(run_file)
+        changed = dataclasses.replace(run.config.optimizer, **optimizer)
+        write_run(run_file, dataclasses.replace(run, config=dataclasses.replace(run.config, optimizer=changed)))
+        ranks.run_ranks(ranks.train_rank, run.world_size, run_file.parent, run_file=run_file)
+        return read_metrics(run_file.parent / "metrics.jsonl")
+
+    return train
+
+
+@pytest.mark.usefixtures("stopped")
+@pytest.mark.parametrize("changed", [{"adam_beta1": 0.1}, {"adam_beta2": 0.5}, {"adam_eps": 1e-2}], ids=str)
+def test_changed_settings_of_adam_take_effect(
+    tiny: Path, unbroken: dict[int, Any], train_with: Callable[..., Any], changed: dict[str, float]
+) -> None:
+    resumed = by_step(train_with(tiny, "stopped", max_steps=8, optimizer=changed))
+    assert resumed[5] == unbroken[5]  # its loss and norm are those before the first update
+    assert abs(resumed[6][0] - unbroken[6][0]) > 1e-4
+
+
+def test_another_kind_of_optimizer_goes_on_with_new_moments(tiny: Path, train_with: Callable[..., Any]) -> None:
+    train_with(tiny, "kind", max_steps=2, save_interval=2, optimizer={"distributed": True})
+    settings = {"max_steps": 4, "save_interval": 4, "optimizer": {"distributed": False}}
+    with pytest.raises(AssertionError, match=r"optimizer\.distributed(.|\n)*--reset_optimizer"):
+        train_with(tiny, "kind", **settings)
+    train_with(tiny, "kind", **settings, reset_optimizer=True)
+    records = train_with(tiny, "kind", **{**settings, "max_steps": 5})
+    starts = [record["optimizer_state"] for record in records if record.get("event") == "start"]
+    assert starts == ["zero", "reset", "restored"]
 
 
 @pytest.mark.usefixtures("stopped")

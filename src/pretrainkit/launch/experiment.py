@@ -10,14 +10,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from pretrainkit import files
+from pretrainkit.checkpoint.fingerprint import weights_fingerprint
 from pretrainkit.config.run_file import read_run, to_json, write_run
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import RequestError
+from pretrainkit.launch.weights import CACHE_NAME, CONVERSION_REPORT
 from pretrainkit.logs import get_logger
 
 RUN_FILE = "run.json"
 DRY_RUN_FILE = "dry_run.json"
 """Its place for a dry run of an experiment that has begun, whose run.json says what it is and what its jobs run."""
+WEIGHTS_RECORD = "initial_weights.txt"
+"""Says which weights a run began from, should they lie elsewhere later."""
 CHECKPOINTS = "checkpoints"
 LOGS = "logs"
 JOBS = "jobs"
@@ -62,8 +69,15 @@ def changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, tuple[Any, An
     return {
         name: (before.get(name), after.get(name))
         for name in [*before, *(name for name in after if name not in before)]
-        if before.get(name) != after.get(name) and not name.startswith(_NOT_COMPARED)
+        if not _is_same(name, before.get(name), after.get(name)) and not name.startswith(_NOT_COMPARED)
     }
+
+
+def _is_same(name: str, old: Any, new: Any) -> bool:
+    if name == "dataset.weights" and old and new:
+        # Megatron divides weights by their sum: from equal quotients, to the bit, it draws the same samples.
+        return np.array_equal(np.array(old) / np.sum(old), np.array(new) / np.sum(new))
+    return bool(old == new)
 
 
 def _leaves(value: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
@@ -89,31 +103,99 @@ def write_run_file(run: ResolvedRun, *, is_dry: bool = False) -> Path:
     Raises RequestError that names every changed field with both values.
     """
     experiment_dir = Path(run.experiment_dir)
-    has_begun = any((experiment_dir / folder).exists() for folder in (CHECKPOINTS, LOGS, JOBS))
-    path = experiment_dir / (DRY_RUN_FILE if is_dry and has_begun else RUN_FILE)
+    path = experiment_dir / (DRY_RUN_FILE if is_dry and has_begun(experiment_dir) else RUN_FILE)
     for name, (old, new) in changes_since_last_start(run).items():
         log.info("changed since the last start: %s: %s -> %s", name, old, new)
+    if not is_dry and not has_checkpoints(experiment_dir):
+        _record_weights(run)
     write_run(path, run)
     return path
 
 
 def changes_since_last_start(run: ResolvedRun) -> dict[str, tuple[Any, Any]]:
-    """Fields of run.json that a start would change: dotted name -> (old, new); empty before the first checkpoint.
+    """Fields of run.json that a start would change: dotted name -> (old, new); empty before the first start.
 
     Raises RequestError as `write_run_file` does.
     """
     path = Path(run.experiment_dir) / RUN_FILE
     if not has_checkpoints(path.parent):
-        return {}
+        return _changes_before_checkpoints(path, run)
     if not path.exists():
         raise RequestError(
             "checkpoints, but no run.json that says what they are of",
             action="restore run.json, or take another --experiment",
             where=str(path.parent),
         )
-    changed = changes(to_json(read_run(path)), to_json(run))
-    _refuse_other_identity(path, changed, allowed=DATA if run.config.data.allow_data_change else ())
-    return changed
+    before, now = to_json(read_run(path)), to_json(run)
+    _compare_weights(path.parent, before, now)
+    saved = before | {"dataset": before["dataset"] | _saved_data(path.parent)}
+    _refuse_other_identity(path, changes(saved, now), allowed=DATA if run.config.data.allow_data_change else ())
+    return changes(before, now)
+
+
+def _changes_before_checkpoints(path: Path, run: ResolvedRun) -> dict[str, tuple[Any, Any]]:
+    if not has_begun(path.parent):  # a run.json that is there is a dry run's
+        return {}
+    try:
+        return changes(to_json(read_run(path)), to_json(run))
+    except RequestError:  # nothing depends on it: it is replaced
+        return {}
+
+
+def _saved_data(experiment_dir: Path) -> dict[str, Any]:
+    """What the newest checkpoint's commit mark tells of the data it has learnt; nothing in older ones.
+
+    run.json is of the last start, which may have had other data and ended before it saved.
+    """
+    marks = {mark.parent.name: mark for mark in (experiment_dir / CHECKPOINTS).glob("step_*/complete.json")}
+    newest = max((name for name in marks if name.removeprefix("step_").isdigit()), default=None)
+    try:
+        return dict(files.read_json(marks[newest])["dataset"]) if newest else {}
+    except (OSError, ValueError, LookupError, TypeError):
+        return {}
+
+
+def _compare_weights(experiment_dir: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Let --nemo_model of two run.json objects be equal where the weights are, and differ where they do.
+
+    It may be spelt in another way, or lie elsewhere now. Where the weights themselves don't tell, its text counts.
+    """
+    old, new = _initial_weights(before), _initial_weights(now)
+    if not old or not new:
+        return
+    record = experiment_dir / WEIGHTS_RECORD
+    first = (record.is_file() and record.read_text(encoding="ascii").strip()) or _fingerprint(old)
+    second = _fingerprint(new)
+    if old == new or (first and first == second):
+        now["config"]["nemo_model"] = before["config"]["nemo_model"]
+    elif first and second:
+        before["config"]["nemo_model"], now["config"]["nemo_model"] = str(old), str(new)
+
+
+def _initial_weights(run: dict[str, Any]) -> Path | None:
+    """What --nemo_model of a run.json object points to."""
+    initial, original = run["initial_checkpoint"], run["hf_weights"]
+    if initial and original and Path(initial).parent.name == CACHE_NAME:
+        return Path(original)
+    return Path(initial) if initial else None
+
+
+def _fingerprint(weights: Path) -> str | None:
+    """Tells initial weights apart without reading them: of a checkpoint the file that says how it was made."""
+    if any(weights.glob("*.safetensors")):
+        return weights_fingerprint(weights)
+    marks = (weights / name for name in ("complete.json", CONVERSION_REPORT, "weights/.metadata"))
+    return next((files.sha256_file(mark) for mark in marks if mark.is_file()), None)
+
+
+def _record_weights(run: ResolvedRun) -> None:
+    if weights := _initial_weights(to_json(run)):
+        files.write_text(Path(run.experiment_dir) / WEIGHTS_RECORD, f"{_fingerprint(weights) or ''}\n")
+
+
+def has_begun(experiment_dir: Path) -> bool:
+    """Whether an experiment was started, or a job of it submitted."""
+    return any((experiment_dir / folder).exists() for folder in (CHECKPOINTS, LOGS, JOBS))
 
 
 def has_checkpoints(experiment_dir: Path) -> bool:

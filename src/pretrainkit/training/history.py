@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
+import math
 import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from pretrainkit.units import format_count
 
 RATE_STEPS = 100
 """The speed that is shown is the median of so many last records."""
+_STEP_FIELDS = {"step", "loss", "learning_rate"}
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ class Point:
     loss: float | None
     learning_rate: float
     tokens_per_second: float
+    """NaN where its record lacks it."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,7 @@ class History:
     def tokens_per_second(self) -> float | None:
         """Median of the newest records."""
         rates = [point.tokens_per_second for point in self.steps[-RATE_STEPS:]]
+        rates = [rate for rate in rates if not math.isnan(rate)]
         return statistics.median(rates) if rates else None
 
     def summary(self) -> dict[str, Any]:
@@ -101,7 +103,7 @@ class History:
         last = self.steps[-1] if self.steps else None
         return {
             "experiment": self.experiment,
-            "steps_done": last.step if last else 0,
+            "steps_done": max((start.last_step for start in self.starts), default=last.step if last else 0),
             "max_steps": self.max_steps,
             "tokens": self.last_record.get("tokens"),
             "loss": last.loss if last else None,
@@ -175,16 +177,18 @@ class History:
 
 
 def read_history(experiment: Path) -> History:
-    """Read an experiment's folder. Raises RequestError when it holds no records."""
+    """Read an experiment's folder. Raises RequestError when nothing of it has started."""
     metrics = experiment / "metrics.jsonl"
-    if not metrics.is_file():
+    if not metrics.is_file() and not (experiment / "logs").is_dir() and not (experiment / "jobs").is_dir():
         raise RequestError(
-            "no metrics.jsonl here", needed="the folder of an experiment that has started", where=str(experiment)
+            "no metrics.jsonl, logs or jobs here",
+            needed="the folder of an experiment that has started",
+            where=str(experiment),
         )
     records = _records(metrics)
-    trained = [record for record in records if "learning_rate" in record and "event" not in record]
+    trained = [record for record in records if record.keys() >= _STEP_FIELDS and "event" not in record]
     by_step = {record["step"]: record for record in trained}
-    validation = {record["step"]: record["val_loss"] for record in records if "val_loss" in record}
+    validation = {record["step"]: record["val_loss"] for record in records if record.keys() >= {"step", "val_loss"}}
     checkpoints = experiment / resume.CHECKPOINTS
     newest, problem = None, ""
     try:
@@ -192,26 +196,31 @@ def read_history(experiment: Path) -> History:
     except CheckpointError as error:
         problem = str(error)
     complete = resume.all_complete(checkpoints)
-    starts = [record for record in records if record.get("event") == "start"]
     return History(
         experiment=str(experiment),
         max_steps=_max_steps(experiment),
         steps=tuple(
-            Point(step, record["loss"], record["learning_rate"], record["tokens_per_second"])
+            Point(step, record["loss"], record["learning_rate"], record.get("tokens_per_second", math.nan))
             for step, record in sorted(by_step.items())
         ),
         num_replayed_steps=len(trained) - len(by_step),
         validation=tuple(sorted(validation.items())),
         starts=tuple(
-            Start(start["time"], start.get("mode"), attempt.start_step, attempt.last_step, start.get("world_size"))
-            for start, attempt in zip(starts, restarts.attempts(metrics), strict=True)
+            Start(
+                attempt.record.get("time", ""),
+                attempt.record.get("mode"),
+                attempt.start_step,
+                attempt.last_step,
+                attempt.record.get("world_size"),
+            )
+            for attempt in restarts.attempts(metrics)
         ),
         idle_restarts=restarts.idle_restarts(metrics),
-        bad_steps=tuple(sorted({record["step"] for record in records if record.get("event") == "bad_loss"})),
-        missed_saves=tuple(sorted({record["step"] for record in records if record.get("event") == "missed_save"})),
+        bad_steps=_steps_of("bad_loss", records),
+        missed_saves=_steps_of("missed_save", records),
         newest_checkpoint=str(newest.path) if newest else None,
         num_checkpoints=len(complete),
-        num_with_optimizer_state=sum(map(resume.has_optimizer_state, complete)),
+        num_with_optimizer_state=sum(map(_has_optimizer_state, complete)),
         checkpoint_problem=problem,
         logs=tuple(_logs(experiment)),
         jobs=tuple(_jobs(experiment)),
@@ -219,15 +228,22 @@ def read_history(experiment: Path) -> History:
     )
 
 
+def _has_optimizer_state(checkpoint: resume.Checkpoint) -> bool:
+    try:
+        return resume.has_optimizer_state(checkpoint)
+    except OSError:  # retention removes it just now
+        return False
+
+
 def _records(metrics: Path) -> list[dict[str, Any]]:
-    """All whole records; the last line may be torn, or just being written, and a power cut may leave zeros."""
-    records = []
+    if not metrics.is_file():
+        return []
     with metrics.open("rb") as file:
-        for line in file:
-            with contextlib.suppress(ValueError):
-                if line.endswith(b"\n"):
-                    records.append(json.loads(line))
-    return records
+        return [record for line in file if (record := restarts.whole_record(line))]
+
+
+def _steps_of(event: str, records: list[dict[str, Any]]) -> tuple[int, ...]:
+    return tuple(sorted({record["step"] for record in records if record.get("event") == event and "step" in record}))
 
 
 def _max_steps(experiment: Path) -> int | None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import mmap
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import PretrainkitError
@@ -13,6 +14,7 @@ from pretrainkit.errors import PretrainkitError
 _START = b'{"event": "start"'
 _STOPPED = b'{"event": "stopped"'
 _SAVED = b'{"event": "checkpoint"'
+_TRAINED = b'{"step":'
 """How lines of these events begin in metrics.jsonl (`pretrainkit.training.records`)."""
 
 
@@ -23,9 +25,29 @@ class Attempt:
     start_step: int
     """Steps done before it."""
     last_step: int
-    """The last step it recorded; start_step when it made none."""
+    """The last step it recorded or saved; start_step when it made none."""
     was_stopped: bool = False
     """Whether it ended because it was asked to."""
+    record: dict[str, Any] = field(default_factory=dict, compare=False)
+    """The line of its start."""
+
+
+def whole_record(line: bytes) -> dict[str, Any] | None:
+    """A line of metrics.jsonl; None for a damaged one, which every reader passes over.
+
+    The last line may be torn, or just being written, and a power cut may leave zeros anywhere.
+    """
+    try:
+        record = json.loads(line) if line.endswith(b"\n") else None
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _record_with_step(content: mmap.mmap, begin: int) -> dict[str, Any] | None:
+    """The whole record that begins there, if it names a step."""
+    record = whole_record(content[begin : content.find(b"\n", begin) + 1])
+    return record if record and isinstance(record.get("step"), int) else None
 
 
 def attempts(metrics: Path) -> list[Attempt]:
@@ -33,18 +55,17 @@ def attempts(metrics: Path) -> list[Attempt]:
     if not metrics.exists() or not metrics.stat().st_size:
         return []
     with metrics.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        starts = []
+        starts = {}
         position = 0 if content[: len(_START)] == _START else content.find(b"\n" + _START) + 1
         while content[position : position + len(_START)] == _START:
-            if content.find(b"\n", position) < 0:
-                break  # torn by a kill
-            starts.append(position)
+            if record := _record_with_step(content, position):
+                starts[position] = record
             found = content.find(b"\n" + _START, position)
             if found < 0:
                 break
             position = found + 1
-        ends = [*starts[1:], len(content)]
-        return [_attempt(content, begin, end) for begin, end in zip(starts, ends, strict=False)]
+        ends = [*list(starts)[1:], len(content)]
+        return [_attempt(content, *start, end) for start, end in zip(starts.items(), ends, strict=False)]
 
 
 def last_saved_step(metrics: Path) -> int | None:
@@ -52,24 +73,24 @@ def last_saved_step(metrics: Path) -> int | None:
     if not metrics.exists() or not metrics.stat().st_size:
         return None
     with metrics.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        begin = content.rfind(_SAVED)
-        end = content.find(b"\n", begin)
-        return None if begin < 0 or end < 0 else int(json.loads(content[begin:end])["step"])
+        begin = len(content)
+        while (begin := content.rfind(_SAVED, 0, begin)) >= 0:
+            if record := _record_with_step(content, begin):
+                return int(record["step"])
+        return None
 
 
-def _attempt(content: mmap.mmap, begin: int, end: int) -> Attempt:
-    first_line_end = content.find(b"\n", begin, end)
-    start_step = json.loads(content[begin:first_line_end])["step"]
-    position, was_stopped = end, False
-    while (line_begin := content.rfind(b"\n", begin, position - 1) + 1) > begin:
+def _attempt(content: mmap.mmap, begin: int, start: dict[str, Any], end: int) -> Attempt:
+    position, was_stopped, last_step, is_trained = end, False, start["step"], False
+    while not is_trained and (line_begin := content.rfind(b"\n", begin, position - 1) + 1) > begin:
         was_stopped |= content[line_begin : line_begin + len(_STOPPED)] == _STOPPED
-        if content[line_begin : line_begin + 8] == b'{"step":':
-            try:
-                return Attempt(start_step, json.loads(content[line_begin:position])["step"], was_stopped)
-            except ValueError:
-                pass  # torn by a kill
+        is_trained = content[line_begin : line_begin + len(_TRAINED)] == _TRAINED
+        # A checkpoint may be of a later step than the last record, of which there is one in `log_interval` steps.
+        if is_trained or content[line_begin : line_begin + len(_SAVED)] == _SAVED:
+            record = _record_with_step(content, line_begin)
+            last_step, is_trained = max(last_step, record["step"] if record else 0), is_trained and bool(record)
         position = line_begin
-    return Attempt(start_step, start_step, was_stopped)
+    return Attempt(start["step"], last_step, was_stopped, start)
 
 
 def idle_restarts(metrics: Path) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from pretrainkit import files
 from pretrainkit.errors import CheckpointError
@@ -17,7 +18,11 @@ from pretrainkit.logs import get_logger
 
 CHECKPOINTS = "checkpoints"
 """Folder of an experiment's checkpoints."""
+BEGIN_ANEW = "to begin anew move the experiment's folder away, or take another --experiment"
+"""What can be done where a run is lost."""
 COMMIT_MARK = "complete.json"
+DATA = "dataset"
+"""Of a commit mark: which data the attempt that saved it learnt (`pretrainkit.launch.experiment` reads it)."""
 INCOMPLETE_SUFFIX = ".incomplete"
 EXPIRED_SUFFIX = ".expired"
 SMALLER_SUFFIX = ".smaller"
@@ -25,6 +30,11 @@ SMALLER_SUFFIX = ".smaller"
 MIN_KEPT = 2
 """Complete checkpoints that are never removed: should the newest turn out bad, there is another."""
 _PREFIX = "step_"
+_STATE = b"optimizer.state."
+"""How names of the optimizer's tensors begin."""
+_LAYOUTS = {"distributed": _STATE + b"param.", "bf16": _STATE + b"fp32_param."}
+"""What Megatron's optimizers call the fp32 weights that they keep; without the distributed one, fp32 training keeps
+none."""
 
 log = get_logger(__name__)
 
@@ -68,7 +78,8 @@ def commit(
         files.fsync_path(path)
     files.write_json(
         folder / COMMIT_MARK,
-        {
+        _data_of(folder)
+        | {
             "step": step,
             "consumed_samples": consumed_samples,
             "global_batch_size": global_batch_size,
@@ -77,6 +88,21 @@ def commit(
             "file_sizes": dict(sorted(sizes.items())),
         },
     )
+
+
+def _data_of(folder: Path) -> dict[str, Any]:
+    """What run.json says about the data that is learnt, which --allow_data_change lets change between checkpoints.
+
+    A smaller checkpoint has that of the one which it replaces.
+    """
+    original = folder.with_name(folder.name.removesuffix(SMALLER_SUFFIX))
+    try:
+        if original != folder:
+            return {DATA: files.read_json(original / COMMIT_MARK)[DATA]}
+        dataset = files.read_json(folder.parent.parent / "run.json")["dataset"]
+        return {DATA: {name: dataset[name] for name in ("weights", "data_hash")}}
+    except (OSError, ValueError, LookupError, TypeError):
+        return {}  # the mark then says nothing, and run.json counts
 
 
 def read(folder: Path) -> Checkpoint:
@@ -103,8 +129,10 @@ def read(folder: Path) -> Checkpoint:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"unreadable commit mark ({error!r})", where=str(mark)) from None
     for name, size in sizes:
-        path = folder / name
-        found = path.stat().st_size if path.is_file() else None
+        try:
+            found = (folder / name).stat().st_size
+        except OSError:  # also where retention removes it just now
+            found = None
         if found != size:
             has = "is missing" if found is None else f"has {found} bytes"
             raise CheckpointError(f"{name} {has}", needed=f"{size} bytes, as written", where=str(folder))
@@ -112,17 +140,27 @@ def read(folder: Path) -> Checkpoint:
 
 
 def has_optimizer_state(checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint holds the optimizer's moments: the names of its tensors stand in its index."""
+    """Whether a checkpoint holds the optimizer's moments."""
+    return optimizer_layout(checkpoint) is not None
+
+
+def optimizer_layout(checkpoint: Checkpoint) -> str | None:
+    """Whose optimizer state a checkpoint holds, which no other kind can read: `distributed`, or of bf16 or fp32
+    training without it; None: none. The names of its tensors, which stand in its index, tell.
+    """
     if not checkpoint.has_optimizer_state:
-        return False
-    return b"optimizer.state." in (checkpoint.path / "weights" / ".metadata").read_bytes()
+        return None
+    index = (checkpoint.path / "weights" / ".metadata").read_bytes()
+    if _STATE not in index:
+        return None
+    return next((layout for layout, name in _LAYOUTS.items() if name in index), "fp32")
 
 
 def newest_complete(checkpoints: Path) -> Checkpoint | None:
     """The checkpoint to continue from, or None when the run has not saved yet.
 
-    Incomplete folders newer than it are passed over with a warning. When checkpoints were complete once and
-    none is now, CheckpointError: starting afresh over them would lose the run without a word.
+    Incomplete folders newer than it are passed over with a warning. When checkpoints were complete once, put aside
+    since or not, and none is now, CheckpointError: starting afresh over them would lose the run without a word.
     """
     problems = []
     for folder in sorted(_folders(checkpoints), reverse=True):
@@ -133,15 +171,23 @@ def newest_complete(checkpoints: Path) -> Checkpoint | None:
             log.warning("passing over an incomplete checkpoint: %s", problem)
         else:
             return checkpoint
-    # A folder without a mark was being written when the run died: nothing counted on it yet.
-    if any((folder / COMMIT_MARK).exists() for folder in _folders(checkpoints)):
+    # One folder without a mark was being written when the run died: nothing counted on it yet.
+    marked = {mark.parent.name for mark in checkpoints.glob(f"{_PREFIX}*/{COMMIT_MARK}")}
+    lost = {name for name in marked if not name.endswith(EXPIRED_SUFFIX)}
+    if lost or len(problems) > 1:
+        number = len(lost | {folder.name for folder in _folders(checkpoints)})
         raise CheckpointError(
-            f"none of {len(problems)} checkpoints is complete; the newest: {problems[0]}",
+            f"none of {number} checkpoints is complete; the newest: {problems[0] if problems else max(lost)}",
             needed="at least one complete checkpoint to continue from",
-            action="restore one from a backup, or move the folder away to start this run from its beginning",
+            action=f"restore one from a backup; {BEGIN_ANEW}",
             where=str(checkpoints),
         )
     return None
+
+
+def has_begun_saving(checkpoints: Path) -> bool:
+    """Whether there is a checkpoint, complete or not."""
+    return bool(_folders(checkpoints))
 
 
 def quarantine_incomplete(checkpoints: Path) -> list[Path]:

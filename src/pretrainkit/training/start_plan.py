@@ -21,6 +21,13 @@ from pretrainkit.training.trackers import check_trackers, wandb_run_id
 RANDOM, WEIGHTS, CONTINUE = "random", "weights", "continue"
 """Start modes: from nothing, from trained weights with step 0, or with everything from the run's own checkpoint."""
 
+_LAYOUTS = {
+    "distributed": "optimizer.distributed true",
+    "bf16": "optimizer.distributed false and precision bf16",
+    "fp32": "optimizer.distributed false and precision fp32",
+}
+"""Of `resume.optimizer_layout`, in words."""
+
 log = get_logger(__name__)
 
 
@@ -89,7 +96,7 @@ def plan_start(run: ResolvedRun) -> StartPlan:
 
     Raises:
         CheckpointError: no checkpoint of those there is complete, or it lacks what must be restored.
-        RequestError: the run can't go on with this batch size.
+        RequestError: the run can't go on with this batch size or kind of optimizer.
     """
     experiment = Path(run.experiment_dir)
     newest = resume.newest_complete(experiment / resume.CHECKPOINTS)
@@ -123,6 +130,10 @@ def check_start(run: ResolvedRun) -> str:
     """The mode of the next start; raises what its first rank would raise. For the process that starts the ranks."""
     check_trackers(run)
     plan = plan_start(run)
+    experiment = Path(run.experiment_dir)
+    if plan.mode != CONTINUE and not (experiment / "metrics.jsonl").exists() and any(experiment.glob("logs/attempt_*")):
+        # Attempts that failed before their first record leave this; so does a run whose files were lost.
+        log.warning("attempts were made here, but no checkpoint and no metrics.jsonl: starting from the beginning")
     restarts.refuse_endless_restarts(run, _own_checkpoint(plan))
     return plan.mode
 
@@ -149,14 +160,20 @@ def _own_checkpoint(plan: StartPlan) -> str | None:
 
 
 def _refuse_lost_run(experiment: Path) -> None:
-    """Refuse to begin anew where a checkpoint was saved once and is gone."""
+    """Refuse to begin anew where a checkpoint was saved once and is gone, or where nothing tells that none was."""
     step = restarts.last_saved_step(experiment / "metrics.jsonl")
     if step is not None:
         raise CheckpointError(
             f"no checkpoint is here, but metrics.jsonl tells of one that was saved at step {step}",
             needed=f"{resume.CHECKPOINTS}/{resume.checkpoint_name(step)}, or an older one",
-            action="restore one from a backup; to begin anew move the experiment's folder away, or take another "
-            "--experiment",
+            action=f"restore one from a backup; {resume.BEGIN_ANEW}",
+            where=str(experiment),
+        )
+    if resume.has_begun_saving(experiment / resume.CHECKPOINTS) and not (experiment / "metrics.jsonl").exists():
+        raise CheckpointError(
+            f"a checkpoint without {resume.COMMIT_MARK}, and no metrics.jsonl that tells whether it was the first",
+            needed="metrics.jsonl, which is there before the first save begins, or a complete checkpoint",
+            action=f"restore them from a backup; {resume.BEGIN_ANEW}",
             where=str(experiment),
         )
 
@@ -190,14 +207,26 @@ def _rest_of_epoch(run: ResolvedRun, newest: resume.Checkpoint) -> int:
 
 def _optimizer_state(run: ResolvedRun, newest: resume.Checkpoint) -> str:
     wanted = run.config.training.reset_optimizer
-    if not resume.has_optimizer_state(newest):
-        if wanted:
-            return "reset"
+    saved, layout = (
+        resume.optimizer_layout(newest),
+        "distributed" if run.config.optimizer.distributed else run.precision,
+    )
+    # The same command starts the run again and again: the moments are dropped once.
+    if wanted and (saved != layout or not newest.optimizer_was_reset):
+        return "reset"
+    if saved is None:
         raise CheckpointError(
             "it holds no optimizer state",
             needed="the moments, to continue exactly",
             action="add --reset_optimizer to go on with new ones, or restore a whole checkpoint",
             where=str(newest.path),
         )
-    # The same command starts the run again and again: the moments are dropped once.
-    return "reset" if wanted and not newest.optimizer_was_reset else "restored"
+    if saved != layout:
+        raise RequestError(
+            f"the optimizer state of step {newest.step} was saved with {_LAYOUTS[saved]}, which can't be read with "
+            f"{_LAYOUTS[layout]}",
+            needed=f"{_LAYOUTS[saved]}, to continue as before",
+            action="take it back, or add --reset_optimizer: the moments begin at zero",
+            where="--set optimizer.distributed, --precision",
+        )
+    return "restored"

@@ -25,6 +25,7 @@ from pretrainkit.launch.experiment import (
     wait_for_ranks,
     write_run_file,
 )
+from pretrainkit.training import resume
 
 
 @pytest.fixture
@@ -58,7 +59,9 @@ def other(run: ResolvedRun, **changes: Any) -> ResolvedRun:
 
 
 def save_a_checkpoint(run: ResolvedRun) -> None:
-    (Path(run.experiment_dir) / "checkpoints" / "step_00000001").mkdir(parents=True)
+    folder = Path(run.experiment_dir) / "checkpoints" / "step_00000001"
+    folder.mkdir(parents=True)
+    (folder / "weights").write_bytes(b"w")
 
 
 def test_other_data_goes_on_where_that_is_allowed(run: ResolvedRun) -> None:
@@ -72,6 +75,82 @@ def test_other_data_goes_on_where_that_is_allowed(run: ResolvedRun) -> None:
     # It allows nothing but data.
     with pytest.raises(RequestError, match=r"config\.training\.seed"):
         write_run_file(other(allowed, training__seed=7))
+
+
+def test_the_data_of_the_newest_checkpoint_goes_on_whatever_was_tried_since(run: ResolvedRun) -> None:
+    write_run_file(run)
+    save_a_checkpoint(run)
+    resume.commit(Path(run.experiment_dir) / "checkpoints" / "step_00000001", step=1, consumed_samples=8)
+    tried = other(dataclasses.replace(run, dataset=dataclasses.replace(run.dataset, data_hash="b")))
+    write_run_file(other(tried, data__allow_data_change=True))
+    with pytest.raises(RequestError, match=r"dataset\.data_hash was .*, now b(.|\n)*--allow_data_change"):
+        write_run_file(tried)
+    assert changes_since_last_start(run)["dataset.data_hash"] == ("b", run.dataset.data_hash)
+    assert read_run(write_run_file(run)) == run
+
+
+@pytest.mark.parametrize(("old", "new"), [((2, 1), (4, 2)), ((0.7, 0.3), (70, 30)), ((1, 1, 1), (3, 3, 3))])
+def test_a_blend_is_the_same_in_other_units(run: ResolvedRun, old: tuple[float, ...], new: tuple[float, ...]) -> None:
+    def blended(weights: tuple[float, ...]) -> ResolvedRun:
+        return dataclasses.replace(run, dataset=dataclasses.replace(run.dataset, weights=weights))
+
+    write_run_file(blended(old))
+    save_a_checkpoint(run)
+    assert not changes_since_last_start(blended(new))
+    with pytest.raises(RequestError, match=r"dataset\.weights"):
+        changes_since_last_start(blended(new[::-1] if len(set(new)) > 1 else (1, 2, 1)))
+
+
+def test_changes_before_the_first_checkpoint_are_told(run: ResolvedRun) -> None:
+    write_run_file(other(run, training__seed=5), is_dry=True)
+    assert changes_since_last_start(run) == {}  # a dry run is no start
+    path = write_run_file(run)
+    new_attempt(path.parent)
+    assert changes_since_last_start(other(run, training__seed=7, optimizer__lr=0.5)) == {
+        "config.optimizer.lr": (run.config.optimizer.lr, 0.5),
+        "config.training.seed": (run.config.training.seed, 7),
+    }
+    path.write_text("{")
+    assert changes_since_last_start(run) == {}
+
+
+def from_weights(run: ResolvedRun, spelt: str, folder: Path) -> ResolvedRun:
+    return other(dataclasses.replace(run, initial_checkpoint=str(folder)), nemo_model=spelt)
+
+
+def make_weights(folder: Path, content: str) -> Path:
+    (folder / "weights").mkdir(parents=True)
+    (folder / "weights" / ".metadata").write_text(content)
+    return folder
+
+
+def test_initial_weights_are_the_same_however_spelt_and_wherever_they_lie(run: ResolvedRun, tmp_path: Path) -> None:
+    m1, m2 = make_weights(tmp_path / "m1", "a"), make_weights(tmp_path / "m2", "b")
+    write_run_file(from_weights(run, "m1", m1))
+    save_a_checkpoint(run)
+    for same in (from_weights(run, str(m1), m1), from_weights(run, "m3", make_weights(tmp_path / "m3", "a"))):
+        assert changes_since_last_start(same) == {}
+    for different in (from_weights(run, "m2", m2), from_weights(run, "m1", m2), run):
+        with pytest.raises(RequestError, match=r"config\.nemo_model was .*m1, now "):
+            write_run_file(different)
+    moved = from_weights(run, "m4", m1.rename(tmp_path / "m4"))
+    assert read_run(write_run_file(moved)) == moved
+
+
+def test_a_hugging_face_model_that_moved_is_the_same(run: ResolvedRun, tmp_path: Path) -> None:
+    def start_from(name: str) -> ResolvedRun:  # its conversion is named by the times of its files, too
+        converted = make_weights(tmp_path / ".converted" / name, "x")
+        return dataclasses.replace(from_weights(run, name, converted), hf_weights=str(tmp_path / name))
+
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "model.safetensors").write_bytes(bytes(8) + b"weights")
+    write_run_file(start_from("hf"))
+    save_a_checkpoint(run)
+    (tmp_path / "hf").rename(tmp_path / "elsewhere")
+    assert changes_since_last_start(start_from("elsewhere")) == {}
+    (tmp_path / "elsewhere" / "model.safetensors").write_bytes(bytes(8) + b"WEIGHTS")
+    with pytest.raises(RequestError, match=r"config\.nemo_model was .*hf, now .*elsewhere"):
+        changes_since_last_start(from_weights(start_from("other"), "elsewhere", tmp_path / "elsewhere"))
 
 
 def test_a_dry_run_changes_nothing_of_an_experiment_that_has_begun(run: ResolvedRun) -> None:

@@ -60,11 +60,11 @@ def make_run(tmp_path: Path) -> Callable[..., ResolvedRun]:
 def save(tmp_path: Path) -> Callable[..., resume.Checkpoint]:
     """Write a complete checkpoint of 4 samples a step; keyword arguments change its commit mark."""
 
-    def write(step: int, *, optimizer: bool = True, **mark: Any) -> resume.Checkpoint:
+    def write(step: int, *, optimizer: bool = True, state: str = "param", **mark: Any) -> resume.Checkpoint:
         folder = tmp_path / resume.CHECKPOINTS / resume.checkpoint_name(step)
         (folder / "weights").mkdir(parents=True)
-        names = b"module.embedding optimizer.state.exp_avg" if optimizer else b"module.embedding"
-        (folder / "weights" / ".metadata").write_bytes(names)
+        names = f"module.w optimizer.state.exp_avg.w optimizer.state.{state}.w" if optimizer else "module.w"
+        (folder / "weights" / ".metadata").write_text(names)
         resume.commit(folder, **({"step": step, "consumed_samples": 4 * step, "global_batch_size": 4} | mark))
         return resume.read(folder)
 

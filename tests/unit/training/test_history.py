@@ -91,6 +91,50 @@ def test_the_command_prints_and_draws(experiment: Path) -> None:
     assert json.loads(shown)["plot"] is None and json.loads(shown)["loss"] == 3.0
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"event": "start", "time\0\0\0',
+        '{"event": "start", "time": "now"}',
+        '{"event": "bad_loss"}',
+        '{"event": "missed_save"}',
+        '{"val_loss": 1.0}',
+        "[]",
+    ],
+)
+def test_damaged_lines_are_passed_over(experiment: Path, line: str) -> None:
+    before = read_history(experiment)
+    metrics = experiment / "metrics.jsonl"
+    content = metrics.read_text()
+    metrics.write_text(content[: content.rfind("\n") + 1] + line + "\n")
+    assert read_history(experiment) == before
+
+
+@pytest.mark.parametrize("is_asked", [False, True], ids=["by default", "asked for"])
+def test_a_picture_that_cant_be_written_costs_no_summary(experiment: Path, is_asked: bool) -> None:
+    (experiment / "run.png").mkdir()
+    command = [sys.executable, str(REPOSITORY / "tools" / "inspect_run.py"), str(experiment)]
+    done = subprocess.run(
+        [*command, *(["--plot", str(experiment / "run.png")] if is_asked else [])],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == is_asked
+    assert "the picture can't be written: Is a directory" in done.stderr and "Traceback" not in done.stderr
+    assert "checkpoint" in done.stdout and "plot" not in done.stdout
+
+
+def test_a_step_without_its_speed_counts(experiment: Path) -> None:
+    train(experiment, 10, 10, 3.0)  # cuts the torn line
+    with (experiment / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 11, "loss": 1.0, "learning_rate": 0.1}\n')
+    history = read_history(experiment)
+    assert history.steps[-1].loss == 1.0 and history.starts[-1].last_step == 11
+    assert history.describe() and history.tokens_per_second
+    plot_history(history, experiment / "run.png")
+
+
 def test_an_experiment_without_steps_is_drawn_too(tmp_path: Path) -> None:
     train(tmp_path, 0, 0, 1.0)
     history = read_history(tmp_path)
@@ -101,6 +145,15 @@ def test_an_experiment_without_steps_is_drawn_too(tmp_path: Path) -> None:
 def test_a_folder_without_records_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"metrics\.jsonl"):
         read_history(tmp_path)
+
+
+def test_an_attempt_that_failed_before_its_first_record_is_told(tmp_path: Path) -> None:
+    attempt = tmp_path / "logs" / "attempt_1"
+    attempt.mkdir(parents=True)
+    (attempt / "outcome.json").write_text('{"exit_code": 1, "reason": "no GPU"}')
+    history = read_history(tmp_path)
+    assert history.steps == () and "exit code 1, no GPU" in history.describe()
+    plot_history(history, tmp_path / "run.png")
 
 
 def test_a_schedulers_jobs_and_their_logs_are_told(experiment: Path) -> None:

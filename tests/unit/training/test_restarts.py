@@ -10,7 +10,13 @@ import pytest
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import EXIT_FAILED, PretrainkitError
 from pretrainkit.training.records import RunRecorder
-from pretrainkit.training.restarts import Attempt, attempts, idle_restarts, refuse_endless_restarts
+from pretrainkit.training.restarts import (
+    Attempt,
+    attempts,
+    idle_restarts,
+    last_saved_step,
+    refuse_endless_restarts,
+)
 
 
 def record(path: Path, *runs: tuple[int, int]) -> None:
@@ -41,6 +47,13 @@ def test_attempts_are_read_back(metrics: Path) -> None:
     assert attempts(metrics) == [Attempt(0, 5), Attempt(4, 4), Attempt(4, 7)]
 
 
+def test_a_saved_step_counts_where_records_are_rare(metrics: Path) -> None:
+    record(metrics, (0, 5))
+    with metrics.open("a") as file:
+        file.write('{"event": "checkpoint", "step": 7, "path": "step"}\n')
+    assert attempts(metrics) == [Attempt(0, 7)]
+
+
 def test_a_torn_last_line_does_not_count(metrics: Path) -> None:
     record(metrics, (0, 5))
     with metrics.open("a") as file:
@@ -59,6 +72,32 @@ def test_a_torn_start_is_none(metrics: Path, torn: str) -> None:
     assert attempts(metrics) == [Attempt(0, 5)]
     record(metrics, (5, 7))
     assert attempts(metrics) == [Attempt(0, 5), Attempt(5, 7)]
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        b'{"event": "start", "time\0\0\0\n',
+        b'{"event": "start"}\n',
+        b'{"event": "checkpoint", "ti\0\0\n',
+        b'{"event": "checkpoint", "step": 9',
+        b'{"step": \0\0\n',
+        b'{"step": null}\n',
+        b"\xff\xfe\n",
+        b"[]\n",
+    ],
+    ids=repr,
+)
+def test_damaged_lines_are_passed_over(metrics: Path, damaged: bytes) -> None:
+    metrics.write_bytes(damaged + b"\n")
+    assert attempts(metrics) == [] and last_saved_step(metrics) is None
+    metrics.unlink()
+    record(metrics, (0, 5))
+    with metrics.open("ab") as file:
+        file.write(damaged)
+    assert attempts(metrics) == [Attempt(0, 5)] and last_saved_step(metrics) == 5
+    record(metrics, (5, 7))
+    assert attempts(metrics) == [Attempt(0, 5), Attempt(5, 7)] and last_saved_step(metrics) == 7
 
 
 @pytest.mark.parametrize(

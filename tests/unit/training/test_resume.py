@@ -87,6 +87,44 @@ def test_never_starts_afresh_over_damaged_checkpoints(tmp_path: Path, damage: ob
         resume.newest_complete(tmp_path)
 
 
+def test_never_starts_afresh_over_checkpoints_that_were_put_aside(tmp_path: Path) -> None:
+    save(tmp_path, 5, commit=False)
+    resume.quarantine_incomplete(tmp_path)
+    assert resume.newest_complete(tmp_path) is None  # a first save that was cut short
+    damage_by_truncation(save(tmp_path, 5))
+    resume.quarantine_incomplete(tmp_path)
+    with pytest.raises(CheckpointError, match=r"none of 1 checkpoints is complete; the newest: step_00000005\.incompl"):
+        resume.newest_complete(tmp_path)
+    save(tmp_path, 9)
+    found = resume.newest_complete(tmp_path)
+    assert found is not None and found.step == 9
+
+
+def test_never_starts_afresh_over_several_checkpoints_without_marks(tmp_path: Path) -> None:
+    for step in (5, 10):
+        save(tmp_path, step, commit=False)
+    with pytest.raises(CheckpointError, match="none of 2 checkpoints is complete"):
+        resume.newest_complete(tmp_path)
+
+
+def test_a_mark_tells_the_data_of_its_attempt(tmp_path: Path) -> None:
+    run_file, checkpoints = tmp_path / "run.json", tmp_path / "checkpoints"
+
+    def data_of(folder: Path) -> object:
+        return json.loads((folder / resume.COMMIT_MARK).read_text()).get("dataset")
+
+    assert data_of(save(checkpoints, 5)) is None
+    run_file.write_text('{"dataset": {"weights": [], "data_hash": "a", "prefixes": ["x"]}}')
+    saved = save(checkpoints, 10)
+    assert data_of(saved) == {"weights": [], "data_hash": "a"}
+    run_file.write_text('{"dataset": {"weights": [], "data_hash": "b"}}')
+    smaller = saved.with_name(saved.name + resume.SMALLER_SUFFIX)
+    smaller.mkdir()
+    (smaller / "weights").write_bytes(b"w")
+    resume.commit(smaller, step=10, consumed_samples=40)
+    assert data_of(smaller) == {"weights": [], "data_hash": "a"}
+
+
 def test_a_first_save_that_was_cut_short_starts_afresh(tmp_path: Path) -> None:
     save(tmp_path, 5, commit=False)
     assert resume.newest_complete(tmp_path) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import CheckpointError, RequestError
 from pretrainkit.training.schedule import schedule_of
-from pretrainkit.training.start_plan import CONTINUE, RANDOM, WEIGHTS, plan_start, prepare
+from pretrainkit.training.start_plan import CONTINUE, RANDOM, WEIGHTS, check_start, plan_start, prepare
 
 MakeRun = Callable[..., ResolvedRun]
 Save = Callable[..., Any]
@@ -29,6 +30,52 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_anew(
         CheckpointError, match=r"saved at step 8(.|\n)*step_00000008(.|\n)*move the experiment's folder"
     ):
         plan_start(make_run())
+
+
+def test_a_torn_line_hides_no_checkpoint_that_is_gone(tmp_path: Path, make_run: MakeRun) -> None:
+    line = '{"event": "checkpoint", "step": 4, "path": "x"}\n'
+    (tmp_path / "metrics.jsonl").write_text(line + '{"event": "checkpoint", "st')
+    with pytest.raises(CheckpointError, match="saved at step 4"):
+        plan_start(make_run())
+
+
+def test_an_unfinished_save_counts_as_the_first_where_metrics_tell_so(tmp_path: Path, make_run: MakeRun) -> None:
+    (tmp_path / "checkpoints" / "step_00000004").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"without complete\.json, and no metrics\.jsonl(.|\n)*from a backup"):
+        plan_start(make_run())
+    (tmp_path / "metrics.jsonl").write_text('{"event": "start", "step": 0}\n{"step": 1}\n')
+    assert plan_start(make_run()).mode == RANDOM
+
+
+def test_attempts_that_left_nothing_but_logs_are_told(
+    tmp_path: Path, make_run: MakeRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert check_start(make_run()) == RANDOM and not caplog.text
+    (tmp_path / "logs" / "attempt_1").mkdir(parents=True)
+    assert check_start(make_run()) == RANDOM
+    assert "no checkpoint and no metrics.jsonl: starting from the beginning" in caplog.text
+
+
+@pytest.mark.parametrize("state", ["param", "fp32_param", "exp_avg_sq"])
+@pytest.mark.parametrize("distributed", [True, False])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_an_optimizer_state_of_another_kind_needs_a_flag(
+    make_run: MakeRun, save: Save, state: str, distributed: bool, precision: str
+) -> None:
+    def run(**training: Any) -> ResolvedRun:
+        made = make_run(**training)
+        optimizer = replace(made.config.optimizer, distributed=distributed)
+        return replace(made, precision=precision, config=replace(made.config, optimizer=optimizer))
+
+    save(6, state=state)
+    if state == ("param" if distributed else "fp32_param" if precision == "bf16" else "exp_avg_sq"):
+        assert plan_start(run()).optimizer_state == "restored"
+        return
+    with pytest.raises(RequestError, match=r"optimizer\.distributed(.|\n)*--reset_optimizer"):
+        plan_start(run())
+    assert plan_start(run(reset_optimizer=True)).optimizer_state == "reset"
+    save(8, state=state, optimizer_was_reset=True)
+    assert plan_start(run(reset_optimizer=True)).optimizer_state == "reset"
 
 
 def test_a_new_run_starts_from_random_or_given_weights(make_run: MakeRun) -> None:
