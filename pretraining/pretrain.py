@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import errno
 import json
+import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pretrainkit.cli import Parser, run_command
 from pretrainkit.config.flags import add_run_flags, given_flags
 from pretrainkit.config.schema import RunConfig
-from pretrainkit.errors import EXIT_DONE
+from pretrainkit.errors import EXIT_DONE, PretrainkitError
 from pretrainkit.launch.secrets import hide_token_from_process_list
+from pretrainkit.units import format_bytes
 
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS)
+"""System errors that mean: no room or quota, or no permission."""
 TRAIN_SCRIPT = Path(__file__).resolve().with_name("train.py")
 
 
@@ -24,8 +30,8 @@ def build_parser() -> Parser:
         prog="pretrain.py",
         usage="%(prog)s --hf_model_id MODEL --dataset_path DATA [options]",
         description=__doc__,
-        epilog="Exit codes: 0 done; 1 failed; 2 wrong request, nothing was started; 85 stopped by a signal after "
-        "saving: the same command continues the run.",
+        epilog="Exit codes: 0 done; 1 failed; 2 wrong request, nothing was started; 85 stopped by a signal or "
+        "the time limit: the same command continues the run.",
     )
     add_run_flags(parser)
     return parser
@@ -36,13 +42,34 @@ def command(arguments: argparse.Namespace) -> int:
     from pretrainkit.config.load import load_config
     from pretrainkit.launch.start import dry_run, start
     from pretrainkit.training.settle import settle
+    from pretrainkit.training.stop_requests import count_time_from_here
 
     config = load_config(arguments.config_files, given_flags(arguments), arguments.assignments)
     if arguments.plan:
         return show_plan(config, as_json=arguments.json)
-    if arguments.dry_run:
-        return dry_run(config, train_script=TRAIN_SCRIPT, check=settle)
-    return start(config, train_script=TRAIN_SCRIPT, command_line=sys.argv, check=settle, follow=arguments.follow)
+    with writing_told(Path(config.experiments_dir) / config.experiment):
+        if arguments.dry_run:
+            return dry_run(config, train_script=TRAIN_SCRIPT, check=settle)
+        if not config.launch.is_scheduled:
+            count_time_from_here()
+        return start(config, train_script=TRAIN_SCRIPT, command_line=sys.argv, check=settle, follow=arguments.follow)
+
+
+@contextlib.contextmanager
+def writing_told(experiment_dir: Path) -> Iterator[None]:
+    """A system error that tells of no room or no permission becomes PretrainkitError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in UNWRITABLE:
+            raise
+        place = Path(error.filename or experiment_dir).absolute()  # of a write no name is known
+        existing = next(folder for folder in (place, *place.parents) if folder.exists())
+        raise PretrainkitError(
+            f"{error.strerror} ({format_bytes(shutil.disk_usage(existing).free)} are free)",
+            action="make room, ask for more quota or for permission, or take another --experiments_dir",
+            where=str(place),
+        ) from error
 
 
 def show_plan(config: RunConfig, *, as_json: bool) -> int:

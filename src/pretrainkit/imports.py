@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from pretrainkit.logs import LOGGER_NAME
+
 LEFT_OUT = ("matplotlib", "sklearn", "wandb")
 _DISTRIBUTIONS = {"scikit-learn", *LEFT_OUT}
 
@@ -26,7 +28,7 @@ _DISTRIBUTIONS = {"scikit-learn", *LEFT_OUT}
 def heavy_imports() -> Iterator[None]:
     """Import Megatron, NeMo, Lightning, transformers in here; afterwards `LEFT_OUT` can be imported as ever.
 
-    What they say meanwhile of optional parts that aren't there is kept back.
+    What they say meanwhile of optional parts that aren't there is kept back; our own log goes on.
     """
     hidden = [name for name in LEFT_OUT if name not in sys.modules]
     collects = gc.isenabled()
@@ -35,13 +37,14 @@ def heavy_imports() -> Iterator[None]:
     modules: dict[str, Any] = sys.modules
     modules.update(dict.fromkeys(hidden))  # None: importing it fails, and find_spec says that it isn't there
     importlib.metadata.version = _version_of_others(version, hidden)
-    logging.disable(logging.WARNING)
+    call_handlers = logging.Logger.callHandlers
+    logging.Logger.callHandlers = _handlers_of_failures_and_ours(call_handlers)  # type: ignore[method-assign]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.disable(logging.NOTSET)
+        logging.Logger.callHandlers = call_handlers  # type: ignore[method-assign]
         importlib.metadata.version = version
         for name in hidden:
             del modules[name]
@@ -55,6 +58,16 @@ def leave_out(package: str) -> None:
     """Let this process go on as if `package`, which it hasn't imported yet, weren't installed."""
     modules: dict[str, Any] = sys.modules
     modules.setdefault(package, None)
+
+
+def _handlers_of_failures_and_ours(call_handlers: Any) -> Any:
+    """`Logger.callHandlers` that drops other packages' records below errors."""
+
+    def call(logger: logging.Logger, record: logging.LogRecord) -> None:
+        if record.levelno > logging.WARNING or record.name.partition(".")[0] == LOGGER_NAME:
+            call_handlers(logger, record)
+
+    return call
 
 
 def _version_of_others(version: Any, hidden: list[str]) -> Any:

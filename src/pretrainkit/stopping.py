@@ -11,6 +11,10 @@ from typing import Any
 
 from pretrainkit.errors import StoppedError
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+"""What means to a run: save and end. Schedulers announce the end of a job by one of the last three; some send theirs to
+every process, so all of a run listen to the same."""
+
 
 class _Signal(BaseException):
     """Came while the work ran. No Exception, so that nothing takes it for the failure of what was going on."""

@@ -27,6 +27,7 @@ import os, signal, sys, time
 rank, mode = int(os.environ["RANK"]), sys.argv[2]
 stopping = []
 signal.signal(signal.SIGTERM, lambda *_: stopping.append(True))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
 print("rank", rank, "of", os.environ["WORLD_SIZE"], "local", os.environ["LOCAL_RANK"], flush=True)
 if mode == "meet":
     from torch.distributed import init_process_group, all_reduce
@@ -178,7 +179,7 @@ def test_jobs_that_never_get_to_a_checkpoint_end(start: Callable[..., Job]) -> N
         job = start("end", num_nodes=1, PRETRAINKIT_CONTINUES="1")
         assert job.wait() == [0]
         outcome = job.folder / "logs" / f"attempt_{attempt}" / "outcome.json"
-        outcome.write_text('{"exit_code": 85, "failed_rank": 0, "reason": "stopped after saving"}')
+        outcome.write_text('{"exit_code": 85, "failed_rank": 0, "reason": "stopped as asked"}')
     job = start("end", num_nodes=1, PRETRAINKIT_CONTINUES="1")
     assert job.wait() == [1] and "3 jobs in a row ended without a new checkpoint" in job.terminal(0)
     (job.folder / "checkpoints" / "step_00000007").mkdir(parents=True)

@@ -23,7 +23,8 @@ pytestmark = pytest.mark.integration
 DEADLINE_S = 240
 
 RANK = """
-import os, signal, subprocess, sys, time
+import ctypes, os, signal, subprocess, sys, time
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # as train.py: the death of its parent asks it to stop
 rank, mode = int(os.environ["RANK"]), sys.argv[2]
 print("rank", rank, "of", os.environ["WORLD_SIZE"], sys.argv[3:], flush=True)
 helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -36,10 +37,11 @@ if mode == "fail":
         sys.exit(7)
 if mode == "die" and rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
-stopping = []
-signal.signal(signal.SIGTERM, lambda *_: stopping.append(True))
+from pretrainkit.training.stop_requests import StopRequests
+requests = StopRequests()
+requests.begin_steps()
 print("ready", flush=True)
-while not stopping or mode == "hang":
+while not requests.asked or mode == "hang":
     time.sleep(0.05)
 if mode == "save":
     assert helper.poll() is None, "a rank's own children must live until it has saved"
@@ -175,12 +177,45 @@ def test_a_signal_lets_the_ranks_save(node: Callable[[str], Attempt], number: in
     assert "saved" in (attempt.log_dir / "rank_0.out").read_text()
 
 
-def test_a_second_signal_kills(node: Callable[[str], Attempt]) -> None:
-    attempt = node("hang")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], ids=lambda number: number.name)
+@pytest.mark.parametrize("pause_s", [0, 0.15])
+def test_a_signal_that_comes_to_every_process_and_again_lets_the_ranks_save(
+    launcher: Callable[[str], Attempt], number: int, pause_s: float
+) -> None:
+    attempt = launcher("save")
     attempt.wait_for_ranks()
-    attempt.process.send_signal(signal.SIGTERM)
+    for _ in range(4):
+        for process in attempt.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+        time.sleep(pause_s)
+    assert attempt.wait() == 85, attempt.terminal
+    assert attempt.processes() == []
+    assert all("saved" in (attempt.log_dir / f"rank_{rank}.out").read_text() for rank in (0, 1))
+
+
+def test_a_signal_to_every_process_before_the_node_process_listens_is_a_stop(
+    launcher: Callable[[str], Attempt],
+) -> None:
+    attempt = launcher("save")
+
+    def nodes() -> list[psutil.Process]:
+        return [process for process in attempt.processes() if "pretrainkit.launch.node" in process.cmdline()]
+
+    attempt.wait_until(lambda: bool(nodes()), "a node process")
+    for process in [*nodes(), psutil.Process(attempt.process.pid)]:
+        process.terminate()
+    assert attempt.wait() == 85, attempt.terminal
+    assert attempt.processes() == []
+
+
+def test_a_second_ctrl_c_kills(launcher: Callable[[str], Attempt]) -> None:
+    attempt = launcher("hang")
+    attempt.wait_for_ranks()
+    attempt.process.send_signal(signal.SIGINT)
     attempt.wait_until(lambda: "told to save" in (attempt.log_dir / "node.log").read_text(), "the first signal")
-    attempt.process.send_signal(signal.SIGTERM)
+    time.sleep(1)
+    attempt.process.send_signal(signal.SIGINT)
     assert attempt.wait() == 1
     assert attempt.processes() == [] and "killed" in attempt.outcome["reason"]
 
@@ -226,7 +261,7 @@ def test_ctrl_c_at_the_launcher_lets_the_ranks_save(launcher: Callable[[str], At
     attempt.process.send_signal(signal.SIGINT)
     assert attempt.wait() == 85
     assert attempt.processes() == []
-    assert "a second signal" in attempt.terminal and "stopped after saving" in attempt.terminal
+    assert "a second Ctrl-C" in attempt.terminal and "stopped as asked" in attempt.terminal
 
 
 def test_a_killed_launcher_lets_the_ranks_save_and_end(launcher: Callable[[str], Attempt]) -> None:
@@ -239,10 +274,11 @@ def test_a_killed_launcher_lets_the_ranks_save_and_end(launcher: Callable[[str],
     attempt.wait_until(lambda: attempt.processes() == [], "no process left")
 
 
-def test_a_killed_node_process_leaves_no_rank(launcher: Callable[[str], Attempt]) -> None:
+def test_ranks_of_a_killed_node_process_save_and_none_is_left(launcher: Callable[[str], Attempt]) -> None:
     attempt = launcher("save")
     attempt.wait_for_ranks()
     os.kill(int((attempt.log_dir / "node.pid").read_text()), signal.SIGKILL)
     assert attempt.wait() == 1
     assert attempt.processes() == []
     assert "died" in attempt.terminal
+    assert all("saved" in (attempt.log_dir / f"rank_{rank}.out").read_text() for rank in (0, 1))

@@ -139,6 +139,19 @@ def test_a_signal_before_the_first_step_ends_at_once_and_is_no_failed_start(
     assert idle_restarts(run_file.parent / "metrics.jsonl") == 0
 
 
+def test_a_time_limit_that_is_over_before_the_first_step_stops_and_counts_as_a_restart(
+    tiny: Path, tmp_path: Path, write_tiny_run: Callable[..., Path]
+) -> None:
+    run_file = write_tiny_run(tiny, "late", max_steps=10**6, time_limit="0:00:01", time_margin="0:00:01")
+    log = run_file.parent / "rank0.log"
+    for restarts in range(2):
+        (process,) = ranks.start_ranks(ranks.train_until_stopped, 1, [log], run_file=run_file)
+        process.join(DEADLINE_S)
+        assert "StoppedError: --time_limit: the time limit is near before the first step" in log.read_text()
+        assert idle_restarts(run_file.parent / "metrics.jsonl") == restarts
+    assert not (run_file.parent / "checkpoints").exists()
+
+
 def test_a_full_disk_ends_the_run_and_leaves_the_last_good_checkpoint(
     tiny: Path, tmp_path: Path, write_tiny_run: Callable[..., Path]
 ) -> None:

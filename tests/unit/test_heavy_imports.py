@@ -40,3 +40,19 @@ def test_packages_are_left_out_for_the_engine_alone(fails: bool) -> None:
     program = PROGRAM.replace("FAIL", "import no_such_package" if fails else "pass")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == fails and ("No module named 'no_such_package'" in done.stderr) == fails, done.stderr
+
+
+def test_our_own_log_goes_on_during_the_imports() -> None:
+    program = """
+import logging
+from pretrainkit import logs
+from pretrainkit.imports import heavy_imports
+logs.configure()
+with heavy_imports():
+    logging.getLogger("another").warning("kept back")
+    logging.getLogger("another").error("an error")
+    logs.get_logger("train").warning("ours")
+logging.getLogger("another").warning("afterwards")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert [line.split(" WARNING ")[-1] for line in done.stderr.splitlines()] == ["an error", "ours", "afterwards"]

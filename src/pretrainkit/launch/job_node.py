@@ -46,7 +46,6 @@ log = logs.get_logger(__name__)
 def run_in_job(arguments: argparse.Namespace, requests: StopRequests) -> int:
     """Run this node's ranks; the exit code is the attempt's, on all nodes. Raises PretrainkitError."""
     environment = os.environ
-    requests.second_is_urgent = False  # schedulers repeat their signals, and kill when they mean it
     node = int(environment.get(NODE_VARIABLE, "0"))
     start = environment.get(START_VARIABLE, f"{os.getpid()}")
     meeting = Meeting(arguments.job_dir / NODES_FOLDER / start, node, arguments.num_nodes)
@@ -160,9 +159,9 @@ def _run_ranks(
 ) -> Outcome:
     def poll() -> None:
         meeting.beat()
-        if requests.count and not meeting.must_stop:
+        if requests.asked and not meeting.must_stop:
             meeting.ask_to_stop()
-        elif meeting.must_stop and not requests.count:
+        elif meeting.must_stop and not requests.asked:
             log.warning("the job is to stop: the ranks save and end")
             requests.add()
 
@@ -292,6 +291,6 @@ def _tell(outcome: Outcome, log_dir: Path) -> None:
     if outcome.exit_code == EXIT_DONE:
         log.info("done")
     elif outcome.exit_code == EXIT_STOPPED_AFTER_SAVING:
-        log.warning("stopped after saving: a successor, or the same command, continues it")
+        log.warning("stopped as asked: a successor, or the same command, continues it")
     else:
         log.error("failed: %s; logs of all ranks in %s", outcome.reason, log_dir)

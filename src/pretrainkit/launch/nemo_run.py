@@ -10,30 +10,35 @@ paths, variables and arguments unquoted into commands. Here the script starts on
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shlex
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pretrainkit
-from pretrainkit.errors import PretrainkitError
+from pretrainkit.errors import EXIT_STOPPED_AFTER_SAVING, PretrainkitError
 from pretrainkit.imports import heavy_imports
 from pretrainkit.launch import scripts
 from pretrainkit.launch.job import Job, safe_name
-from pretrainkit.launch.node import PID_FILE, STOP_SIGNALS, StopRequests
+from pretrainkit.launch.node import GRACE_S, KILL_SIGNAL, PID_FILE, StopRequests
 from pretrainkit.launch.outcome import Outcome, read_outcome
 from pretrainkit.launch.plan import LaunchPlan
 from pretrainkit.launch.processes import adopt_orphans, kill_descendants
 from pretrainkit.launch.secrets import passed_on, without_tokens
 from pretrainkit.logs import get_logger
+from pretrainkit.stopping import STOP_SIGNALS
 
 HOME_NAME = ".nemo_run"
 """NeMo-Run's own records, in the experiment's folder instead of the user's home."""
 _DELIVERY_INTERVAL_S = 0.1
+_SECOND_CTRL_C_S = 1.0
+"""What comes sooner after a Ctrl-C is the same one, sent to every process (assumed: people wait longer)."""
 _CODE_MOUNT, _HIDDEN = "/nemo_run", "/nemo-run-of-a-path"
 
 log = get_logger(__name__)
@@ -42,15 +47,34 @@ log = get_logger(__name__)
 def run_local(plan: LaunchPlan) -> Outcome:
     """Start an attempt on this machine, wait for its end, and say how it ended. Must run in the main thread.
 
-    Signals that ask to stop are passed on: after the first the ranks save and end, after the second they are
+    Signals that ask to stop are passed on: after the first the ranks save and end, after a second Ctrl-C they are
     killed. Nothing that was started is left when this returns.
     """
     adopt_orphans()
-    with _forwarded_signals(plan.log_dir):
+    with _forwarded_signals(plan.log_dir) as requests:
         _run_experiment(plan)
-    if left := kill_descendants():  # its node process was killed
+        _wait_for_orphans(plan, requests)
+    if left := kill_descendants():
         log.warning("processes that were left behind are killed: %s", ", ".join(map(str, left)))
+    if requests.asked and not (plan.log_dir / PID_FILE).exists():  # so was its node process, which didn't listen yet
+        return Outcome(EXIT_STOPPED_AFTER_SAVING, None, "stopped before the ranks were started")
     return read_outcome(plan.log_dir)
+
+
+def _wait_for_orphans(plan: LaunchPlan, requests: StopRequests) -> None:
+    """Let ranks whose node process was killed save and end: the system has told them (`train.py`)."""
+    import psutil
+
+    ranks = []
+    for process in psutil.Process().children():  # others that they have left may never end
+        with contextlib.suppress(psutil.Error):
+            if str(plan.train_script) in process.cmdline():
+                ranks.append(process)
+    if ranks:
+        log.warning("the process that starts the ranks died: they save and end")
+    end_s = time.monotonic() + GRACE_S
+    while ranks and not requests.is_urgent and time.monotonic() < end_s:
+        _, ranks = psutil.wait_procs(ranks, timeout=_DELIVERY_INTERVAL_S)
 
 
 def _run_experiment(plan: LaunchPlan) -> None:
@@ -85,7 +109,8 @@ def _run_experiment(plan: LaunchPlan) -> None:
 def _export_to_container(plan: LaunchPlan) -> None:
     """Say what of this process's environment Apptainer lets in: with --cleanenv nothing comes by itself."""
     plain, secret = passed_on(os.environ)
-    names = {*plain, *secret, *plan.environment, *plan.asked_environment, "CUDA_VISIBLE_DEVICES"}
+    ours = (name for name in os.environ if name.startswith("PRETRAINKIT_"))
+    names = {*plain, *secret, *ours, *plan.environment, *plan.asked_environment, "CUDA_VISIBLE_DEVICES"}
     inside = {name: os.environ[name] for name in names if name in os.environ}
     inside |= {"PYTHONNOUSERSITE": "1", "PYTHONPATH": str(Path(pretrainkit.__file__).parents[1])}
     os.environ.update({f"APPTAINERENV_{name}": value for name, value in inside.items()})
@@ -97,14 +122,19 @@ def _literal(word: str) -> str:
 
 
 @contextlib.contextmanager
-def _forwarded_signals(log_dir: Path) -> Iterator[None]:
-    """Pass every stop signal that this process gets to the attempt's node process, as soon as there is one."""
-    requests = StopRequests()
+def _forwarded_signals(log_dir: Path) -> Iterator[StopRequests]:
+    """Let the attempt's node process know of the stop signals that this process gets, as soon as there is one."""
+    requests, ctrl_c_s = StopRequests(), math.inf
 
-    def request(*_: Any) -> None:
-        requests.add()
-        if requests.count == 1:
-            log.warning("stopping: the ranks save and end; a second signal (Ctrl-C) kills them")
+    def request(number: int, _: Any) -> None:
+        nonlocal ctrl_c_s
+        if not requests.asked:
+            log.warning("stopping: the ranks save and end; a second Ctrl-C kills them")
+        requests.add(number)
+        if number == signal.SIGINT:
+            if time.monotonic() - ctrl_c_s >= _SECOND_CTRL_C_S:
+                requests.add(KILL_SIGNAL)
+            ctrl_c_s = min(ctrl_c_s, time.monotonic())
 
     ended = threading.Event()
     thread = threading.Thread(target=_deliver, args=(log_dir, requests, ended), name="signals", daemon=True)
@@ -115,7 +145,7 @@ def _forwarded_signals(log_dir: Path) -> Iterator[None]:
     }
     thread.start()
     try:
-        yield
+        yield requests
     finally:
         ended.set()
         thread.join()
@@ -124,13 +154,14 @@ def _forwarded_signals(log_dir: Path) -> Iterator[None]:
 
 
 def _deliver(log_dir: Path, requests: StopRequests, ended: threading.Event) -> None:
-    delivered = 0
+    delivered: set[int] = set()
+    pid_file = log_dir / PID_FILE
     while not ended.wait(_DELIVERY_INTERVAL_S):
-        pid_file = log_dir / PID_FILE
-        if delivered < requests.count and pid_file.exists():
+        number = KILL_SIGNAL if requests.is_urgent else signal.SIGTERM
+        if requests.asked and number not in delivered and pid_file.exists():
             with contextlib.suppress(ProcessLookupError, ValueError):
-                os.kill(int(pid_file.read_text()), signal.SIGTERM)
-                delivered += 1
+                os.kill(int(pid_file.read_text()), number)
+                delivered.add(number)
 
 
 def slurm_script(job: Job, *, continues: bool) -> str:

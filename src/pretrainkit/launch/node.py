@@ -6,8 +6,8 @@
 The second form is that of a scheduler's job (`job_node.py`). torchrun itself ends with 1 whatever its ranks ended
 with, waits 30 s at most for a rank that saves, and lets ranks live when it is killed. So its agent runs in a thread
 here, and the main thread
-- passes the first SIGTERM on to the ranks once, so that they save and end; at a second one, or when they take
-  longer than `GRACE_S`, it kills them;
+- passes the first signal that asks to stop on to the ranks once, so that they save and end; at SIGQUIT, or when they
+  take longer than `GRACE_S`, it kills them;
 - takes the death of the launcher for such a signal;
 - writes how it ended to outcome.json.
 """
@@ -32,15 +32,14 @@ from pretrainkit.launch.agent import Agent
 from pretrainkit.launch.experiment import RANKS_LOCK, locked
 from pretrainkit.launch.outcome import Outcome, write_outcome
 from pretrainkit.launch.processes import adopt_orphans, kill_descendants
+from pretrainkit.stopping import STOP_SIGNALS
 
 PID_FILE = "node.pid"
 NODE_LOG = "node.log"
 GRACE_S = 1800
 """Longest wait for ranks to save and end after a signal (assumed: a large model on a slow file system)."""
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
-"""All mean: save and end. Schedulers announce the end of a job by one of the last three."""
-_DEAF_S = 60
-"""Longest time that a rank is given to install its signal handler: it does so first of all."""
+KILL_SIGNAL = signal.SIGQUIT
+"""Means: kill the ranks, saved or not."""
 _POLL_S = 0.1
 _AGENT_S = 5
 """How long the agent may take to see that its ranks have been killed."""
@@ -49,37 +48,40 @@ log = logs.get_logger(__name__)
 
 
 class StopRequests:
-    """Counts the signals that ask this process to stop."""
+    """Notes the signals that ask this process to stop.
+
+    The same request comes more than once: schedulers, cgroups and `timeout` signal every process, each of which passes
+    it on. So repeating it changes nothing.
+    """
 
     def __init__(self) -> None:
-        self.count = 0
-        self.first_s = 0.0
-        self.second_is_urgent = True
+        self.asked = False
+        self._first_s = 0.0
+        self._kill_asked = False
 
-    def add(self, *_: Any) -> None:
+    def add(self, number: int = signal.SIGTERM, _: Any = None) -> None:
         """Note a request; also usable as a signal handler."""
-        self.count += 1
-        self.first_s = self.first_s or time.monotonic()
+        self._first_s = self._first_s or time.monotonic()
+        self.asked = True
+        self._kill_asked |= number == KILL_SIGNAL
 
     @property
     def is_urgent(self) -> bool:
-        """Whether ranks are to be killed: asked for twice, or waited for too long."""
-        if self.count > 1 and self.second_is_urgent:
-            return True
-        return self.count > 0 and time.monotonic() - self.first_s > GRACE_S
+        """Whether ranks are to be killed: asked for, or waited for too long."""
+        return self._kill_asked or (self.asked and time.monotonic() - self._first_s > GRACE_S)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one node's ranks to their end; the exit code is the attempt's."""
     requests = StopRequests()
-    for number in STOP_SIGNALS:
+    for number in (*STOP_SIGNALS, KILL_SIGNAL):
         signal.signal(number, requests.add)
     adopt_orphans()
     try:
         return _run(build_parser().parse_args(argv), requests)
     finally:
         # While the interpreter ends, a late signal would kill it, and its exit code would no longer be the ranks'.
-        for number in STOP_SIGNALS:
+        for number in (*STOP_SIGNALS, KILL_SIGNAL):
             signal.signal(number, signal.SIG_IGN)
 
 
@@ -145,13 +147,16 @@ def supervise(
         must_end: whether the ranks are to be ended though nobody asked, because another node has failed.
     """
     launcher = os.getppid()
+    # The agent's thread and its ranks inherit what is blocked: a signal waits until they listen, and doesn't end them.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     agent.start()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     told: set[int] = set()
     ended_s = None
     while agent.is_alive():
         agent.join(_POLL_S)
         poll()
-        if os.getppid() != launcher and not requests.count:
+        if os.getppid() != launcher and not requests.asked:
             log.warning("the launcher has died: the ranks are told to save and end")
             requests.add()
         if requests.is_urgent or must_end():
@@ -159,41 +164,28 @@ def supervise(
             ended_s = ended_s or time.monotonic()
             if time.monotonic() - ended_s > _AGENT_S:
                 break  # without ranks it still waits for the agents of other nodes
-        elif requests.count:
-            _tell_ranks(told, time.monotonic() - requests.first_s)
+        elif requests.asked:
+            _tell_ranks(told)
     kill_descendants()
     if requests.is_urgent:
         return Outcome(EXIT_FAILED, None, "killed before the ranks had saved")
     if agent.is_alive():
         return Outcome(EXIT_FAILED, None, "ended because another node had failed")
-    if requests.count and agent.outcome.exit_code == EXIT_FAILED:
+    if requests.asked and agent.outcome.exit_code == EXIT_FAILED:
         return replace(agent.outcome, reason=f"stopped before the ranks had saved: {agent.outcome.reason}")
     return agent.outcome
 
 
-def _tell_ranks(told: set[int], waited_s: float) -> None:
-    """Pass SIGTERM on, once to each rank; not to a rank's own children, which it needs for saving.
-
-    A rank that has just been started would die of it: it is told as soon as it listens, or after `_DEAF_S`.
-    """
+def _tell_ranks(told: set[int]) -> None:
+    """Pass SIGTERM on, once to each rank; not to a rank's own children, which it needs for saving."""
     import psutil
 
     for rank in psutil.Process().children():
-        if rank.pid not in told and (_listens(rank.pid) or waited_s > _DEAF_S):
+        if rank.pid not in told:
             told.add(rank.pid)
             log.info("process %d is told to save and end", rank.pid)
             with contextlib.suppress(psutil.NoSuchProcess):
                 rank.terminate()
-
-
-def _listens(process: int) -> bool:
-    """Whether a process does something of its own with SIGTERM; True where the system doesn't say."""
-    try:
-        status = Path(f"/proc/{process}/status").read_text(encoding="ascii")
-    except OSError:
-        return True
-    masks = [int(line.split()[1], 16) for line in status.splitlines() if line.startswith(("SigCgt:", "SigBlk:"))]
-    return not masks or any(mask >> (signal.SIGTERM - 1) & 1 for mask in masks)
 
 
 def _exit(code: int) -> None:

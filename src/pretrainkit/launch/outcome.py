@@ -30,11 +30,11 @@ def outcome_of(exit_codes: Mapping[int, int]) -> Outcome:
     Args:
         exit_codes: by rank, in the order in which torchrun saw them end; negative: killed by that signal.
             When the first rank fails, torchrun stops all others, so only the first one says why. It ends
-            with 85 only after all have saved: they save together.
+            with 85 only after all have saved, if there was anything to save: they save together.
     """
     rank, code = next(iter(exit_codes.items()))
     if code == EXIT_STOPPED_AFTER_SAVING:
-        return Outcome(code, rank, "stopped after saving")
+        return Outcome(code, rank, "stopped as asked")
     if code > 0:
         return Outcome(code, rank, f"rank {rank} failed with exit code {code}")
     name = signal.Signals(-code).name

@@ -126,7 +126,7 @@ def _follow(plan: LaunchPlan) -> int:
     if outcome.exit_code == EXIT_DONE:
         log.info("done: %s", plan.experiment_dir)
     elif outcome.exit_code == EXIT_STOPPED_AFTER_SAVING:
-        log.warning("stopped after saving; the same command continues it")
+        log.warning("stopped as asked; the same command continues it")
     else:
         log.error("failed: %s; logs of all ranks in %s", masked(outcome.reason), plan.log_dir)
     return outcome.exit_code

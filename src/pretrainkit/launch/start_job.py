@@ -12,13 +12,12 @@ from pretrainkit.errors import EXIT_DONE, RequestError
 from pretrainkit.launch import schedulers, submit, watch, weights
 from pretrainkit.launch.experiment import JOBS, LAUNCHER_LOCK, RANKS_LOCK, RUN_FILE, locked, write_run_file
 from pretrainkit.launch.job import Job
-from pretrainkit.launch.node import STOP_SIGNALS
 from pretrainkit.launch.run_job import job_of
 from pretrainkit.launch.secrets import passed_on
 from pretrainkit.launch.snapshot import copy_source
 from pretrainkit.launch.source import describe
 from pretrainkit.logs import get_logger
-from pretrainkit.stopping import stopped_by_signals
+from pretrainkit.stopping import STOP_SIGNALS, stopped_by_signals
 
 log = get_logger(__name__)
 

@@ -12,16 +12,20 @@ from collections.abc import Callable
 
 import psutil
 
-from pretrainkit.errors import EXIT_STOPPED_AFTER_SAVING
+from pretrainkit.errors import EXIT_STOPPED_AFTER_SAVING, StoppedError
 from pretrainkit.logs import get_logger
+from pretrainkit.stopping import STOP_SIGNALS
 from pretrainkit.units import parse_duration
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-"""What schedulers send before a job's time is over."""
 JOB_START_VARIABLE = "PRETRAINKIT_JOB_START_S"
-"""When the job began that this rank belongs to, in seconds since 1970."""
+"""When the job or command began that this rank belongs to, in seconds since 1970."""
 
 log = get_logger(__name__)
+
+
+def count_time_from_here() -> None:
+    """Let --time_limit of ranks that this process starts count from its own beginning, if not from its job's."""
+    os.environ.setdefault(JOB_START_VARIABLE, str(psutil.Process().create_time()))
 
 
 class StopRequests:
@@ -45,8 +49,8 @@ class StopRequests:
     def limit_time(self, time_limit: str | None, time_margin: str) -> None:
         """Ask for an end `time_margin` before `time_limit` is over.
 
-        It is counted from the beginning of the scheduler's job, whose script says when that was, else of this process:
-        containers and checks of nodes take minutes before there is a rank.
+        It is counted from the beginning of the scheduler's job or of pretrain.py, which say when that was, else of this
+        process: conversions, containers and checks of nodes take minutes before there is a rank.
         """
         if time_limit:
             allowed_s = parse_duration(time_limit) - parse_duration(time_margin)
@@ -58,8 +62,19 @@ class StopRequests:
         self._note = note
 
     def begin_steps(self) -> None:
-        """From now on a signal is only noted."""
+        """From now on a signal is only noted. Raises StoppedError when the time is over already.
+
+        Nobody asked for that: as an error it counts as a restart without a new step, so that a limit which no start can
+        keep doesn't end in a loop of restarts.
+        """
         self._has_steps = True
+        if time.time() > self._deadline_s:
+            raise StoppedError(
+                "the time limit is near before the first step: there is nothing to save",
+                action="give the same command again, and a longer --time_limit or a shorter --time_margin where that "
+                "happens again",
+                where="--time_limit",
+            )
 
     @property
     def asked(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -67,6 +68,15 @@ def test_an_unknown_model_family_and_a_folder_without_data_are_told(
     done = pretrain(*request_words, "--hf_model_id", tmp_path / "gpt", "--dataset_path", tmp_path)
     assert done.returncode == 2
     assert "architecture GPT2LMHeadModel" in done.stderr and "no .bin/.idx pair here" in done.stderr
+
+
+def test_a_folder_that_cannot_be_written_to_is_told_without_a_traceback(request_words: list[str]) -> None:
+    limit = "import resource, runpy, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)); sys.argv.pop(0)"
+    limit += "; runpy.run_path(sys.argv[0], run_name='__main__')"
+    command = [sys.executable, "-c", limit, str(PRETRAIN), *request_words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert re.search(r"pretrain.py: error: /.*: File too large \(.* free\)\n  What to do: make room", done.stderr)
 
 
 def test_a_missing_request_is_exit_code_2() -> None:

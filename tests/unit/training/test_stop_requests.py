@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
+
+from pretrainkit.stopping import STOP_SIGNALS
+from pretrainkit.training.stop_requests import JOB_START_VARIABLE
 
 RANK = """
 import os, signal, subprocess, sys, time
@@ -32,7 +37,7 @@ sys.exit(85)
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda number: number.name)
 def test_only_the_rank_hears(number: signal.Signals) -> None:
     rank = subprocess.Popen([sys.executable, "-c", RANK, "steps"], stdout=subprocess.PIPE, text=True)
     assert rank.stdout
@@ -50,3 +55,20 @@ def test_before_the_first_step_a_signal_ends_the_rank() -> None:
     rank.terminate()
     assert rank.wait() == 85
     subprocess.run(["kill", "-KILL", *others], check=True)
+
+
+def test_a_time_that_is_over_before_the_first_step_is_an_error() -> None:
+    program = (
+        "from pretrainkit.training.stop_requests import StopRequests, count_time_from_here\n"
+        "count_time_from_here()\n"
+        "requests = StopRequests()\n"
+        "requests.limit_time('0:30:00', '0:05:00')\n"
+        "requests.begin_steps()\n"
+        "assert not requests.asked\n"
+    )
+    for began_s, is_over in ((time.time() - 1600, True), (time.time() - 1400, False), (None, False)):
+        variables = {JOB_START_VARIABLE: str(began_s)} if began_s else {}
+        done = subprocess.run(
+            [sys.executable, "-c", program], env={**os.environ, **variables}, capture_output=True, text=True
+        )
+        assert ("StoppedError: --time_limit: " in done.stderr) == is_over == bool(done.returncode), done.stderr
