@@ -124,14 +124,14 @@ def _recorder(run: ResolvedRun, plan: StartPlan, chosen: kernels.Kernels, reques
         peak_flops=peak_flops(torch.cuda.get_device_name()) if run.accelerator == "gpu" else None,
     )
     attention = "te" if chosen.layer_spec == "te" else attention_kernel(run)
-    # Before the trackers, which may fail: such a start counts as a restart, too.
     used = {**chosen.to_json(), "attention": attention}
+    # Before the trackers, which may fail: such a start counts as a restart, too.
     recorder.event("start", **plan.to_json(), world_size=run.world_size, kernels=used)
+    requests.note_end_by(functools.partial(recorder.event, "stopped", step=plan.step))
     recorder.trackers = [
         TensorBoard(experiment, plan.step),
         *open_trackers(run, first_step=plan.step, recorded_step=furthest),
     ]
-    requests.note_end_by(functools.partial(recorder.event, "stopped", step=plan.step))
     log.info("kernels: %s, attention %s", chosen, attention)
     log.info("starting at step %d of %d", plan.step, run.max_steps)
     return recorder
