@@ -19,7 +19,7 @@ from pretrainkit.errors import EXIT_DONE, PretrainkitError
 from pretrainkit.launch.secrets import hide_token_from_process_list
 from pretrainkit.units import format_bytes
 
-UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS)
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS)
 """System errors that mean: no room or quota, or no permission."""
 TRAIN_SCRIPT = Path(__file__).resolve().with_name("train.py")
 
@@ -57,13 +57,16 @@ def command(arguments: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def writing_told(experiment_dir: Path) -> Iterator[None]:
-    """A system error that tells of no room or no permission becomes PretrainkitError."""
+    """A system error that tells of no room or no permission, or that the folder can't be, becomes PretrainkitError."""
     try:
         yield
     except OSError as error:
-        if error.errno not in UNWRITABLE:
-            raise
         place = Path(error.filename or experiment_dir).absolute()  # of a write no name is known
+        if error.errno not in UNWRITABLE and place not in (
+            experiment_dir.absolute(),
+            *experiment_dir.absolute().parents,
+        ):
+            raise
         existing = next(folder for folder in (place, *place.parents) if folder.exists())
         raise PretrainkitError(
             f"{error.strerror} ({format_bytes(shutil.disk_usage(existing).free)} are free)",

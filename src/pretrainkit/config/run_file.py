@@ -60,7 +60,11 @@ def read_run(path: Path) -> ResolvedRun:
             where=str(path),
         ) from None
     except (OSError, ValueError) as error:
-        raise RequestError(f"not readable as JSON: {error}", where=str(path)) from error
+        raise RequestError(
+            f"not readable as JSON: {error}",
+            action="restore it (each attempt's log folder has that attempt's), or take another --experiment",
+            where=str(path),
+        ) from error
     return from_json(value, str(path))
 
 

@@ -80,6 +80,11 @@ def last_saved_step(metrics: Path) -> int | None:
         return None
 
 
+def has_saved(metrics: Path) -> bool:
+    """Whether a metrics.jsonl tells of a checkpoint, if only by a torn line: the checkpoint is there before it."""
+    return metrics.exists() and _SAVED in metrics.read_bytes()
+
+
 def _attempt(content: mmap.mmap, begin: int, start: dict[str, Any], end: int) -> Attempt:
     position, was_stopped, last_step, is_trained = end, False, start["step"], False
     while not is_trained and (line_begin := content.rfind(b"\n", begin, position - 1) + 1) > begin:

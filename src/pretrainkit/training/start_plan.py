@@ -161,11 +161,14 @@ def _own_checkpoint(plan: StartPlan) -> str | None:
 
 def _refuse_lost_run(experiment: Path) -> None:
     """Refuse to begin anew where a checkpoint was saved once and is gone, or where nothing tells that none was."""
-    step = restarts.last_saved_step(experiment / "metrics.jsonl")
-    if step is not None:
+    if restarts.has_saved(experiment / "metrics.jsonl"):
+        step = restarts.last_saved_step(experiment / "metrics.jsonl")
         raise CheckpointError(
-            f"no checkpoint is here, but metrics.jsonl tells of one that was saved at step {step}",
-            needed=f"{resume.CHECKPOINTS}/{resume.checkpoint_name(step)}, or an older one",
+            "no checkpoint is here, but metrics.jsonl tells of one that was saved"
+            + ("; its line is torn" if step is None else f" at step {step}"),
+            needed="a checkpoint"
+            if step is None
+            else f"{resume.CHECKPOINTS}/{resume.checkpoint_name(step)}, or an older one",
             action=f"restore one from a backup; {resume.BEGIN_ANEW}",
             where=str(experiment),
         )

@@ -79,6 +79,16 @@ def test_a_folder_that_cannot_be_written_to_is_told_without_a_traceback(request_
     assert re.search(r"pretrain.py: error: /.*: File too large \(.* free\)\n  What to do: make room", done.stderr)
 
 
+@pytest.mark.parametrize("place", ["a_file", "/proc/nope"], ids=["below a file", "where nothing can be made"])
+def test_a_folder_that_cannot_be_is_told_without_a_traceback(
+    request_words: list[str], tmp_path: Path, place: str
+) -> None:
+    (tmp_path / "a_file").touch()
+    done = pretrain(*request_words, "--experiments_dir", str(tmp_path / place))
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert "What to do: make room, ask for more quota or for permission, or take another" in done.stderr
+
+
 def test_a_missing_request_is_exit_code_2() -> None:
     done = pretrain()
     assert done.returncode == 2 and "--hf_model_id: missing" in done.stderr and "--dataset_path: missing" in done.stderr

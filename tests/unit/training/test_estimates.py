@@ -132,6 +132,14 @@ def test_time_follows_from_flops_peak_and_the_assumed_share() -> None:
     assert found.gpu_hours == pytest.approx(found.step_time_s * 1000 / 3600, abs=0.1)
 
 
+def test_a_tiny_model_takes_a_time_too() -> None:
+    shape = dataclasses.replace(LLAMA_1B, num_layers=1, hidden_size=32, ffn_hidden_size=64, vocab_size=64)
+    run = dataclasses.replace(run_of(shape), padded_vocab_size=64)
+    found = estimate(run, FUSED)
+    assert found.step_time_s
+    assert "tokens/s" in summarize_estimates(dataclasses.replace(run, estimates=found))
+
+
 def test_an_unknown_card_has_no_limit_and_no_time() -> None:
     run = dataclasses.replace(run_of(LLAMA_8B, micro_batch_size=16), gpu_name="Some Card")
     found = estimate(run, FUSED)

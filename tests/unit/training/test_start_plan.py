@@ -37,6 +37,10 @@ def test_a_torn_line_hides_no_checkpoint_that_is_gone(tmp_path: Path, make_run: 
     (tmp_path / "metrics.jsonl").write_text(line + '{"event": "checkpoint", "st')
     with pytest.raises(CheckpointError, match="saved at step 4"):
         plan_start(make_run())
+    # It is written when the checkpoint is there.
+    (tmp_path / "metrics.jsonl").write_text('{"event": "start", "step": 0}\n{"event": "checkpoint", "st')
+    with pytest.raises(CheckpointError, match="tells of one that was saved; its line is torn"):
+        plan_start(make_run())
 
 
 def test_an_unfinished_save_counts_as_the_first_where_metrics_tell_so(tmp_path: Path, make_run: MakeRun) -> None:
