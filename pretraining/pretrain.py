@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import errno
 import json
-import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from pretrainkit.cli import Parser, run_command
+from pretrainkit.cli import Parser, run_command, writing_told
 from pretrainkit.config.flags import add_run_flags, given_flags
 from pretrainkit.config.schema import RunConfig
-from pretrainkit.errors import EXIT_DONE, PretrainkitError
+from pretrainkit.errors import EXIT_DONE
 from pretrainkit.launch.secrets import hide_token_from_process_list
-from pretrainkit.units import format_bytes
 
-UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS)
-"""System errors that mean: no room or quota, or no permission."""
 TRAIN_SCRIPT = Path(__file__).resolve().with_name("train.py")
 
 
@@ -53,26 +47,6 @@ def command(arguments: argparse.Namespace) -> int:
         if not config.launch.is_scheduled:
             count_time_from_here()
         return start(config, train_script=TRAIN_SCRIPT, command_line=sys.argv, check=settle, follow=arguments.follow)
-
-
-@contextlib.contextmanager
-def writing_told(experiment_dir: Path) -> Iterator[None]:
-    """A system error that tells of no room or no permission, or that the folder can't be, becomes PretrainkitError."""
-    try:
-        yield
-    except OSError as error:
-        place = Path(error.filename or experiment_dir).absolute()  # of a write no name is known
-        if error.errno not in UNWRITABLE and place not in (
-            experiment_dir.absolute(),
-            *experiment_dir.absolute().parents,
-        ):
-            raise
-        existing = next(folder for folder in (place, *place.parents) if folder.exists())
-        raise PretrainkitError(
-            f"{error.strerror} ({format_bytes(shutil.disk_usage(existing).free)} are free)",
-            action="make room, ask for more quota or for permission, or take another --experiments_dir",
-            where=str(place),
-        ) from error
 
 
 def show_plan(config: RunConfig, *, as_json: bool) -> int:

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
 import os
+import shutil
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 from pretrainkit import logs
 from pretrainkit.errors import EXIT_FAILED, PretrainkitError
+from pretrainkit.units import format_bytes
+
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS)
+"""System errors that mean: no room or quota, or no permission."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -60,3 +68,23 @@ def run_command(command: Callable[[argparse.Namespace], int], parser: Parser, ar
         # The reader of our stdout (head, less) has gone; keep the interpreter from writing to it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
+
+
+@contextlib.contextmanager
+def writing_told(experiment_dir: Path) -> Iterator[None]:
+    """A system error that tells of no room or no permission, or that the folder can't be, becomes PretrainkitError."""
+    try:
+        yield
+    except OSError as error:
+        place = Path(error.filename or experiment_dir).absolute()  # of a write no name is known
+        if error.errno not in UNWRITABLE and place not in (
+            experiment_dir.absolute(),
+            *experiment_dir.absolute().parents,
+        ):
+            raise
+        existing = next(folder for folder in (place, *place.parents) if folder.exists())
+        raise PretrainkitError(
+            f"{error.strerror} ({format_bytes(shutil.disk_usage(existing).free)} are free)",
+            action="make room, ask for more quota or for permission, or take another --experiments_dir",
+            where=str(place),
+        ) from error

@@ -119,6 +119,7 @@ def test_a_signal_during_an_evaluation_cuts_it_short(
     records = read_metrics(run_file.parent / "metrics.jsonl")
     assert not any("val_loss" in record for record in records)  # of some batches it would be another's
     assert records[-1]["event"] == "stopped" and records[-1]["step"] == 3
+    assert log.read_text().count("asked to stop: the held-out loss after step 3 is not measured") == 1
 
 
 def test_a_signal_before_the_first_step_ends_at_once_and_is_no_failed_start(

@@ -144,7 +144,7 @@ class TargetPlan:
             self.shape,
             self.main_dtype,
             vocabulary_divisor=self.divisor,
-            has_generation_config=(self.hf_folder / "generation_config.json").is_file(),
+            has_generation_config=(self.hf_folder / nemo_context.GENERATION_CONFIG).is_file(),
         )
 
     def _common(self) -> dict[str, Any]:

@@ -30,9 +30,16 @@ class Evaluations(pl.Callback):
             step = trainer.global_step
             if is_before_training or (step % self._interval and step < self._max_steps):
                 return False
-            if trainer.should_stop:
-                log.warning("asked to stop: the held-out loss after step %d is not measured", step)
+            _say_if_stopped(trainer)
             return not trainer.should_stop
 
         if self._interval:
             loop._should_check_val_fx = is_due
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        _say_if_stopped(trainer)
+
+
+def _say_if_stopped(trainer: pl.Trainer) -> None:
+    if trainer.should_stop:
+        log.warning("asked to stop: the held-out loss after step %d is not measured", trainer.global_step)

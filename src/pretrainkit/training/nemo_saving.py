@@ -27,7 +27,7 @@ import torch
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from nemo.collections.common.tokenizers.huggingface.auto_tokenizer import AutoTokenizer
-from nemo.lightning.io.artifact.base import Artifact
+from nemo.lightning.io.artifact.file import DirArtifact
 from nemo.lightning.io.pl import TrainerContext
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -57,15 +57,12 @@ class Save:
     """By time.monotonic()."""
 
 
-class TokenizerFiles(Artifact[str]):
+class TokenizerFiles(DirArtifact):
     """A model folder's tokenizer in a checkpoint's context. NeMo's own way copies the folder's weights, too."""
 
     def dump(self, instance: Any, value: str, absolute_dir: Path, relative_dir: Path) -> str:
         copy_tokenizer(Path(value), Path(absolute_dir) / relative_dir / TOKENIZER_FOLDER)
         return str(Path(relative_dir) / TOKENIZER_FOLDER)
-
-    def load(self, path: str) -> str:
-        return path
 
 
 class Saver:
@@ -149,13 +146,14 @@ class Saver:
             return True
 
     def _commit(self, save: Save) -> None:
-        training = self._run.config.training
+        training, dataset = self._run.config.training, self._run.dataset
         resume.commit(
             save.folder,
             step=save.step,
             consumed_samples=save.consumed_samples,
             global_batch_size=training.global_batch_size,
             optimizer_was_reset=training.reset_optimizer,
+            data={"weights": dataset.weights, "data_hash": dataset.data_hash},
         )
 
     @contextlib.contextmanager

@@ -6,11 +6,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from pretrainkit.logs import get_logger
 from pretrainkit.training.agreement import Agreement
 from pretrainkit.training.stop_requests import StopRequests
-
-log = get_logger(__name__)
 
 
 class StopEarly(pl.Callback):
@@ -33,7 +30,6 @@ class StopEarly(pl.Callback):
 
     def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         if self._agree(trainer):
-            log.warning("asked to stop: the held-out loss after step %d is not measured", trainer.global_step)
             raise StopIteration  # Lightning's loop of an evaluation ends by it, as when there are no more batches
 
     def _agree(self, trainer: pl.Trainer) -> bool:

@@ -47,6 +47,7 @@ def leave_out(checkpoint: resume.Checkpoint) -> None:
         global_batch_size=checkpoint.global_batch_size,
         optimizer_was_reset=checkpoint.optimizer_was_reset,
         has_optimizer_state=False,
+        data=checkpoint.data,
     )
     resume.replace(checkpoint, smaller)
 

@@ -8,6 +8,7 @@ it, is not a checkpoint.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,8 @@ class Checkpoint:
     has_optimizer_state: bool = True
     """False when its optimizer state was left out to save room; see the function of this name."""
     num_bytes: int = field(default=0, compare=False)
+    data: Mapping[str, Any] | None = field(default=None, compare=False)
+    """What run.json of that attempt said of the data, where --allow_data_change lets it change; None in older marks."""
 
 
 def checkpoint_name(step: int) -> str:
@@ -70,6 +73,7 @@ def commit(
     global_batch_size: int | None = None,
     optimizer_was_reset: bool = False,
     has_optimizer_state: bool = True,
+    data: Mapping[str, Any] | None = None,
 ) -> None:
     """Declare a fully written checkpoint complete. One process does this, after all have written."""
     written = _files(folder)
@@ -78,31 +82,16 @@ def commit(
         files.fsync_path(path)
     files.write_json(
         folder / COMMIT_MARK,
-        _data_of(folder)
-        | {
+        {
             "step": step,
             "consumed_samples": consumed_samples,
             "global_batch_size": global_batch_size,
             "optimizer_was_reset": optimizer_was_reset,
             "has_optimizer_state": has_optimizer_state,
+            DATA: data,
             "file_sizes": dict(sorted(sizes.items())),
         },
     )
-
-
-def _data_of(folder: Path) -> dict[str, Any]:
-    """What run.json says about the data that is learnt, which --allow_data_change lets change between checkpoints.
-
-    A smaller checkpoint has that of the one which it replaces.
-    """
-    original = folder.with_name(folder.name.removesuffix(SMALLER_SUFFIX))
-    try:
-        if original != folder:
-            return {DATA: files.read_json(original / COMMIT_MARK)[DATA]}
-        dataset = files.read_json(folder.parent.parent / "run.json")["dataset"]
-        return {DATA: {name: dataset[name] for name in ("weights", "data_hash")}}
-    except (OSError, ValueError, LookupError, TypeError):
-        return {}  # the mark then says nothing, and run.json counts
 
 
 def read(folder: Path) -> Checkpoint:
@@ -118,6 +107,7 @@ def read(folder: Path) -> Checkpoint:
             content.get("optimizer_was_reset", False),
             content.get("has_optimizer_state", True),
             sum(content["file_sizes"].values()),
+            content.get(DATA),
         )
         sizes = content["file_sizes"].items()
         if checkpoint_name(checkpoint.step) != folder.name.removesuffix(SMALLER_SUFFIX) or not sizes:

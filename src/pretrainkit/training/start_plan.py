@@ -210,10 +210,8 @@ def _rest_of_epoch(run: ResolvedRun, newest: resume.Checkpoint) -> int:
 
 def _optimizer_state(run: ResolvedRun, newest: resume.Checkpoint) -> str:
     wanted = run.config.training.reset_optimizer
-    saved, layout = (
-        resume.optimizer_layout(newest),
-        "distributed" if run.config.optimizer.distributed else run.precision,
-    )
+    saved = resume.optimizer_layout(newest)
+    layout = "distributed" if run.config.optimizer.distributed else run.precision
     # The same command starts the run again and again: the moments are dropped once.
     if wanted and (saved != layout or not newest.optimizer_was_reset):
         return "reset"

@@ -80,7 +80,9 @@ def test_other_data_goes_on_where_that_is_allowed(run: ResolvedRun) -> None:
 def test_the_data_of_the_newest_checkpoint_goes_on_whatever_was_tried_since(run: ResolvedRun) -> None:
     write_run_file(run)
     save_a_checkpoint(run)
-    resume.commit(Path(run.experiment_dir) / "checkpoints" / "step_00000001", step=1, consumed_samples=8)
+    folder = Path(run.experiment_dir) / "checkpoints" / "step_00000001"
+    data = {"weights": run.dataset.weights, "data_hash": run.dataset.data_hash}
+    resume.commit(folder, step=1, consumed_samples=8, data=data)
     tried = other(dataclasses.replace(run, dataset=dataclasses.replace(run.dataset, data_hash="b")))
     write_run_file(other(tried, data__allow_data_change=True))
     with pytest.raises(RequestError, match=r"dataset\.data_hash was .*, now b(.|\n)*--allow_data_change"):

@@ -108,20 +108,19 @@ def test_never_starts_afresh_over_several_checkpoints_without_marks(tmp_path: Pa
 
 
 def test_a_mark_tells_the_data_of_its_attempt(tmp_path: Path) -> None:
-    run_file, checkpoints = tmp_path / "run.json", tmp_path / "checkpoints"
+    data = {"weights": [], "data_hash": "a"}
 
     def data_of(folder: Path) -> object:
         return json.loads((folder / resume.COMMIT_MARK).read_text()).get("dataset")
 
-    assert data_of(save(checkpoints, 5)) is None
-    run_file.write_text('{"dataset": {"weights": [], "data_hash": "a", "prefixes": ["x"]}}')
-    saved = save(checkpoints, 10)
+    assert data_of(save(tmp_path, 5)) is None
+    saved = save(tmp_path, 10)
+    resume.commit(saved, step=10, consumed_samples=40, data=data)
     assert data_of(saved) == {"weights": [], "data_hash": "a"}
-    run_file.write_text('{"dataset": {"weights": [], "data_hash": "b"}}')
     smaller = saved.with_name(saved.name + resume.SMALLER_SUFFIX)
     smaller.mkdir()
     (smaller / "weights").write_bytes(b"w")
-    resume.commit(smaller, step=10, consumed_samples=40)
+    resume.commit(smaller, step=10, consumed_samples=40, data=resume.read(saved).data)
     assert data_of(smaller) == {"weights": [], "data_hash": "a"}
 
 
