@@ -5,11 +5,12 @@
         [--learning_rate 3e-5] [--next --model 8b ...]
 
 plain: --layer_spec torch --fused_kernels off; fused: --layer_spec torch --fused_kernels auto; te: --layer_spec te
---fused_kernels off, which is what NeMo does by itself where Transformer Engine is installed. Each measurement is a
-run of the trainer of its own: random weights of the model's shape, Python's manual and library byte by byte (5 MB),
-no checkpoints. The paths take turns, `--rounds` times. Prints Markdown; a figure is the median over the rounds of the
-median over the steps after the third. The ranks of plain and fused are forks of a process without Transformer Engine,
-since importing NeMo takes longer than the steps; what is measured after --next shares it, with options of its own.
+--fused_kernels off, which is what NeMo does by itself where Transformer Engine is installed. graphed and launched are
+fused, the one with its layers replayed as CUDA graphs, the other without. Each measurement is a run of the trainer of
+its own: random weights of the model's shape, Python's manual and library byte by byte (5 MB), no checkpoints. The paths
+take turns, `--rounds` times. Prints Markdown; a figure is the median over the rounds of the median over the steps after
+the third. The ranks of torch's layers are forks of a process without Transformer Engine, since importing NeMo takes
+longer than the steps; what is measured after --next shares it, with options of its own.
 
 The learning rate is low, so that the paths' losses, whose arithmetic differs in rounding alone, stay near each other:
 at 3e-4 a few steps from random weights make a large difference of any small one. The largest is said below the table.
@@ -36,7 +37,14 @@ from typing import Any
 
 import torch
 
-PATHS = {"plain": ("torch", "off"), "fused": ("torch", "auto"), "te": ("te", "off"), "te_fused": ("te", "auto")}
+PATHS = {
+    "plain": ("torch", "off"),
+    "fused": ("torch", "auto"),
+    "launched": ("torch", "norm,rotary,swiglu,cross_entropy,weight_gradient"),
+    "graphed": ("torch", "norm,rotary,swiglu,cross_entropy,weight_gradient,launches"),
+    "te": ("te", "off"),
+    "te_fused": ("te", "auto"),
+}
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -49,6 +57,9 @@ LLAMA = {
     "rope_theta": 500000.0,
 }
 MODELS: dict[str, dict[str, Any]] = {
+    "135m": LLAMA
+    | {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "head_dim": 64, "vocab_size": 49152}
+    | {"num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True},
     "1b": LLAMA
     | {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64}
     | {"tie_word_embeddings": True},

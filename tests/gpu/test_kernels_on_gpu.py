@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,8 +38,7 @@ def one_rank() -> Iterator[None]:
     if not torch.cuda.is_available():
         yield
         return
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29655"}
-    torch.distributed.init_process_group("nccl", rank=0, world_size=1)
+    torch.distributed.init_process_group("nccl", store=torch.distributed.HashStore(), rank=0, world_size=1)
     megatron_model.initialize()
     yield
     torch.distributed.destroy_process_group()

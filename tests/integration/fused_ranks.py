@@ -1,12 +1,16 @@
-"""Ranks on CPU that train with every fused kernel, in Triton's interpreter."""
+"""Ranks on CPU that train with every fused kernel, in Triton's interpreter, and with layers that are replayed."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 import ranks
+import torch
+from torch import Tensor
 
-from pretrainkit.training import kernels, nemo
+from pretrainkit.training import graphed_layers, kernels, nemo
 from pretrainkit.training.weight_gradient import WeightGradientProduct
 
 FUSED = kernels.Kernels(
@@ -17,15 +21,60 @@ FUSED = kernels.Kernels(
     cross_entropy="triton",
     weight_gradient="product",
     exchange="torch",
+    launches="torch",
 )
+
+
+class Again:
+    """Stands for a CUDA graph: what was done is done again, and its result put where the first one was."""
+
+    count = 0
+
+    def __init__(self, body: Callable[[], Tensor]) -> None:
+        self._body, self._result = body, body().detach()
+
+    def replay(self) -> None:
+        Again.count += 1
+        with torch.enable_grad():
+            self._result.copy_(self._body().detach())
+
+
+class CpuGraphs:
+    """Stands for `graphed_layers.CudaGraphs`."""
+
+    def rehearse(self, body: Callable[[], object]) -> None:
+        body()
+
+    def record(self, body: Callable[[], Tensor]) -> Again:
+        return Again(body)
+
+    def finish(self) -> int:
+        return 0
 
 
 def train(rank: int, world_size: int, *, run_file: Path) -> None:
     """`ranks.train_rank` with the kernels of a GPU."""
+    use_fused_kernels()
+    ranks.train_rank(rank, world_size, run_file=run_file)
+
+
+def train_replaying(rank: int, world_size: int, *, run_file: Path, fused: bool = False, overlaps: bool = False) -> None:
+    """`ranks.train_rank` with layers that are replayed; `overlaps`: ranks exchange while they compute."""
+    if fused:
+        use_fused_kernels()
+    choose = kernels.choose_for
+    kernels.choose_for = lambda run: dataclasses.replace(choose(run), launches="graphs")
+    graphed_layers.CudaGraphs = CpuGraphs
+    nemo._overlaps = lambda run: overlaps
+    ranks.train_rank(rank, world_size, run_file=run_file)
+    print("replays:", Again.count)
+
+
+def use_fused_kernels() -> None:
+    """Those of a GPU, in this process."""
     describe = nemo.transformer_config_fields
     nemo.transformer_config_fields = lambda *arguments, **settings: describe(
         *arguments, **settings | {"fused_cross_entropy": True}
     )
     WeightGradientProduct.wgrad_gemm_accum_fp32 = WeightGradientProduct.wgrad_gemm_accum_fp16  # for CUDA alone
     kernels.choose_for = lambda run: FUSED
-    ranks.train_rank(rank, world_size, run_file=run_file)

@@ -168,7 +168,7 @@ def norm_gradients_rank(rank: int, world_size: int) -> None:
     def gradients(norm: str, recompute: str) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
         model: Any = megatron_model.build_model(
-            shape, padded_vocab_size=64, sequence_length=16, kernels=Kernels("torch", norm, *5 * ["torch"])
+            shape, padded_vocab_size=64, sequence_length=16, kernels=Kernels("torch", norm, *6 * ["torch"])
         )
         if recompute == "full":
             config = model.decoder.config

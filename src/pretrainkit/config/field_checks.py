@@ -26,7 +26,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "optimizer.lr_schedule": ("cosine", "linear", "constant"),
 }
 """Fields that take one of a few words."""
-FUSED_KERNELS = ("norm", "rotary", "swiglu", "cross_entropy", "weight_gradient", "exchange")
+FUSED_KERNELS = ("norm", "rotary", "swiglu", "cross_entropy", "weight_gradient", "exchange", "launches")
 """Parts of a layer that --fused_kernels may name."""
 MAX_SEED = 2**32 - 1
 """Largest seed that numpy's RandomState, which orders Megatron's samples, takes."""

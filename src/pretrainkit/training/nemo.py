@@ -35,6 +35,7 @@ from pretrainkit.training.model_config import recompute_fields, transformer_conf
 from pretrainkit.training.nemo_callbacks import (
     AsPlanned,
     FrozenStart,
+    GraphedModel,
     LearningRate,
     Recording,
     StartParity,
@@ -83,8 +84,9 @@ def train(
     if parity:
         trainer.callbacks.insert(0, StartParity(parity, _forward_step, recorder))
     # Before the saving, to time the step alone.
-    guard = LossGuard(run, recorder)
-    trainer.callbacks[:0] = [AsPlanned(plan), guard, Recording(run, plan, recorder, guard), StopEarly(requests)]
+    guard, graphed = LossGuard(run, recorder), GraphedModel(chosen)
+    recording = Recording(run, plan, recorder, guard, graphed)
+    trainer.callbacks[:0] = [AsPlanned(plan), guard, graphed, recording, StopEarly(requests)]
     trainer.callbacks += [Evaluations(run), Checkpoints(run, recorder, saved_step=plan.step), FrozenStart()]
     pl.seed_everything(run.config.training.seed, workers=True, verbose=False)
     try:

@@ -18,7 +18,9 @@ from nemo.lightning.pytorch.optim.base import LRSchedulerModule
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import CheckpointError
 from pretrainkit.logs import get_logger
+from pretrainkit.training import graphed_layers
 from pretrainkit.training.dataset import shares_drawn
+from pretrainkit.training.kernels import Kernels
 from pretrainkit.training.nemo_loss_guard import LossGuard
 from pretrainkit.training.records import RunRecorder
 from pretrainkit.training.schedule import Schedule, schedule_of
@@ -149,11 +151,29 @@ class FrozenStart(pl.Callback):
         gc.freeze()
 
 
+class GraphedModel(pl.Callback):
+    """Lets the layers be replayed as CUDA graphs, if the run is to do so."""
+
+    def __init__(self, chosen: Kernels) -> None:
+        self._chosen, self._layers = chosen, list[graphed_layers.GraphedLayers]()
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._chosen.launches == "graphs":
+            self._layers = [graphed_layers.install(chunk.module) for chunk in trainer.strategy.megatron_parallel]
+
+    @property
+    def uncounted_gib(self) -> float:
+        """Memory that replays use and torch's allocator counts as free."""
+        return sum(layers.uncounted_bytes for layers in self._layers) / 2**30
+
+
 class Recording(pl.Callback):
     """Hands the numbers of each step to the recorder, without waiting for the GPU."""
 
-    def __init__(self, run: ResolvedRun, plan: StartPlan, recorder: RunRecorder | None, guard: LossGuard) -> None:
-        self._run, self._plan, self._recorder, self._guard = run, plan, recorder, guard
+    def __init__(
+        self, run: ResolvedRun, plan: StartPlan, recorder: RunRecorder | None, guard: LossGuard, graphed: GraphedModel
+    ) -> None:
+        self._run, self._plan, self._recorder, self._guard, self._graphed = run, plan, recorder, guard, graphed
         self._schedule = schedule_of(run)
         self._validation_began_s = 0.0
 
@@ -195,7 +215,7 @@ class Recording(pl.Callback):
             loss=self._guard.loss,
             learning_rate=self._schedule.learning_rate(step - 1),
             grad_norm=self._guard.grad_norm,
-            peak_memory_gib=_peak_memory_gib(self._run.accelerator),
+            peak_memory_gib=_peak_memory_gib(self._run.accelerator) + self._graphed.uncounted_gib,
         )
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from pretrainkit.config.schema import ParallelConfig, ResolvedRun
+from pretrainkit.config.schema import ParallelConfig, Recompute, ResolvedRun
 from pretrainkit.errors import RequestError
 from pretrainkit.training import kernels
 from pretrainkit.training.kernels import LIBRARIES, Kernels, choose, config_fields
 
 ALL = frozenset(LIBRARIES)
-PLAIN = Kernels("torch", "torch", "torch", "torch", "torch", "torch", "torch")
-FUSED = Kernels("torch", "triton", "triton", "liger", "triton", "product", "torch")
+PLAIN = Kernels(*8 * ["torch"])
+FUSED = Kernels("torch", "triton", "triton", "liger", "triton", "product", "torch", "torch")
 
 
 def chosen(
@@ -24,6 +25,7 @@ def chosen(
     accelerator: str = "gpu",
     precision: str = "bf16",
     part_tokens: int = 0,
+    layer_work: float = 0,
 ) -> Kernels:
     return choose(
         layer_spec=layers,
@@ -32,6 +34,7 @@ def chosen(
         precision=precision,
         installed=frozenset(installed),
         part_tokens=part_tokens,
+        layer_work=layer_work,
     )
 
 
@@ -49,6 +52,45 @@ def test_ranks_that_exchange_parts_of_a_layer_have_them_copied() -> None:
 def test_small_parts_are_copied_only_if_asked() -> None:
     assert chosen("triton", "liger_kernel", part_tokens=8191) == FUSED
     assert chosen("triton", "liger_kernel", part_tokens=8191, fused="exchange").exchange == "copies"
+
+
+def test_layers_of_little_work_are_replayed() -> None:
+    assert chosen("triton", "liger_kernel", layer_work=0.7e12) == dataclasses.replace(FUSED, launches="graphs")
+    assert chosen("triton", "liger_kernel", layer_work=0.71e12) == FUSED
+    assert chosen("triton", "liger_kernel", layer_work=0.71e12, fused="launches").launches == "graphs"
+    assert chosen("triton", "liger_kernel", layer_work=0.1e12, accelerator="cpu") == PLAIN
+    assert chosen(layer_work=0.1e12, precision="fp32") == dataclasses.replace(PLAIN, launches="graphs")
+
+
+def test_layers_that_cant_be_replayed_are_not() -> None:
+    assert chosen("transformer_engine", layer_work=0.1e12).launches == "torch"
+    with pytest.raises(RequestError, match=r"fused launches can't be used(.|\n)*torch's layers, TP, PP and CP of 1"):
+        chosen("transformer_engine", layer_work=0.1e12, layers="te", fused="launches")
+    with pytest.raises(RequestError, match=r"fused launches can't be used(.|\n)*torch's layers, TP, PP and CP of 1"):
+        chosen("triton", fused="launches", layer_work=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "launches"),
+    [
+        ({}, "graphs"),
+        ({"data_parallel_size": 2}, "graphs"),
+        ({"parallel": ParallelConfig(2)}, "torch"),
+        ({"parallel": ParallelConfig(1, 2)}, "torch"),
+        ({"parallel": ParallelConfig(1, 1, 2)}, "torch"),
+        ({"recompute": Recompute("selective")}, "torch"),
+        ({"recompute": Recompute("full", 1)}, "torch"),
+        ({"reset_attention_mask": True}, "torch"),
+    ],
+)
+def test_replays_are_for_whole_models_whose_microbatches_are_alike(
+    make_run: Callable[..., ResolvedRun], monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], launches: str
+) -> None:
+    monkeypatch.setattr(kernels, "installed_libraries", lambda: frozenset(("triton", "liger_kernel")))
+    run = dataclasses.replace(make_run(), accelerator="gpu", precision="bf16")
+    if "parallel" in changes:
+        changes = {"config": dataclasses.replace(run.config, **changes)}
+    assert kernels.choose_for(dataclasses.replace(run, **changes)).launches == launches
 
 
 @pytest.mark.parametrize(("num_gpus", "exchange"), [(8, "copies"), (4, "copies"), (2, "torch"), (6, "torch")])
@@ -75,13 +117,13 @@ def test_on_cpu_nothing_is_fused() -> None:
 
 def test_in_fp32_the_cross_entropy_and_the_weight_gradient_stay_plain() -> None:
     assert chosen("triton", "liger_kernel", precision="fp32") == Kernels(
-        "torch", "triton", "triton", "liger", "torch", "torch", "torch"
+        "torch", "triton", "triton", "liger", "torch", "torch", "torch", "torch"
     )
     assert chosen(*ALL, precision="fp32").layer_spec == "torch"
 
 
 def test_without_liger_its_parts_stay_plain() -> None:
-    assert chosen("triton") == Kernels("torch", "triton", "triton", "torch", "triton", "product", "torch")
+    assert chosen("triton") == Kernels("torch", "triton", "triton", "torch", "triton", "product", "torch", "torch")
 
 
 def test_off_is_plain_torch() -> None:
@@ -90,7 +132,7 @@ def test_off_is_plain_torch() -> None:
 
 def test_named_parts_alone_are_fused() -> None:
     assert chosen("triton", "liger_kernel", fused="rotary,swiglu") == Kernels(
-        "torch", "torch", "triton", "liger", "torch", "torch", "torch"
+        "torch", "torch", "triton", "liger", "torch", "torch", "torch", "torch"
     )
 
 
@@ -104,7 +146,7 @@ def test_the_faster_layers_of_those_installed_are_taken(installed: frozenset[str
 
 def test_transformer_engines_layers_keep_their_own_rotation() -> None:
     choice = chosen(*ALL, layers="te")
-    assert choice == Kernels("te", "te", "te", "liger", "triton", "product", "te")
+    assert choice == Kernels("te", "te", "te", "liger", "triton", "product", "te", "torch")
     assert config_fields(choice, qk_norm=False) == {
         "apply_rope_fusion": True,
         "fused_single_qkv_rope": False,

@@ -1,0 +1,258 @@
+"""Transformer layers replayed as CUDA graphs: the host hands over a layer in two calls, in place of some eighty.
+
+With short kernels, of a small model or of few tokens, the GPU waits for the host: a layer's forward and backward pass
+take 2 to 4 ms of Python, whatever their size. So both are recorded once for each layer, at the first microbatch, and
+replayed for every other. A recording reads and writes fixed addresses; here those are the weights, their gradient
+buffers, and one microbatch's activations, in a pool of memory that all recordings share in the order they are replayed.
+
+Megatron's own graphs need another random generator and refuse expandable segments; torch's make_graphed_callables
+refuses modules with hooks, and records in a mode that an allocation by the data loader's thread breaks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from megatron.core.transformer import cuda_graphs
+from megatron.core.transformer.transformer_block import TransformerBlock
+from torch import Tensor
+
+from pretrainkit.logs import get_logger
+
+log = get_logger(__name__)
+
+
+class Recording(Protocol):
+    """Work on the GPU that can be done again."""
+
+    def replay(self) -> None:
+        """Do it, with what stands at its addresses now."""
+
+
+class CudaGraphs:
+    """Records on a stream of its own, into one pool of memory."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()
+        torch.cuda.reset_peak_memory_stats()
+
+    def rehearse(self, body: Callable[[], object]) -> None:
+        """Do `body` as it will be recorded: compiles kernels and sets libraries up, which no recording may contain."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            body()
+        torch.cuda.current_stream().wait_stream(self._stream)
+
+    def record(self, body: Callable[[], object]) -> Recording:
+        """Record what `body` would do; it isn't done."""
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may allocate meanwhile: the one that pins batches does.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            body()
+        return graph
+
+    def finish(self) -> int:
+        """Bytes that replays write to, while torch's allocator counts them as free: they were so when all was recorded.
+
+        Its peak begins anew with what is in use now.
+        """
+        count = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return count
+
+
+class _Pass:
+    """One layer's way through one microbatch, with tensors that stay where they are.
+
+    The layer gets aliases of its weights. Autograd would wait for the stream on which a weight was first used, which no
+    recording may do where that is the default one.
+    """
+
+    def __init__(self, layer: Any, hidden: Tensor, rotary: Tensor | None) -> None:
+        self._layer, self._rotary = layer, rotary
+        self._weights = {name: _alias(weight) for name, weight in layer.named_parameters() if weight.requires_grad}
+        self.hidden = hidden.detach().requires_grad_()  # [s, b, h]
+        self.output: Tensor
+        self.output_gradient: Tensor
+        self.hidden_gradient: Tensor
+
+    def forward(self) -> Tensor:
+        inputs = {"hidden_states": self.hidden, "attention_mask": None, "rotary_pos_emb": self._rotary}
+        self.output, _ = torch.func.functional_call(self._layer, self._weights, kwargs=inputs)
+        return self.output
+
+    def backward(self) -> Tensor:
+        """The gradient of `hidden`; those of the weights are added to Megatron's buffers."""
+        weights = tuple(self._weights.values())
+        self.hidden_gradient, *gradients = torch.autograd.grad(
+            self.output, (self.hidden, *weights), self.output_gradient
+        )
+        for weight, gradient in zip(weights, gradients, strict=True):
+            if not weight.grad_added_to_main_grad:  # else the product has done it
+                weight.main_grad.add_(gradient)
+        return self.hidden_gradient
+
+
+def _alias(weight: Any) -> Any:
+    """The same numbers and gradient buffer for an autograd graph of its own."""
+    alias: Any = weight.detach().requires_grad_()
+    alias.__dict__.update(weight.__dict__, grad_added_to_main_grad=False)
+    return alias
+
+
+@dataclass
+class _Layer:
+    """What is replayed of a layer, and what Megatron wants to know meanwhile."""
+
+    module: Any
+    forward: Recording
+    backward: Recording | None = None
+
+    def await_weights(self) -> None:
+        """Megatron's hooks before a module: with overlapped gathering its weights may still be on their way."""
+        for module in self.module.modules():
+            for hook in module._forward_pre_hooks.values():
+                hook(module, ())
+
+
+class GraphedLayers:
+    """Takes the place of a transformer block's forward, on one tensor- and pipeline-parallel rank.
+
+    Evaluation, and whatever else than a microbatch of the first one's shape and causal attention, goes the plain way.
+    """
+
+    def __init__(self, block: TransformerBlock, data_parallel: Any) -> None:
+        """`data_parallel`: Megatron's wrapper around the model, with the buffers of its gradients."""
+        self._block, self._data_parallel = block, data_parallel
+        self._plain = block.forward
+        self.uncounted_bytes = 0
+        self._layers: list[_Layer] = []
+        self._gives_up = False
+        self._rotary: Tensor | None = None
+        self._hidden: Tensor
+        self._output: Tensor
+        self._output_gradient: Tensor
+        self._hidden_gradient: Tensor
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        rotary_pos_emb: Tensor | None = None,
+        **others: Any,
+    ) -> Tensor:
+        """TransformerBlock's: hidden states [s, b, h] to the normed ones that the output layer takes."""
+        is_training = self._block.training and torch.is_grad_enabled()
+        is_special = attention_mask is not None or any(value is not None for value in others.values())
+        if is_training and not is_special and not self._layers and not self._gives_up:
+            self._try_to_record(hidden_states, rotary_pos_emb)
+        if is_training and not is_special and self._fits(hidden_states, rotary_pos_emb):
+            normed: Tensor = self._block.final_layernorm(Replay.apply(self, hidden_states))
+            return normed
+        return self._plain(hidden_states, attention_mask, rotary_pos_emb=rotary_pos_emb, **others)
+
+    def _fits(self, hidden: Tensor, rotary: Tensor | None) -> bool:
+        return bool(self._layers) and hidden.shape == self._hidden.shape and rotary is self._rotary
+
+    def _try_to_record(self, hidden: Tensor, rotary: Tensor | None) -> None:
+        try:
+            self._record(hidden, rotary)
+        except RuntimeError as error:  # CUDA's errors are of this kind
+            self._gives_up = True
+            _end_recording_of_random_numbers()
+            log.warning("layers can't be recorded as CUDA graphs, and are launched kernel by kernel: %s", error)
+
+    def _record(self, hidden: Tensor, rotary: Tensor | None) -> None:
+        graphs = CudaGraphs()
+        _rehearse(graphs, self._block.layers[0], hidden, rotary)
+        layers, passes = [], []
+        with _hooks_know():
+            output = hidden.detach().clone()
+            for module in self._block.layers:
+                passes.append(current := _Pass(module, output, rotary))
+                layers.append(_Layer(module, graphs.record(current.forward)))
+                output = current.output
+            self._hidden, self._output = passes[0].hidden, output.detach()
+            self._output_gradient = gradient = torch.zeros_like(output)
+            for layer in reversed(layers):
+                # The last reference to a pass is dropped after its backward: then its memory serves those before it.
+                current = passes.pop()
+                current.output_gradient = gradient
+                layer.backward = graphs.record(current.backward)
+                gradient = current.hidden_gradient
+        self._hidden_gradient = gradient
+        self._layers, self._rotary = layers, rotary
+        del current
+        self.uncounted_bytes = graphs.finish()
+
+    def replay_forward(self, hidden: Tensor) -> Tensor:
+        """The last layer's output, at an address that the next microbatch writes to again."""
+        self._hidden.copy_(hidden)
+        for layer in self._layers:
+            layer.await_weights()
+            layer.forward.replay()
+        return self._output.detach()
+
+    def replay_backward(self, gradient: Tensor) -> Tensor:
+        """The gradient of the first layer's input; a layer's weights are told as done when its replay is under way."""
+        self._output_gradient.copy_(gradient)
+        for layer in reversed(self._layers):
+            assert layer.backward
+            layer.backward.replay()
+            if self._data_parallel.ddp_config.overlap_grad_reduce:
+                for weight in layer.module.parameters():
+                    if weight.requires_grad:
+                        self._data_parallel.param_to_bucket_group[weight].register_grad_ready(weight)
+        return self._hidden_gradient.detach()
+
+
+class Replay(torch.autograd.Function):
+    """All layers in both directions, as one node of autograd's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, layers: GraphedLayers, hidden: Tensor) -> Tensor:
+        ctx.layers = layers
+        return layers.replay_forward(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, ctx.layers.replay_backward(gradient)
+
+
+def _rehearse(graphs: CudaGraphs, layer: Any, hidden: Tensor, rotary: Tensor | None) -> None:
+    """Both passes of a layer, with a gradient of zeros, which adds nothing to the weights' gradients."""
+    trial = _Pass(layer, torch.zeros_like(hidden), rotary)
+    trial.output_gradient = torch.zeros_like(hidden)
+    graphs.rehearse(trial.forward)
+    graphs.rehearse(trial.backward)
+
+
+def _end_recording_of_random_numbers() -> None:
+    """Torch's generator takes part in every recording, and after one that failed would refuse to work outside of it."""
+    if torch.cuda.is_available():
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        generator.graphsafe_set_state(generator.clone_state())
+
+
+@contextmanager
+def _hooks_know() -> Iterator[None]:
+    """Megatron's hooks do nothing while something is recorded."""
+    cuda_graphs._set_capture_start()
+    try:
+        yield
+    finally:
+        cuda_graphs._set_capture_end()
+
+
+def install(data_parallel: Any) -> GraphedLayers:
+    """Let the model in Megatron's data-parallel wrapper replay its layers from the first microbatch on."""
+    (block,) = (module for module in data_parallel.modules() if isinstance(module, TransformerBlock))
+    layers = GraphedLayers(block, data_parallel)
+    block.forward = layers.forward
+    return layers
