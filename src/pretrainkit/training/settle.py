@@ -42,6 +42,7 @@ def with_estimates(run: ResolvedRun, *, refuse: bool = True) -> ResolvedRun:
         )
     implementation = implementation_of(run)
     run = _recomputing(run, implementation)
+    kernels.choose_for(run)  # may refuse a kernel that was asked for and can't be had with recomputation
     estimates = estimate(run, implementation)
     run = dataclasses.replace(run, estimates=estimates)
     if refuse and not fits(run, estimates):

@@ -78,6 +78,8 @@ def test_parameters_are_those_of_the_published_models() -> None:
 MEASURED = {
     "1B, 2 sequences, fp32 logits": (run_of(LLAMA_1B, micro_batch_size=2), FP32_LOGITS, 38.2),
     "1B, 2 sequences, all fused": (run_of(LLAMA_1B, micro_batch_size=2), FUSED, 30.9),
+    "1B, 1 sequence, layers replayed": (run_of(LLAMA_1B), FUSED, 27.1),
+    "1B, 1 sequence, DP=2, layers replayed": (run_of(LLAMA_1B, data_parallel=2), FUSED, 20.2),
     "8B, TP=2 with SP, all fused": (run_of(LLAMA_8B, tensor=2), FUSED, 74.9),
     "1B, CP=2, 32,768 tokens": (run_of(LLAMA_1B, context=2, sequence_length=32768), FUSED, 37.5),
 }
@@ -201,6 +203,12 @@ def test_a_fixed_recomputation_that_is_too_little_is_refused_with_auto() -> None
 def test_the_chosen_recomputation_is_in_the_run() -> None:
     run = with_estimates(run_of(LLAMA_8B, tensor=2, micro_batch_size=4))
     assert run.recompute.granularity == "full" and run.estimates and run.estimates.memory_gib < 79.6
+
+
+def test_kernels_that_recomputation_rules_out_are_refused_where_it_is_chosen() -> None:
+    with pytest.raises(RequestError, match=r"fused launches can't be used(.|\n)*no recomputation"):
+        with_estimates(run_of(LLAMA_1B, micro_batch_size=16, fused_kernels="launches"))
+    assert with_estimates(run_of(LLAMA_1B, fused_kernels="launches")).recompute.granularity == "none"
 
 
 def test_a_run_on_cpu_has_no_estimates() -> None:
