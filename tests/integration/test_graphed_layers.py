@@ -6,6 +6,7 @@ What a CUDA graph does is done by calling again (fused_ranks.Again); graphs them
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,26 +25,34 @@ def _values(records: list[dict[str, Any]]) -> list[float]:
     return [record[name] for record in records for name in ("loss", "grad_norm", "val_loss") if name in record]
 
 
-@pytest.mark.parametrize(
-    ("settings", "fused", "overlaps"),
-    [
-        ({}, False, False),
-        ({"data_parallel": 2}, False, False),
-        ({"data_parallel": 2}, False, True),
-        ({"data_parallel": 2}, True, True),
-        ({"val_interval": 2, "val_steps": 1}, False, False),
-    ],
-    ids=["one rank", "two ranks", "two that exchange meanwhile", "fused kernels, too", "with evaluations"],
-)
+CASES: dict[str, tuple[str, dict[str, Any], bool, bool]] = {
+    "one rank": ("llama", {}, False, False),
+    "two ranks": ("llama-tied", {"data_parallel": 2}, False, False),
+    "two that exchange meanwhile": ("llama", {"data_parallel": 2}, False, True),
+    "fused kernels, too": ("llama", {"data_parallel": 2}, True, True),
+    "with evaluations": ("llama", {"val_interval": 2, "val_steps": 1}, False, False),
+    "scaled rotary": ("llama3-rope", {}, False, False),
+    "biases": ("qwen2", {}, False, False),
+    "norms of queries and keys": ("qwen3", {}, False, False),
+}
+"""Model, settings of the run, fused kernels, exchanges that overlap."""
+
+
+@pytest.mark.parametrize(("name", "settings", "fused", "overlaps"), CASES.values(), ids=CASES.keys())
 def test_losses_and_gradients_are_those_of_launched_layers(
+    name: str,
     settings: dict[str, Any],
     fused: bool,
     overlaps: bool,
-    make_hf_llama: Callable[..., Path],
+    make_model: Callable[..., Path],
+    tokenizer_folder: Path,
+    tmp_path: Path,
     train_tiny: Callable[..., Any],
     write_tiny_run: Callable[..., Path],
 ) -> None:
-    model, steps, samples = make_hf_llama(), 3, 4
+    model = shutil.copytree(make_model(name, vocab_size=320, pad_token_id=2, num_hidden_layers=LAYERS), tmp_path / "hf")
+    shutil.copytree(tokenizer_folder, model, dirs_exist_ok=True)
+    steps, samples = 3, 4
     settings = {"max_steps": steps, "micro_batch_size": 1, "global_batch_size": samples} | settings
     launched = train_tiny(model, "launched", **settings)
     run_file = write_tiny_run(model, "replayed", **settings)

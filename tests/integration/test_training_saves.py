@@ -129,12 +129,21 @@ def test_a_passing_error_costs_no_checkpoint(
     assert [record["step"] for record in records if record.get("event") == "checkpoint"] == saved
 
 
-@pytest.mark.parametrize(("async_save", "max_missed_saves"), [("off", 0), ("on", 0), ("on", 1)])
+@pytest.mark.parametrize(
+    ("where", "async_save", "max_missed_saves"),
+    [
+        (save_faults.SHARDS, "off", 0),
+        (save_faults.SHARDS, "on", 0),
+        (save_faults.SHARDS, "on", 1),
+        (save_faults.CONTEXT, "off", 0),
+        (save_faults.CONTEXT, "on", 1),
+    ],
+)
 def test_a_full_disk_ends_the_run_or_is_missed_once(
-    tmp_path: Path, train_faulty: Any, max_missed_saves: int, async_save: str
+    tmp_path: Path, train_faulty: Any, where: str, max_missed_saves: int, async_save: str
 ) -> None:
     code, log, records = train_faulty(
-        faults={"number": errno.ENOSPC, "folder": resume.checkpoint_name(4)},
+        faults={"where": where, "number": errno.ENOSPC, "folder": resume.checkpoint_name(4)},
         max_steps=10,
         save_interval=2,
         async_save=async_save,

@@ -23,7 +23,7 @@ from nemo.collections.common.tokenizers.huggingface.auto_tokenizer import AutoTo
 from nemo.collections.llm.gpt.model.llama import Llama31Config, LlamaConfig, LlamaModel
 from nemo.utils import logging as nemo_logging
 
-from pretrainkit.config.schema import ResolvedRun
+from pretrainkit.config.schema import ResolvedRun, RopeScaling
 from pretrainkit.logs import get_logger
 from pretrainkit.training import kernels, optimizer, optimizer_gather, restarts, restored_weights, start_parity
 from pretrainkit.training.attention import attention_kernel
@@ -149,16 +149,7 @@ def _model(run: ResolvedRun, chosen: kernels.Kernels, recorder: RunRecorder | No
         "share_embeddings_and_output_weights": shape.tie_word_embeddings,
         "vocab_size": run.padded_vocab_size,
     }
-    config = LlamaConfig(**fields)
-    if shape.rope_scaling:
-        scaling = shape.rope_scaling
-        config = Llama31Config(
-            scale_factor=scaling.factor,
-            low_freq_factor=scaling.low_freq_factor,
-            high_freq_factor=scaling.high_freq_factor,
-            old_context_len=scaling.original_max_position_embeddings,
-            **fields,
-        )
+    config = _llama_config(fields, shape.rope_scaling)
     # Set after construction, so that NeMo's saved context keeps its own defaults and loads anywhere.
     if chosen.layer_spec == "torch":
         config.transformer_layer_spec = functools.partial(
@@ -174,6 +165,23 @@ def _model(run: ResolvedRun, chosen: kernels.Kernels, recorder: RunRecorder | No
     if recorder:
         config.data_step_fn = timed(config.data_step_fn, recorder)
     return LlamaModel(config, tokenizer=AutoTokenizer(run.hf_folder, use_fast=True))
+
+
+def _llama_config(fields: dict[str, Any], scaling: RopeScaling | None) -> LlamaConfig:
+    """NeMo's description of the model.
+
+    A class's arguments, which NeMo saves with each checkpoint, are kept only if none of its base classes was used
+    before it in the process: a plain LlamaConfig must not be made on the way to the other.
+    """
+    if scaling is None:
+        return LlamaConfig(**fields)
+    return Llama31Config(
+        scale_factor=scaling.factor,
+        low_freq_factor=scaling.low_freq_factor,
+        high_freq_factor=scaling.high_freq_factor,
+        old_context_len=scaling.original_max_position_embeddings,
+        **fields,
+    )
 
 
 def _forward_step(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:

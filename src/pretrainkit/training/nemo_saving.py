@@ -104,14 +104,16 @@ class Saver:
                 TrainerContext.from_trainer(trainer).io_dump(folder / "context", yaml_attrs=["model"])
                 carry_hf_files(Path(self._run.hf_folder), folder)
         if failure := self._agreed(trainer):
-            self.end(trainer, wait=True)
+            self.end(trainer, wait=True, failure=failure)
             return failure
         return None
 
-    def end(self, trainer: pl.Trainer, *, wait: bool) -> tuple[bool, SaveFailure | None]:
+    def end(
+        self, trainer: pl.Trainer, *, wait: bool, failure: SaveFailure | None = None
+    ) -> tuple[bool, SaveFailure | None]:
         """Whether the writing has come to its end, with `wait` at any rate, and how it failed if it did.
 
-        Without a failure the checkpoint is complete: its commit mark is there.
+        Without a failure the checkpoint is complete: its commit mark is there. `failure`: what has failed before.
         """
         save = self.current
         assert save
@@ -120,9 +122,9 @@ class Saver:
                 return False, None
             time.sleep(_POLL_S)
         with self._kept():
-            if trainer.is_global_zero and not self._errors:
+            if trainer.is_global_zero and not self._errors and not failure:
                 self._commit(save)
-        failure = self._agreed(trainer)
+        failure = self._agreed(trainer) or failure
         self.current = None
         if failure and trainer.is_global_zero:
             shutil.rmtree(save.folder, ignore_errors=True)  # a full disk needs the room

@@ -1,0 +1,57 @@
+"""Each family of models that can be trained goes all the way: weights in, a stop, the end, a release."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from nemo.lightning.io import load_context
+
+from pretrainkit.checkpoint.convert import convert
+from pretrainkit.checkpoint.verify import verify_files
+from pretrainkit.models.registry import read_shape
+from pretrainkit.training import resume
+from pretrainkit.training.release import RunOptions, check_models
+
+pytestmark = pytest.mark.integration
+
+
+def _losses(records: list[dict[str, Any]]) -> dict[int, float]:
+    return {record["step"]: record["loss"] for record in records if "loss" in record}
+
+
+@pytest.mark.parametrize("name", ["llama3-rope", "mistral", "qwen2", "qwen2-tied", "qwen3"])
+def test_a_model_is_trained_stopped_continued_and_released(
+    name: str,
+    make_model: Callable[..., Path],
+    tokenizer_folder: Path,
+    tmp_path: Path,
+    train_tiny: Callable[..., list[dict[str, Any]]],
+) -> None:
+    source = shutil.copytree(make_model(name, vocab_size=320, pad_token_id=2), tmp_path / "hf")
+    shutil.copytree(tokenizer_folder, source, dirs_exist_ok=True)
+    initial = tmp_path / "initial"
+    convert(source, initial)
+    start = {"initial_checkpoint": initial, "hf_weights": source, "save_interval": 2}
+    unbroken = train_tiny(source, "unbroken", max_steps=4, **start)
+    (parity,) = (record for record in unbroken if record.get("event") == "start_parity")
+    assert parity["result"] == "passed", parity
+
+    train_tiny(source, "stopped", max_steps=2, **start)
+    assert _losses(train_tiny(source, "stopped", max_steps=4, **start)) == _losses(unbroken)
+
+    checkpoint = resume.newest_complete(tmp_path / "stopped" / "checkpoints")
+    assert checkpoint and checkpoint.step == 4
+    config, shape = load_context(checkpoint.path / "context", subpath="model").config, read_shape(source)
+    assert (config.num_layers, config.hidden_size) == (shape.num_layers, shape.hidden_size)
+    assert getattr(config, "scale_factor", None) == (shape.rope_scaling and shape.rope_scaling.factor)
+
+    convert(checkpoint.path, tmp_path / "released")
+    verdict = verify_files(checkpoint.path, tmp_path / "released")
+    assert verdict.passed, [check for check in verdict.checks if not check.passed]
+    options = RunOptions(long_tokens=48, num_sequences=1, base=source)
+    checks = check_models(checkpoint.path, tmp_path / "released", options=options)
+    assert all(check.passed for check in checks), checks
