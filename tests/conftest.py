@@ -11,6 +11,7 @@ from typing import Any
 
 import hf_models
 import pytest
+import setuptools  # noqa: F401  it refuses to be imported after the distutils that it replaces, which some tests use
 
 VOCAB_SIZE = 320
 
