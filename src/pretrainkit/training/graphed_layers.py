@@ -26,7 +26,7 @@ from pretrainkit.logs import get_logger
 log = get_logger(__name__)
 
 
-class Recording(Protocol):
+class Replayable(Protocol):
     """Work on the GPU that can be done again."""
 
     def replay(self) -> None:
@@ -48,7 +48,7 @@ class CudaGraphs:
             body()
         torch.cuda.current_stream().wait_stream(self._stream)
 
-    def record(self, body: Callable[[], object]) -> Recording:
+    def record(self, body: Callable[[], object]) -> Replayable:
         """Record what `body` would do; it isn't done."""
         graph = torch.cuda.CUDAGraph()
         # Other threads may allocate meanwhile: the one that pins batches does.
@@ -110,8 +110,8 @@ class _Layer:
     """What is replayed of a layer, and what Megatron wants to know meanwhile."""
 
     module: Any
-    forward: Recording
-    backward: Recording | None = None
+    forward: Replayable
+    backward: Replayable | None = None
 
     def await_weights(self) -> None:
         """Megatron's hooks before a module: with overlapped gathering its weights may still be on their way."""
