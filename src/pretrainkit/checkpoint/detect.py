@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from pretrainkit.checkpoint import hf, torch_dist
+from pretrainkit.checkpoint import torch_dist
+from pretrainkit.checkpoint.weight_files import SINGLE_NAME
 from pretrainkit.errors import RequestError
 
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
@@ -70,7 +71,7 @@ def detect(path: Path) -> Found:
     raise RequestError(
         "not a model folder that is known",
         where=str(path),
-        needed=f"config.json with {hf.SINGLE_NAME} (Hugging Face), weights/ with metadata.json (NeMo), or "
+        needed=f"config.json with {SINGLE_NAME} (Hugging Face), weights/ with metadata.json (NeMo), or "
         f"{TRACKER_NAME} or mp_rank_* (Megatron-LM)",
         action=_hint(path),
     )

@@ -5,18 +5,20 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+from pretrainkit.checkpoint.weight_files import weight_files
+
 SAMPLES = 64
 """Places that are read in each file."""
 SAMPLE_BYTES = 4096
 
 
 def weights_fingerprint(folder: Path) -> str:
-    """A hash of the sizes, headers and samples of a folder's safetensors files.
+    """A hash of the sizes, headers and samples of a folder's weight files.
 
     It tells models apart, retrained ones too; it doesn't find a few changed values, as a hash of all bytes would.
     """
     digest = hashlib.sha256()
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in weight_files(folder):
         size = path.stat().st_size
         with path.open("rb") as file:
             header_bytes = min(size, 8 + int.from_bytes(file.read(8), "little"))

@@ -14,11 +14,9 @@ from pretrainkit.checkpoint.archive import StoredTensor
 from pretrainkit.checkpoint.mapping import Entry, check_names
 from pretrainkit.checkpoint.rows import Rows
 from pretrainkit.checkpoint.safetensors import SafetensorsWriter, TensorPlan, read_header
+from pretrainkit.checkpoint.weight_files import INDEX_NAME, SINGLE_NAME, weight_files
 from pretrainkit.errors import RequestError
 from pretrainkit.files import read_json, write_json
-
-INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
 _SIDE_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py", ".md", ".vocab", ".bpe")
@@ -82,27 +80,23 @@ def locate_tensors(folder: Path) -> dict[str, StoredTensor]:
 
     Raises RequestError when the index and the headers disagree: a missing file, or an entry that is in no file.
     """
-    index_path = folder / INDEX_NAME
-    if index_path.is_file():
-        listed: Mapping[str, str] = read_json(index_path)["weight_map"]
-        names = sorted(set(listed.values()))
-    elif (folder / SINGLE_NAME).is_file():
-        listed, names = {}, [SINGLE_NAME]
-    else:
+    paths, index_path = weight_files(folder), folder / INDEX_NAME
+    if not paths:
         raise RequestError(
             "no safetensors weights in it",
             where=str(folder),
             needed=f"{SINGLE_NAME} or {INDEX_NAME}",
             action="save the model with transformers' save_pretrained(..., safe_serialization=True)",
         )
-    absent = [name for name in names if not (folder / name).is_file()]
+    absent = [path.name for path in paths if not path.is_file()]
     if absent:
         raise RequestError(
             f"weight files missing: {', '.join(absent)}", where=str(folder), needed="all that the index lists"
         )
+    listed: Mapping[str, str] = read_json(index_path)["weight_map"] if index_path.is_file() else {}
     tensors: dict[str, StoredTensor] = {}
-    for name in names:
-        header = read_header(folder / name)
+    for path in paths:
+        header = read_header(path)
         twice = tensors.keys() & header.keys()
         if twice:
             raise RequestError(f"tensors in two files: {', '.join(sorted(twice)[:8])}", where=str(folder))

@@ -24,6 +24,7 @@ import torch
 
 from pretrainkit.checkpoint.archive import StoredTensor
 from pretrainkit.checkpoint.rows import Rows, pwrite_all
+from pretrainkit.checkpoint.weight_files import weight_files
 from pretrainkit.errors import CheckpointError
 
 DTYPES: dict[str, torch.dtype] = {
@@ -127,14 +128,14 @@ class SafetensorsWriter:
 
 
 def open_by_package(folder: Path, stack: ExitStack) -> tuple[Callable[[str], torch.Tensor], set[str]]:
-    """A reader of a folder's tensors by name, and their names, through the safetensors package, until `stack` closes.
+    """A reader of a model's tensors by name, and their names, through the safetensors package, until `stack` closes.
 
     For checks: they must not read with the code that wrote.
     """
     from safetensors import safe_open
 
     files = {}
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in weight_files(folder):
         handle = stack.enter_context(safe_open(path, framework="pt"))
         files.update(dict.fromkeys(handle.keys(), handle))
     return lambda name: files[name].get_tensor(name), set(files)

@@ -16,6 +16,7 @@ from pretrainkit.checkpoint.convert import find_hf_folder
 from pretrainkit.checkpoint.detect import Kind, detect
 from pretrainkit.checkpoint.verify_verdict import Check, Verdict, check_of
 from pretrainkit.checkpoint.verify_weights import DTYPE_FIELDS, check_weights
+from pretrainkit.checkpoint.weight_files import INDEX_NAME
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import RequestError
 from pretrainkit.files import read_json, sha256_file
@@ -82,7 +83,7 @@ def _check_weight_files(released: Path) -> Iterator[Check]:
     stray = [path.name for path in sorted(released.iterdir()) if hf.is_weight_file(path) and path not in used]
     yield check_of("no other weight files", stray, "none")
     sizes = sum(location.num_bytes for location in located.values())
-    index = released / hf.INDEX_NAME
+    index = released / INDEX_NAME
     if index.is_file():
         total = read_json(index).get("metadata", {}).get("total_size")
         yield Check("total_size of the index", total == sizes, f"{total} listed, {sizes} bytes of tensors")
