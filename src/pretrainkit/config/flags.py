@@ -83,7 +83,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag("--num_workers", "data.num_workers", "data loading processes per rank"),
         Flag("--shard_cache", "data.shard_cache", "folder for copies of shards behind URLs", default_word="one"),
         Flag("--reset_attention_mask", "data.reset_attention_mask", "attention and positions within documents only"),
-        Flag("--eod_mask_loss", "data.eod_mask_loss", "leave what follows EOD out of the loss"),
+        Flag("--eod_mask_loss", "data.eod_mask_loss", "leave what follows a document's end out of the loss"),
         Flag("--allow_data_change", "data.allow_data_change", "continue with other data or another blend"),
     ),
     "batch and parallelism": (

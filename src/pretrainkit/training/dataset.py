@@ -43,6 +43,9 @@ class EpochDataset(GPTDataset):
     Megatron also takes a token that equals the tokenizer's padding for padding, and where a model pads with
     its EOD (SmolLM2, Llama 3 as many set it) no document's end is ever learnt. A .bin has no padding.
 
+    With `eod_mask_loss` Megatron leaves out what follows the tokenizer's EOD, which need not be the token that the data
+    ends its documents with (--eod-token): here also what follows a document's end, whatever stands there.
+
     With `reset_attention_mask` positions begin anew with every document, at its true beginning and not after a token
     that equals EOD, and the step into the next document is left out of the loss. Sets packed by bestfit have a row
     for each sample and are always read so.
@@ -91,6 +94,8 @@ class EpochDataset(GPTDataset):
             sample = super().__getitem__(position)
             if self.config.reset_attention_mask:
                 reset_at(sample, self._document_ends(position))
+            elif self.config.eod_mask_loss:
+                leave_out_ends(sample, self._document_ends(position))
         if idx is None:  # fills up a batch
             sample["loss_mask"] = torch.zeros_like(sample["loss_mask"])
         return sample
@@ -124,11 +129,16 @@ class EpochDataset(GPTDataset):
 def reset_at(sample: dict[str, Tensor], ends: NDArray[np.int64]) -> None:
     """Let positions [S] begin anew at places where a document ends, and leave the step over them out of the loss."""
     length = sample["tokens"].numel()
-    ends = ends[(ends > 0) & (ends <= length)]
     begins = np.zeros(length, np.int64)
-    inner = ends[ends < length]
+    inner = ends[(ends > 0) & (ends < length)]
     begins[inner] = inner
     sample["position_ids"] = torch.from_numpy(np.arange(length) - np.maximum.accumulate(begins))
+    leave_out_ends(sample, ends)
+
+
+def leave_out_ends(sample: dict[str, Tensor], ends: NDArray[np.int64]) -> None:
+    """Leave the steps [S] over places where a document ends out of the loss."""
+    ends = ends[(ends > 0) & (ends <= sample["tokens"].numel())]
     sample["loss_mask"][torch.from_numpy(ends - 1)] = 0.0
 
 

@@ -33,16 +33,24 @@ def prefix(tmp_path: Path) -> str:
     return prefix
 
 
-def dataset(prefix: str, tmp_path: Path, num_samples: int | None, *, seed: int = 7) -> EpochDataset:
+def dataset(
+    prefix: str,
+    tmp_path: Path,
+    num_samples: int | None,
+    *,
+    seed: int = 7,
+    eod: int = EOD,
+    eod_mask_loss: bool = False,
+) -> EpochDataset:
     config = GPTDatasetConfig(
         random_seed=seed,
         sequence_length=SEQUENCE_LENGTH,
         # The tokenizer of a model that pads with its EOD.
-        tokenizer=SimpleNamespace(eod=EOD, pad=EOD, unique_identifiers={"name": "test"}),  # type: ignore[arg-type]
+        tokenizer=SimpleNamespace(eod=eod, pad=eod, unique_identifiers={"name": "test"}),  # type: ignore[arg-type]
         path_to_cache=str(tmp_path / "cache"),
         reset_position_ids=False,
         reset_attention_mask=False,
-        eod_mask_loss=False,
+        eod_mask_loss=eod_mask_loss,
         create_attention_mask=False,
         split="1,0,0",
     )
@@ -90,6 +98,17 @@ def test_ends_of_documents_are_learnt_where_padding_is_eod(prefix: str, tmp_path
     assert sum(int((sample["labels"] == EOD).sum()) for sample in samples) > 30
     assert all(bool(sample["loss_mask"].all()) for sample in samples)
     assert all(0 not in sample["tokens"] for sample in samples)
+
+
+@pytest.mark.parametrize("eod", [EOD, 60000], ids=["the data's", "another"])
+def test_what_follows_a_documents_end_is_left_out_whatever_the_tokenizers_eod_is(
+    prefix: str, tmp_path: Path, eod: int
+) -> None:
+    data = dataset(prefix, tmp_path, None, eod=eod, eod_mask_loss=True)
+    samples = [data[index] for index in range(len(data))]
+    assert sum(int((sample["loss_mask"] == 0).sum()) for sample in samples) > 30
+    for sample in samples:
+        assert ((sample["loss_mask"] == 0) == (sample["tokens"] == EOD)).all()
 
 
 def test_a_sample_knows_its_documents(prefix: str, tmp_path: Path) -> None:
