@@ -196,8 +196,15 @@ def _through_transformers(source: Path) -> tuple[Path, dict[str, str]]:
         tokenizer = AutoTokenizer.from_pretrained(source, use_fast=True, local_files_only=True)
         text = tokenizer.backend_tokenizer.to_str()
     except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if any((source / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+            raise RequestError(
+                f"transformers can't load the tokenizer: {reason}",
+                where=str(source),
+                needed="a whole tokenizer, and the packages that it is read with in the versions of constraints.txt",
+            ) from error
         raise RequestError(
-            f"no tokenizer here: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
+            f"no tokenizer here: {reason}",
             where=str(source),
             needed="a folder with tokenizer.json, that file, or the hub id of a model",
         ) from error
