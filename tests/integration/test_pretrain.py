@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -86,8 +87,10 @@ def test_a_run_starts_and_continues_and_nothing_shows_the_token(words: list[str]
         *("continue", 2, 8),
         "restored",
     )
+    shutil.rmtree(experiments / ".converted")
     exit_code, output, _ = pretrain([*words, "--max_steps", "4"], tmp_path)
     assert exit_code == 0, output
+    assert not (experiments / ".converted").exists(), "only the run's own checkpoint is read"
     assert "starting at step 2 of 4" in output and "converting" not in output
     records = [json.loads(line) for line in (experiment / "metrics.jsonl").read_text().splitlines()]
     begin = max(number for number, record in enumerate(records) if record.get("event") == "start")
@@ -102,3 +105,27 @@ def test_a_run_starts_and_continues_and_nothing_shows_the_token(words: list[str]
 
     exit_code, output, _ = pretrain([*words, "--max_steps", "4", "--seed", "7"], tmp_path)
     assert exit_code == 2 and "config.training.seed was 1234, now 7" in output
+
+
+def test_a_run_continues_without_the_checkpoint_that_it_began_from(words: list[str], tmp_path: Path) -> None:
+    from pretrainkit.checkpoint.convert import convert
+
+    model, first, again = words[words.index("--hf_model_id") + 1], tmp_path / "first", tmp_path / "again"
+    convert(model, first)
+    asked = [*words, "--experiments_dir", str(tmp_path), "--save_interval", "2"]
+    exit_code, output, _ = pretrain([*asked, "--nemo_model", str(first), "--max_steps", "2"], tmp_path)
+    assert exit_code == 0, output
+    shutil.rmtree(first)
+
+    longer = [*asked, "--max_steps", "3", "--nemo_model"]
+    exit_code, output, _ = pretrain([*longer, str(first), "--plan"], tmp_path)
+    assert exit_code == 0 and "start      continuing" in output, output
+    assert f"no folder {first}: this run began from it" in output
+    convert(model, again)
+    exit_code, output, _ = pretrain([*longer, str(again), "--plan"], tmp_path)
+    assert exit_code == 0 and "start      continuing" in output, output
+    exit_code, output, _ = pretrain([*longer, str(first)], tmp_path)
+    assert exit_code == 0 and "starting at step 2 of 3" in output, output
+
+    exit_code, output, _ = pretrain([*longer, str(first), "--experiment", "new"], tmp_path)
+    assert exit_code == 2 and f"--nemo_model: no folder {first}" in output

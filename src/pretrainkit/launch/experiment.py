@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 
 from pretrainkit import files
-from pretrainkit.checkpoint.fingerprint import weights_fingerprint
 from pretrainkit.config.run_file import read_run, to_json, write_run
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import RequestError
-from pretrainkit.launch.weights import CACHE_NAME, CONVERSION_REPORT
+from pretrainkit.launch.weights import CACHE_NAME, COMMIT_MARK, fingerprints, newest_checkpoint
 from pretrainkit.logs import get_logger
 
 RUN_FILE = "run.json"
@@ -147,10 +146,9 @@ def _saved_data(experiment_dir: Path) -> dict[str, Any]:
 
     run.json is of the last start, which may have had other data and ended before it saved.
     """
-    marks = {mark.parent.name: mark for mark in (experiment_dir / CHECKPOINTS).glob("step_*/complete.json")}
-    newest = max((name for name in marks if name.removeprefix("step_").isdigit()), default=None)
+    newest = newest_checkpoint(experiment_dir / CHECKPOINTS)
     try:
-        return dict(files.read_json(marks[newest])["dataset"]) if newest else {}
+        return dict(files.read_json(newest / COMMIT_MARK)["dataset"]) if newest else {}
     except (OSError, ValueError, LookupError, TypeError):
         return {}
 
@@ -163,10 +161,8 @@ def _compare_weights(experiment_dir: Path, before: dict[str, Any], now: dict[str
     old, new = _initial_weights(before), _initial_weights(now)
     if not old or not new:
         return
-    record = experiment_dir / WEIGHTS_RECORD
-    first = (record.is_file() and record.read_text(encoding="ascii").strip()) or _fingerprint(old)
-    second = _fingerprint(new)
-    if old == new or (first and first == second):
+    first, second = _first_fingerprints(experiment_dir, old), fingerprints(new)
+    if old == new or set(first) & set(second):
         now["config"]["nemo_model"] = before["config"]["nemo_model"]
     elif first and second:
         before["config"]["nemo_model"], now["config"]["nemo_model"] = str(old), str(new)
@@ -180,17 +176,40 @@ def _initial_weights(run: dict[str, Any]) -> Path | None:
     return Path(initial) if initial else None
 
 
-def _fingerprint(weights: Path) -> str | None:
-    """Tells initial weights apart without reading them: of a checkpoint the file that says how it was made."""
-    if any(weights.glob("*.safetensors")):
-        return weights_fingerprint(weights)
-    marks = (weights / name for name in ("complete.json", CONVERSION_REPORT, "weights/.metadata"))
-    return next((files.sha256_file(mark) for mark in marks if mark.is_file()), None)
+def _first_fingerprints(experiment_dir: Path, weights: Path) -> list[str]:
+    """What tells the weights again that a run began from; `weights`: where they lay, and maybe still lie."""
+    record = experiment_dir / WEIGHTS_RECORD
+    recorded = record.read_text(encoding="ascii").strip() if record.is_file() else ""
+    found = fingerprints(weights)
+    return [recorded] if recorded and recorded not in found else found
 
 
 def _record_weights(run: ResolvedRun) -> None:
     if weights := _initial_weights(to_json(run)):
-        files.write_text(Path(run.experiment_dir) / WEIGHTS_RECORD, f"{_fingerprint(weights) or ''}\n")
+        best = next(iter(fingerprints(weights)), "")
+        files.write_text(Path(run.experiment_dir) / WEIGHTS_RECORD, f"{best}\n")
+
+
+def begun_from(nemo_model: str, experiment_dir: Path) -> ResolvedRun | None:
+    """The run as it was last started, if `nemo_model` names the weights that it began from and it reads them no more.
+
+    It reads them no more once a checkpoint of its own has a commit mark: from then on a start continues or is
+    refused. None otherwise.
+    """
+    if not will_continue(experiment_dir):
+        return None
+    try:
+        run = read_run(experiment_dir / RUN_FILE)
+    except RequestError:  # told by changes_since_last_start
+        return None
+    first = _initial_weights(to_json(run))
+    is_named = nemo_model == run.config.nemo_model or Path(nemo_model).expanduser().resolve() == first
+    return run if first and is_named else None
+
+
+def will_continue(experiment_dir: Path) -> bool:
+    """Whether a start goes on from a checkpoint of the experiment, or is refused for those it finds there."""
+    return newest_checkpoint(experiment_dir / CHECKPOINTS) is not None
 
 
 def has_begun(experiment_dir: Path) -> bool:

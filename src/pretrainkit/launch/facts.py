@@ -12,8 +12,12 @@ from pretrainkit.data.tokenizer import load_tokenizer
 from pretrainkit.errors import RequestError
 from pretrainkit.launch import weights
 from pretrainkit.launch.dataset import read_dataset
+from pretrainkit.launch.experiment import begun_from
 from pretrainkit.launch.machine import read_machine
+from pretrainkit.logs import get_logger
 from pretrainkit.models.registry import read_shape
+
+log = get_logger(__name__)
 
 
 def gather(config: RunConfig) -> tuple[RunFacts, list[RequestError]]:
@@ -63,10 +67,19 @@ def _add_dataset(config: RunConfig, facts: RunFacts) -> RunFacts:
 def _add_weights(config: RunConfig, facts: RunFacts) -> RunFacts:
     if config.nemo_model is None:
         return facts
-    initial = weights.locate(config.nemo_model, Path(config.experiments_dir).expanduser().resolve())
+    experiment_dir = Path(facts.experiment_dir)
+    begun = begun_from(config.nemo_model, experiment_dir)
+    try:
+        initial = weights.locate(config.nemo_model, experiment_dir.parent)
+    except RequestError as problem:
+        if begun is None:
+            raise
+        log.warning("%s: this run began from it, and having checkpoints doesn't need it any more", problem.found)
+        return dataclasses.replace(facts, initial_checkpoint=begun.initial_checkpoint, hf_weights=begun.hf_weights)
     if facts.model:
         weights.check_shape(initial, facts.model)
     source = weights.hf_weights(initial, Path(facts.hf_folder)) if facts.hf_folder else None
+    known = begun.hf_weights if begun else None
     return dataclasses.replace(
-        facts, initial_checkpoint=str(initial.checkpoint), hf_weights=str(source) if source else None
+        facts, initial_checkpoint=str(initial.checkpoint), hf_weights=str(source) if source else known
     )

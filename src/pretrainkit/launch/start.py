@@ -23,7 +23,7 @@ from pretrainkit.launch.node import GRACE_S, NODE_LOG
 from pretrainkit.launch.plan import LaunchPlan, plan_launch
 from pretrainkit.launch.run_job import check_environment, needs_of
 from pretrainkit.launch.source import describe
-from pretrainkit.launch.start_job import planned_job, provide_weights, start_job
+from pretrainkit.launch.start_job import as_read, planned_job, provide_weights, start_job
 from pretrainkit.launch.submit import describe as describe_job
 from pretrainkit.launch.summary import summarize
 from pretrainkit.logs import get_logger, masked
@@ -100,7 +100,7 @@ def dry_run(config: RunConfig, *, train_script: Path, check: Callable[[ResolvedR
 def _container(run: ResolvedRun, train_script: Path) -> Container | None:
     """The container of a local run. Raises RequestError for what it can't have."""
     check_environment(run.config.launch)
-    needs = [train_script.resolve().parents[1], *needs_of(run)]
+    needs = [train_script.resolve().parents[1], *needs_of(as_read(run))]
     return container_of(run.config.launch, needs=needs, on_gpu=run.accelerator == "gpu")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -10,7 +11,15 @@ from pathlib import Path
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import EXIT_DONE, RequestError
 from pretrainkit.launch import schedulers, submit, watch, weights
-from pretrainkit.launch.experiment import JOBS, LAUNCHER_LOCK, RANKS_LOCK, RUN_FILE, locked, write_run_file
+from pretrainkit.launch.experiment import (
+    JOBS,
+    LAUNCHER_LOCK,
+    RANKS_LOCK,
+    RUN_FILE,
+    locked,
+    will_continue,
+    write_run_file,
+)
 from pretrainkit.launch.job import Job
 from pretrainkit.launch.run_job import job_of
 from pretrainkit.launch.secrets import passed_on
@@ -19,6 +28,9 @@ from pretrainkit.launch.source import describe
 from pretrainkit.logs import get_logger
 from pretrainkit.stopping import STOP_SIGNALS, stopped_by_signals
 
+CONTINUE = "continue"
+"""Start mode of a run that goes on from its own checkpoint (`pretrainkit.training.start_plan`)."""
+
 log = get_logger(__name__)
 
 
@@ -26,7 +38,7 @@ def planned_job(run: ResolvedRun, train_script: Path) -> Job:
     """The job that would be submitted next for a run. Raises RequestError for what it can't have."""
     experiment_dir = Path(run.experiment_dir)
     folder = submit.next_folder(experiment_dir / JOBS)
-    return job_of(run, folder=folder, run_file=experiment_dir / RUN_FILE, train_script=train_script.resolve())
+    return job_of(as_read(run), folder=folder, run_file=experiment_dir / RUN_FILE, train_script=train_script.resolve())
 
 
 def start_job(
@@ -70,9 +82,17 @@ def start_job(
     return watch.follow(submitted, commands, is_chain=launch.chain > 1, requeues=launch.requeue)
 
 
+def as_read(run: ResolvedRun) -> ResolvedRun:
+    """The run with what its nodes read: a container can't mount first weights that are gone once it has checkpoints."""
+    initial = run.initial_checkpoint
+    if initial and not Path(initial).exists() and will_continue(Path(run.experiment_dir)):
+        return dataclasses.replace(run, initial_checkpoint=None)
+    return run
+
+
 def provide_weights(run: ResolvedRun) -> None:
-    """Convert the weights that the run starts from, if they are a Hugging Face folder."""
-    if run.config.nemo_model is not None:
+    """Convert the weights that the run starts from, if they are a Hugging Face folder; none are read to continue."""
+    if run.config.nemo_model is not None and run.start_mode != CONTINUE:
         initial = weights.locate(run.config.nemo_model, Path(run.experiment_dir).parent)
         with stopped_by_signals("give the same command again", STOP_SIGNALS):
             weights.provide(initial, run.model)

@@ -25,6 +25,8 @@ HF_SOURCE = "hf_source"
 """Folder with the model's config.json inside a converted checkpoint (`pretrainkit.checkpoint.detect`)."""
 CONVERSION_REPORT = "conversion.json"
 """File in a converted checkpoint that tells what it was made from (`pretrainkit.checkpoint.convert`)."""
+COMMIT_MARK = "complete.json"
+"""Last file of a run's own checkpoint (`pretrainkit.training.resume`)."""
 _WHERE = "--nemo_model"
 
 log = get_logger(__name__)
@@ -58,12 +60,54 @@ def locate(nemo_model: str, experiments_dir: Path) -> InitialWeights:
     if (source / "config.json").is_file() and any(source.glob("*.safetensors")):
         name = f"{source.name}-{_source_hash(source)[:16]}"
         return InitialWeights(source, experiments_dir / CACHE_NAME / name)
+    step = newest_checkpoint(source / "checkpoints") or newest_checkpoint(source)
     raise RequestError(
         f"{source} is neither",
         needed=needed,
-        action="for another format convert it first with tools/convert_checkpoint.py",
+        action=f"it holds a run's checkpoints: name one of them, the newest is {step}"
+        if step
+        else "for another format convert it first with tools/convert_checkpoint.py",
         where=_WHERE,
     )
+
+
+def newest_checkpoint(checkpoints: Path) -> Path | None:
+    """The newest folder with a commit mark among a run's checkpoints; a start looks closer at what is in it."""
+    folders = (mark.parent for mark in checkpoints.glob(f"step_*/{COMMIT_MARK}"))
+    return max((folder for folder in folders if folder.name.removeprefix("step_").isdigit()), default=None)
+
+
+def fingerprints(folder: Path) -> list[str]:
+    """What tells initial weights again wherever they lie, without reading them: the best first; empty: nothing does.
+
+    Two conversions of one model have the model's in common. The second, of the file that says how a checkpoint was
+    made, is what older experiments recorded, and all there is where the weights were cast or trained.
+    """
+    if any(folder.glob("*.safetensors")):
+        found = _hf_fingerprint(folder)
+        return [found] if found else []
+    marks = (folder / name for name in (COMMIT_MARK, CONVERSION_REPORT, "weights/.metadata"))
+    mark = next((mark for mark in marks if mark.is_file()), None)
+    if mark is None:
+        return []
+    source = _source_fingerprint(mark) if mark.name == CONVERSION_REPORT else None
+    return [*([source] if source else []), files.sha256_file(mark)]
+
+
+def _hf_fingerprint(folder: Path) -> str | None:
+    """The fingerprint of a Hugging Face folder's weights; None when some of their files are gone."""
+    try:
+        return weights_fingerprint(folder)
+    except FileNotFoundError:
+        return None
+
+
+def _source_fingerprint(report: Path) -> str | None:
+    """The fingerprint of the weights that were converted, as the report of a conversion tells it."""
+    try:
+        return files.read_json(report).get("source_fingerprint") or None
+    except (ValueError, AttributeError):  # not a report of ours
+        return None
 
 
 def check_shape(initial: InitialWeights, model: ModelShape) -> None:
@@ -91,8 +135,8 @@ def hf_weights(initial: InitialWeights, hf_folder: Path) -> Path | None:
     report = initial.source / CONVERSION_REPORT
     if not report.is_file() or not any(hf_folder.glob("*.safetensors")):
         return None
-    wanted = files.read_json(report).get("source_fingerprint")
-    return hf_folder if wanted and wanted == weights_fingerprint(hf_folder) else None
+    wanted = _source_fingerprint(report)
+    return hf_folder if wanted and wanted == _hf_fingerprint(hf_folder) else None
 
 
 def provide(initial: InitialWeights, model: ModelShape) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from pretrainkit import files
 from pretrainkit.config.resolve import RunFacts, resolve
 from pretrainkit.config.run_file import read_run
 from pretrainkit.config.schema import ResolvedRun
@@ -19,12 +21,14 @@ from pretrainkit.errors import RequestError
 from pretrainkit.launch.experiment import (
     LAUNCHER_LOCK,
     RANKS_LOCK,
+    WEIGHTS_RECORD,
     changes_since_last_start,
     locked,
     new_attempt,
     wait_for_ranks,
     write_run_file,
 )
+from pretrainkit.launch.weights import CONVERSION_REPORT
 from pretrainkit.training import resume
 
 
@@ -153,6 +157,40 @@ def test_a_hugging_face_model_that_moved_is_the_same(run: ResolvedRun, tmp_path:
     (tmp_path / "elsewhere" / "model.safetensors").write_bytes(bytes(8) + b"WEIGHTS")
     with pytest.raises(RequestError, match=r"config\.nemo_model was .*hf, now .*elsewhere"):
         changes_since_last_start(from_weights(start_from("other"), "elsewhere", tmp_path / "elsewhere"))
+
+
+def convert(folder: Path, *, elapsed_s: float, source: str | None) -> Path:
+    """A folder as a conversion leaves it, as far as its weights are told by that."""
+    report = {"target": folder.name, "elapsed_s": elapsed_s, "source_fingerprint": source}
+    folder.mkdir()
+    (folder / CONVERSION_REPORT).write_text(json.dumps(report))
+    return folder
+
+
+@pytest.mark.parametrize("is_old", [False, True], ids=["recorded now", "recorded by the report's hash"])
+def test_two_conversions_of_one_model_are_the_same_weights(run: ResolvedRun, tmp_path: Path, is_old: bool) -> None:
+    first = convert(tmp_path / "c1", elapsed_s=1.5, source="llama")
+    write_run_file(from_weights(run, "c1", first))
+    if is_old:
+        record = Path(run.experiment_dir) / WEIGHTS_RECORD
+        record.write_text(f"{files.sha256_file(first / CONVERSION_REPORT)}\n")
+    save_a_checkpoint(run)
+    again = convert(tmp_path / "c2", elapsed_s=1.7, source="llama")
+    assert changes_since_last_start(from_weights(run, "c2", again)) == {}
+    other_model = convert(tmp_path / "c3", elapsed_s=1.5, source="qwen")
+    with pytest.raises(RequestError, match=r"config\.nemo_model was .*c1, now .*c3"):
+        changes_since_last_start(from_weights(run, "c3", other_model))
+    first.rename(tmp_path / "moved")
+    assert changes_since_last_start(from_weights(run, "moved", tmp_path / "moved")) == {}
+    if not is_old:  # that hash is of one conversion
+        assert changes_since_last_start(from_weights(run, "c2", again)) == {}
+
+
+def test_conversions_that_do_not_tell_their_source_are_different_weights(run: ResolvedRun, tmp_path: Path) -> None:
+    write_run_file(from_weights(run, "c1", convert(tmp_path / "c1", elapsed_s=1.5, source=None)))
+    save_a_checkpoint(run)
+    with pytest.raises(RequestError, match=r"config\.nemo_model was .*c1, now .*c2"):
+        write_run_file(from_weights(run, "c2", convert(tmp_path / "c2", elapsed_s=1.7, source=None)))
 
 
 def test_a_dry_run_changes_nothing_of_an_experiment_that_has_begun(run: ResolvedRun) -> None:

@@ -72,6 +72,17 @@ def test_anything_else_is_refused(tmp_path: Path, name: str) -> None:
         weights.locate(str(tmp_path / name), tmp_path)
 
 
+@pytest.mark.parametrize("named", ["run", "run/checkpoints"])
+def test_of_a_run_the_checkpoint_to_name_is_told(tmp_path: Path, named: str) -> None:
+    checkpoints = tmp_path / "run" / "checkpoints"
+    for name in ("step_00000002", "step_00000010", "step_00000012.incomplete", "step_00000014"):
+        (checkpoints / name).mkdir(parents=True)
+    for name in ("step_00000002", "step_00000010", "step_00000012.incomplete"):
+        (checkpoints / name / weights.COMMIT_MARK).write_text("{}")
+    with pytest.raises(RequestError, match=rf"the newest is {checkpoints}/step_00000010$"):
+        weights.locate(str(tmp_path / named), tmp_path)
+
+
 def test_weights_of_another_shape_are_refused(hf_folder: Path, tmp_path: Path) -> None:
     folder = with_weights(hf_folder, tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
@@ -84,6 +95,12 @@ def test_the_folder_with_the_source_config_has_the_converters_name() -> None:
     from pretrainkit.checkpoint.detect import HF_SOURCE
 
     assert weights.HF_SOURCE == HF_SOURCE
+
+
+def test_the_commit_mark_has_the_trainers_name() -> None:
+    from pretrainkit.training.resume import COMMIT_MARK
+
+    assert weights.COMMIT_MARK == COMMIT_MARK
 
 
 def test_a_converted_checkpoint_knows_the_weights_it_was_made_from(hf_folder: Path, tmp_path: Path) -> None:
@@ -101,3 +118,15 @@ def test_a_converted_checkpoint_knows_the_weights_it_was_made_from(hf_folder: Pa
     assert weights.hf_weights(converted, hf_folder) is None, "it has no weights"
     (folder / "model.safetensors").write_bytes(b"changed")
     assert weights.hf_weights(converted, folder) is None, "it has others"
+
+
+def test_weights_of_which_files_are_gone_are_those_of_no_checkpoint(hf_folder: Path, tmp_path: Path) -> None:
+    folder = with_weights(hf_folder, tmp_path / "model")
+    index = {"weight_map": {"a": "model.safetensors", "b": "gone.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    checkpoint = tmp_path / "checkpoint"
+    for name in ("weights", "context"):
+        (checkpoint / name).mkdir(parents=True)
+    (checkpoint / weights.CONVERSION_REPORT).write_text(json.dumps({"source_fingerprint": "f"}))
+    assert weights.hf_weights(weights.locate(str(checkpoint), tmp_path), folder) is None
+    assert weights.fingerprints(folder) == []
