@@ -108,11 +108,12 @@ def run(arguments: argparse.Namespace) -> int:
     report = convert(arguments.source, arguments.target, options)
     checks = []
     if arguments.test_precision:
-        from pretrainkit.training.release import check_models
+        from pretrainkit.training.release import RunOptions, check_models
 
         sides = (arguments.source, arguments.target)
         megatron, hugging_face = sides if target_kind is Kind.HF else sides[::-1]
-        checks = check_models(megatron, hugging_face, hf_folder=arguments.hf_model)
+        run_options = RunOptions(ignore_config_fields=options.ignore_config_fields, dtype=options.dtype)
+        checks = check_models(megatron, hugging_face, hf_folder=arguments.hf_model, options=run_options)
     exit_code = EXIT_DONE if all(check.passed for check in checks) else EXIT_FAILED
     if arguments.json:
         print(json.dumps({**report.as_dict(), "checks": [asdict(check) for check in checks]}, indent=2))

@@ -52,7 +52,13 @@ def run(arguments: argparse.Namespace) -> int:
     elif not verdict.passed:
         verdict.skipped.append("the models were not run, since the files are wrong already")
     else:
-        options = RunOptions(arguments.long_tokens, arguments.num_sequences, arguments.text, arguments.base)
+        options = RunOptions(
+            arguments.long_tokens,
+            arguments.num_sequences,
+            arguments.text,
+            arguments.base,
+            tuple(arguments.ignore_config_fields),
+        )
         verdict.checks += check_models(
             arguments.source, arguments.released, hf_folder=arguments.hf_model, options=options
         )

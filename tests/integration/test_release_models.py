@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import ranks
+import torch
+from safetensors.torch import load_file, save_file
 
 from pretrainkit.checkpoint.convert import Options, convert
 from pretrainkit.checkpoint.detect import Kind
@@ -42,11 +44,13 @@ def release(
     return make
 
 
+def run_tool(name: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "ignore", f"tools/{name}.py", *map(str, arguments)]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+
+
 def verify(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "ignore", "tools/verify_release.py", *map(str, arguments)]
-    return subprocess.run(
-        [*command, "--long-tokens", "48", "--num-sequences", "1"], cwd=REPOSITORY, capture_output=True, text=True
-    )
+    return run_tool("verify_release", *arguments, "--long-tokens", 48, "--num-sequences", 1)
 
 
 def test_command_passes_a_clean_release_and_writes_its_report(release: Callable[..., tuple[Path, Path]]) -> None:
@@ -89,3 +93,56 @@ def test_models_with_experts_are_compared(release: Callable[..., tuple[Path, Pat
     checks = check_models(*release("qwen3-moe", Kind.NEMO, Parallelism()), options=SMALL)
     assert all(check.passed for check in checks), checks
     assert len(checks) == 8
+
+
+@pytest.mark.parametrize("kind", [Kind.NEMO, Kind.TORCH], ids=str)
+def test_cast_release_is_compared_in_its_dtype(release: Callable[..., tuple[Path, Path]], kind: Kind) -> None:
+    source, _ = release("llama-tied", kind, Parallelism())
+    cast = source.with_name("cast")
+    convert(source, cast, Options(dtype=torch.bfloat16))
+    checks = check_models(source, cast, options=SMALL)
+    assert all(check.passed for check in checks), checks
+    compared = [check for check in checks if " at TP=" in check.name]
+    assert len(compared) == 6
+    assert all("weights rounded to bfloat16" in check.found for check in compared if "tokens" not in check.name)
+
+
+def test_what_is_stored_in_one_dtype_is_not_rounded(release: Callable[..., tuple[Path, Path]]) -> None:
+    checks = check_models(*release("qwen2", Kind.NEMO, Parallelism()), options=SMALL)
+    assert all(check.passed and "rounded" not in check.found for check in checks), checks
+
+
+def test_wrong_weight_of_a_cast_release_is_noticed(release: Callable[..., tuple[Path, Path]]) -> None:
+    source, _ = release("llama", Kind.NEMO, Parallelism())
+    cast = source.with_name("cast")
+    convert(source, cast, Options(dtype=torch.bfloat16))
+    weights = load_file(cast / "model.safetensors")
+    name = "model.layers.3.self_attn.o_proj.weight"
+    weights[name] = weights[name].flip(0)
+    save_file(weights, cast / "model.safetensors", metadata={"format": "pt"})
+    failed = [check.name for check in check_models(source, cast, options=SMALL) if not check.passed]
+    assert "logits at TP=1 are those of transformers" in failed
+
+
+def test_conversion_that_casts_passes_its_own_test_of_precision(release: Callable[..., tuple[Path, Path]]) -> None:
+    source, _ = release("llama", Kind.NEMO, Parallelism())
+    flags = ("--dtype", "bfloat16", "--test-precision")
+    there = run_tool("convert_checkpoint", source.parent / "hf", source.with_name("there"), *flags)
+    assert there.returncode == 0 and "weights rounded to bfloat16" in there.stdout, there.stdout + there.stderr
+    back = run_tool("convert_checkpoint", source, source.with_name("back"), *flags)
+    assert back.returncode == 0 and "weights rounded to bfloat16" in back.stdout, back.stdout + back.stderr
+
+
+def test_config_fields_to_ignore_are_ignored_where_models_run(release: Callable[..., tuple[Path, Path]]) -> None:
+    source, _ = release("llama", Kind.NEMO, Parallelism())
+    folder, flags = source.parent, ("--ignore-config-fields", "max_sequence_length")
+    config = json.loads((folder / "hf" / "config.json").read_text())
+    (folder / "hf" / "config.json").write_text(json.dumps({**config, "max_sequence_length": 4096}))
+    there = run_tool(
+        "convert_checkpoint", folder / "hf", folder / "torch", "--target-format", "torch", "--test-precision", *flags
+    )
+    assert there.returncode == 0 and "ok: logits at TP=1" in there.stdout, there.stdout + there.stderr
+    back = run_tool("convert_checkpoint", folder / "torch", folder / "back", *flags)
+    assert back.returncode == 0, back.stderr
+    done = verify(folder / "torch", folder / "back", *flags)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,8 +1,8 @@
 """The release gate's run of models: the released one in transformers against the trained one in Megatron-core.
 
-Both run on CPU in fp32, whatever dtype the weights are stored in, so that the comparison is of mathematics and
-not of rounding. The Megatron model is loaded by megatron-core itself from the checkpoint, at tensor parallel
-size 1 and at the next size that the model can be cut into.
+Both run on CPU in fp32, whatever dtype the weights are stored in; where one of them was cast, the other's weights are
+rounded alike. So the comparison is of mathematics and not of rounding. The Megatron model is loaded by megatron-core
+itself from the checkpoint, at tensor parallel size 1 and at the next size that the model can be cut into.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from pretrainkit.checkpoint import hf
 from pretrainkit.checkpoint.convert import Options, convert, find_hf_folder
 from pretrainkit.checkpoint.detect import Kind, detect
 from pretrainkit.checkpoint.parallel import Parallelism
@@ -29,6 +30,9 @@ from pretrainkit.imports import heavy_imports
 from pretrainkit.logs import get_logger
 from pretrainkit.models.registry import read_shape
 from pretrainkit.training import prompts
+
+if TYPE_CHECKING:
+    import torch
 
 logger = get_logger(__name__)
 
@@ -54,6 +58,10 @@ class RunOptions:
     """Held-out text; by default the language reference that ships with Python."""
     base: Path | None = None
     """Hugging Face folder of the model before training, whose loss is told for comparison."""
+    ignore_config_fields: tuple[str, ...] = ()
+    """Unknown fields of config.json that change nothing in the forward pass."""
+    dtype: torch.dtype | None = None
+    """Both models' weights are rounded to it before they run; by default to that of the release, if it has only one."""
 
 
 def check_models(
@@ -70,26 +78,37 @@ def check_models(
 
 def _compare(source: Path, released: Path, hf_folder: Path | None, options: RunOptions) -> Iterator[Check]:
     found = detect(source)
-    shape = read_shape(find_hf_folder(found, hf_folder))
+    shape = read_shape(find_hf_folder(found, hf_folder), ignore_fields=options.ignore_config_fields)
+    dtype = options.dtype or _only_dtype(released)
     _rank_context()  # it imports Megatron while the Hugging Face model runs
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         names = _write_tokens(released, shape, options, folder)
-        losses = _run_transformers(released, folder)
-        base = _run_transformers(options.base, folder, keep_logits=False) if options.base else None
+        losses = _run_transformers(released, folder, dtype)
+        base = _run_transformers(options.base, folder, None, keep_logits=False) if options.base else None
         yield Check("transformers loads the release offline, with every weight", True, "no key missing or left over")
-        weights, prefix, num_rows = _megatron_weights(source, shape, folder, hf_folder)
+        weights, prefix, num_rows = _megatron_weights(source, folder, hf_folder, options)
         for size in _tensor_parallel_sizes(shape):
             logger.info("running the Megatron model at TP=%d", size)
-            result = _run_megatron(weights, prefix, shape, num_rows, size, folder)
-            yield from _judge(result, losses, names, size)
+            result = _run_megatron(weights, prefix, shape, num_rows, size, folder, dtype)
+            yield from _judge(result, losses, names, size, dtype)
     text = f"{losses['held_out']:.4f} nats per token released"
     if base is not None:
         text += f", {base['held_out']:.4f} before training ({losses['held_out'] - base['held_out']:+.4f})"
     yield Check("held-out loss", losses["held_out"] == losses["held_out"], text)
 
 
-def _judge(result: dict[str, Any], losses: dict[str, float], names: Sequence[str], size: int) -> Iterator[Check]:
+def _only_dtype(released: Path) -> torch.dtype | None:
+    """The dtype of all tensors of a Hugging Face folder; None where they have several, which no cast leaves behind."""
+    dtypes = {tensor.dtype for tensor in hf.locate_tensors(released).values()}
+    return dtypes.pop() if len(dtypes) == 1 else None
+
+
+def _judge(
+    result: dict[str, Any], losses: dict[str, float], names: Sequence[str], size: int, dtype: torch.dtype | None
+) -> Iterator[Check]:
+    rounded = result["rounded"] or losses["rounded"]
+    note = f", weights rounded to {str(dtype).removeprefix('torch.')}" if rounded else ""
     bounds = [LOGIT_TOLERANCE + LOGIT_TOLERANCE_RELATIVE * largest for largest in result["largest"]]
     worst = max(range(len(names)), key=lambda i: result["difference"][i] / bounds[i])
     difference, largest = result["difference"][worst], result["largest"][worst]
@@ -97,7 +116,7 @@ def _judge(result: dict[str, Any], losses: dict[str, float], names: Sequence[str
         f"logits at TP={size} are those of transformers",
         difference <= bounds[worst],
         f"largest difference {difference:.1e} at logits up to {largest:.1f} ({names[worst]}),"
-        f" bound {bounds[worst]:.1e}, fp32",
+        f" bound {bounds[worst]:.1e}, fp32{note}",
     )
     agreed, asked = sum(result["agreed"]), sum(result["asked"])
     yield Check(f"most likely tokens at TP={size}", agreed == asked, f"{agreed} of {asked} the same")
@@ -105,7 +124,7 @@ def _judge(result: dict[str, Any], losses: dict[str, float], names: Sequence[str
     yield Check(
         f"held-out loss at TP={size}",
         gap <= LOSS_TOLERANCE,
-        f"{result['held_out']:.6f} and {losses['held_out']:.6f} nats per token",
+        f"{result['held_out']:.6f} and {losses['held_out']:.6f} nats per token{note}",
     )
 
 
@@ -146,8 +165,13 @@ def _write_tokens(released: Path, shape: ModelShape, options: RunOptions, folder
     return list(texts)
 
 
-def _run_transformers(model_folder: Path, folder: Path, *, keep_logits: bool = True) -> dict[str, float]:
-    """Run a Hugging Face model; keeps its logits in `logits_<i>.pt` and gives its held-out loss."""
+def _run_transformers(
+    model_folder: Path, folder: Path, dtype: torch.dtype | None, *, keep_logits: bool = True
+) -> dict[str, float]:
+    """Run a Hugging Face model, its weights rounded to `dtype`; keeps its logits in `logits_<i>.pt`.
+
+    Gives the held-out loss, and whether rounding changed anything.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -158,12 +182,26 @@ def _run_transformers(model_folder: Path, folder: Path, *, keep_logits: bool = T
     left = {key: sorted(names) for key, names in info.items() if names}
     if left:
         raise CheckpointError(f"transformers reports {left}", where=str(model_folder))
+    rounded = _round_weights(model, dtype)
     tokens = torch.load(folder / "tokens.pt")
     with torch.no_grad():
         for i, prompt in enumerate(tokens["prompts"] if keep_logits else []):
             torch.save(model.eval()(prompt).logits.float(), folder / f"logits_{i}.pt")
         losses = [_loss(model.eval()(row[None]).logits, row[None]) for row in tokens["held_out"]]
-    return {"held_out": sum(losses) / len(losses)}
+    return {"held_out": sum(losses) / len(losses), "rounded": rounded}
+
+
+def _round_weights(model: torch.nn.Module, dtype: torch.dtype | None) -> bool:
+    """Round every weight of an fp32 model to a dtype, in which they stay fp32; whether that changed any."""
+    import torch
+
+    changed = False
+    with torch.no_grad():
+        for weight in model.parameters() if dtype else ():
+            rounded = weight.to(dtype)
+            changed = changed or not torch.equal(rounded.to(weight.dtype), weight)
+            weight.copy_(rounded)
+    return changed
 
 
 def _loss(logits: Any, tokens: Any) -> float:
@@ -173,7 +211,7 @@ def _loss(logits: Any, tokens: Any) -> float:
     return float(F.cross_entropy(logits[0, :-1].float(), tokens[0, 1:]))
 
 
-def _megatron_weights(source: Path, shape: ModelShape, folder: Path, hf_folder: Path | None) -> tuple[Path, str, int]:
+def _megatron_weights(source: Path, folder: Path, hf_folder: Path | None, options: RunOptions) -> tuple[Path, str, int]:
     """A torch_dist folder with the source's weights, the prefix of its names, and its rows of the embedding.
 
     A classic checkpoint or a Hugging Face folder is converted for it.
@@ -182,7 +220,8 @@ def _megatron_weights(source: Path, shape: ModelShape, folder: Path, hf_folder: 
 
     found = detect(source)
     if found.kind in (Kind.HF, Kind.TORCH):
-        convert(source, folder / "nemo", Options(to=Kind.NEMO, hf_folder=hf_folder))
+        fields = options.ignore_config_fields
+        convert(source, folder / "nemo", Options(to=Kind.NEMO, hf_folder=hf_folder, ignore_config_fields=fields))
         found = detect(folder / "nemo")
     tensors = read_metadata(found.weights)
     name = next(name for name in tensors if name.endswith("embedding.word_embeddings.weight") and "optim" not in name)
@@ -198,14 +237,23 @@ def _rank_context() -> Any:
 
 
 def _run_megatron(
-    weights: Path, prefix: str, shape: ModelShape, num_rows: int, size: int, folder: Path
+    weights: Path,
+    prefix: str,
+    shape: ModelShape,
+    num_rows: int,
+    size: int,
+    folder: Path,
+    dtype: torch.dtype | None,
 ) -> dict[str, Any]:
-    """Run the Megatron model on `size` ranks; differences to the kept logits by prompt, and the held-out loss."""
+    """Run the Megatron model on `size` ranks, its weights rounded to `dtype`.
+
+    Gives the differences to the kept logits by prompt, the held-out loss, and whether rounding changed anything.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     context = _rank_context()
-    arguments = (size, port, weights, prefix, shape, num_rows, folder)
+    arguments = (size, port, weights, prefix, shape, num_rows, folder, dtype)
     ranks = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(size)]
     for process in ranks:
         process.start()
@@ -220,7 +268,15 @@ def _run_megatron(
 
 
 def _rank(
-    rank: int, size: int, port: int, weights: Path, prefix: str, shape: ModelShape, num_rows: int, folder: Path
+    rank: int,
+    size: int,
+    port: int,
+    weights: Path,
+    prefix: str,
+    shape: ModelShape,
+    num_rows: int,
+    folder: Path,
+    dtype: torch.dtype | None,
 ) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(size)}
     import torch
@@ -238,7 +294,8 @@ def _rank(
         padded_vocab_size=padded_vocabulary(num_rows, 1, size),
         sequence_length=tokens["held_out"].shape[1],
     )
-    result: dict[str, Any] = {"difference": [], "largest": [], "agreed": [], "asked": []}
+    rounded = _round_weights(model, dtype)
+    result: dict[str, Any] = {"difference": [], "largest": [], "agreed": [], "asked": [], "rounded": rounded}
     for i, prompt in enumerate(tokens["prompts"]):
         expected = torch.load(folder / f"logits_{i}.pt")
         logits = _padded_logits(model, prompt, shape, size)
