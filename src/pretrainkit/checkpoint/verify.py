@@ -23,6 +23,8 @@ from pretrainkit.files import read_json, sha256_file
 from pretrainkit.models.registry import read_config, read_shape
 
 _SECRET = re.compile(r"hf_[A-Za-z0-9]{30,}|AKIA[0-9A-Z]{16}|ghp_[A-Za-z0-9]{36}|sk-[A-Za-z0-9]{40,}")
+MODEL_CARD = "README.md"
+"""Not compared: a release has its own."""
 _TEXT_SUFFIXES = (".json", ".jinja", ".txt", ".md", ".py")
 
 
@@ -91,7 +93,7 @@ def _check_weight_files(released: Path) -> Iterator[Check]:
 
 def _check_side_files(origin: Path, released: Path) -> Iterator[Check]:
     problems = []
-    names = [path.name for path in hf.side_files(origin)]
+    names = [path.name for path in hf.side_files(origin) if path.name != MODEL_CARD]
     for name in names:
         copy = released / name
         if not copy.is_file():

@@ -190,3 +190,18 @@ def test_wrong_rope_theta_of_the_carried_config_is_refused(
     verdict = verify_files(source, tmp_path / "released", hf_folder=wrong)
     assert not verdict.passed
     assert any("rotary_base" in check.found for check in verdict.checks if not check.passed)
+
+
+@pytest.mark.parametrize("card", [None, "# Our model"], ids=["removed", "written anew"])
+def test_a_release_may_have_a_card_of_its_own(
+    make_model: Callable[..., Path], tmp_path: Path, card: str | None
+) -> None:
+    source = shutil.copytree(make_model("llama"), tmp_path / "hf")
+    (source / "README.md").write_text("# The model that training began with")
+    convert(source, tmp_path / "megatron")
+    convert(tmp_path / "megatron", tmp_path / "released")
+    (tmp_path / "released" / "README.md").unlink()
+    if card:
+        (tmp_path / "released" / "README.md").write_text(card)
+    checks = {check.name: check.passed for check in verify_files(tmp_path / "megatron", tmp_path / "released").checks}
+    assert checks["tokenizer, template and generation files are the source's"]
