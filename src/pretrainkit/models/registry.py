@@ -103,8 +103,8 @@ def _check_fields(config: Mapping[str, Any], family: Family, ignored: set[str], 
                 f"unknown field{'s' if len(unknown) > 1 else ''} {', '.join(unknown)}",
                 where=where,
                 needed="fields whose effect on the model's arithmetic is known",
-                action=f"where they change nothing in the forward pass: --ignore-config-fields {' '.join(unknown)} when "
-                "converting or checking, without them in config.json when training",
+                action=f"where they change nothing in the forward pass: --ignore-config-fields {' '.join(unknown)}, "
+                "or, to train, take them out of config.json",
             )
         )
     if problems:
