@@ -135,7 +135,7 @@ def open_by_package(folder: Path, stack: ExitStack) -> tuple[Callable[[str], tor
     from safetensors import safe_open
 
     files = {}
-    for path in weight_files(folder):
+    for path in filter(Path.is_file, weight_files(folder)):  # what is missing lacks among the names
         handle = stack.enter_context(safe_open(path, framework="pt"))
         files.update(dict.fromkeys(handle.keys(), handle))
     return lambda name: files[name].get_tensor(name), set(files)
