@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -105,17 +104,18 @@ def _alias(weight: Any) -> Any:
     return alias
 
 
-@dataclass
 class _Layer:
-    """What is replayed of a layer, and what Megatron wants to know meanwhile."""
+    """What is replayed of a layer, and what Megatron wants to know meanwhile. Its parts are listed once."""
 
-    module: Any
-    forward: Replayable
-    backward: Replayable | None = None
+    def __init__(self, module: Any, forward: Replayable) -> None:
+        self.forward = forward
+        self.backward: Replayable
+        self.weights = [weight for weight in module.parameters() if weight.requires_grad]
+        self._modules = list(module.modules())
 
     def await_weights(self) -> None:
         """Megatron's hooks before a module: with overlapped gathering its weights may still be on their way."""
-        for module in self.module.modules():
+        for module in self._modules:
             for hook in module._forward_pre_hooks.values():
                 hook(module, ())
 
@@ -203,12 +203,10 @@ class GraphedLayers:
         """The gradient of the first layer's input; a layer's weights are told as done when its replay is under way."""
         self._output_gradient.copy_(gradient)
         for layer in reversed(self._layers):
-            assert layer.backward
             layer.backward.replay()
             if self._data_parallel.ddp_config.overlap_grad_reduce:
-                for weight in layer.module.parameters():
-                    if weight.requires_grad:
-                        self._data_parallel.param_to_bucket_group[weight].register_grad_ready(weight)
+                for weight in layer.weights:
+                    self._data_parallel.param_to_bucket_group[weight].register_grad_ready(weight)
         return self._hidden_gradient.detach()
 
 
