@@ -62,6 +62,7 @@ def write_tiny_run_in(dataset_prefix: Path) -> Callable[..., Path]:
         initial_checkpoint: Path | None = None,
         hf_weights: Path | None = None,
         dataset: Path = dataset_prefix,
+        num_workers: int = 0,
         wandb_project: str | None = None,
         recompute: Recompute = Recompute(),  # noqa: B008  it is frozen
         **training: Any,
@@ -72,7 +73,7 @@ def write_tiny_run_in(dataset_prefix: Path) -> Callable[..., Path]:
             experiment=experiment,
             experiments_dir=str(home),
             hf_model_id=str(hf_folder),
-            data=DataConfig(dataset_path=str(dataset), sequence_length=128, split="8,1,1", num_workers=0),
+            data=DataConfig(dataset_path=str(dataset), sequence_length=128, split="8,1,1", num_workers=num_workers),
             parallel=ParallelConfig(tensor, pipeline, context, sequence_parallel),
             optimizer=OptimizerConfig(lr=1e-3, lr_warmup_steps=2),
             training=TrainingConfig(max_steps=max_steps, **settings),

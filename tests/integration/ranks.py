@@ -10,6 +10,7 @@ import os
 import resource
 import socket
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,41 @@ def train_until_stopped(rank: int, world_size: int, *, run_file: Path, largest_f
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
     if not _train(rank, world_size, run_file):
         sys.exit(EXIT_STOPPED_AFTER_SAVING)
+
+
+def train_rank_whose_forks_stand_still(rank: int, world_size: int, *, run_file: Path) -> None:
+    """The same where each first try of a fork, the rank's or one of its processes', never comes back in the child."""
+    from pretrainkit.training import forks
+
+    tries = itertools.count(1)
+    stands_still = False
+
+    def begin() -> None:
+        nonlocal stands_still
+        stands_still = next(tries) % 2 == 1
+
+    os.register_at_fork(before=begin, after_in_child=lambda: time.sleep(3600) if stands_still else None)
+    forks.BEGIN_TIMEOUT_S = 1.0
+    train_rank(rank, world_size, run_file=run_file)
+
+
+def train_rank_without_data(rank: int, world_size: int, *, run_file: Path) -> None:
+    """The same where evaluations get no data, as from a file system that is away."""
+    from megatron.core.datasets.utils import Split
+
+    from pretrainkit.training import nemo_data
+    from pretrainkit.training.dataset import EpochDataset
+
+    read = EpochDataset.__getitem__
+
+    def wait_for_data(dataset: EpochDataset, index: int | None) -> Any:
+        if dataset.index_split == Split.valid:
+            time.sleep(3600)
+        return read(dataset, index)
+
+    EpochDataset.__getitem__ = wait_for_data
+    nemo_data.LOADER_TIMEOUT_S = 2
+    train_rank(rank, world_size, run_file=run_file)
 
 
 def _train(rank: int, world_size: int, run_file: Path) -> bool:

@@ -171,3 +171,23 @@ def test_a_full_disk_ends_the_run_and_leaves_the_last_good_checkpoint(
     ranks.run_ranks(ranks.train_rank, 1, run_file.parent, run_file=run_file)  # there is room again
     newest = resume.newest_complete(run_file.parent / "checkpoints")
     assert newest and newest.step == 6
+
+
+def test_processes_that_never_begin_hold_nothing_up(tiny: Path, write_tiny_run: Callable[..., Path]) -> None:
+    """Those that read data, for steps and for evaluations, and those that write checkpoints."""
+    settings = {"max_steps": 4, "save_interval": 2, "val_interval": 2, "val_steps": 1, "async_save": "on"}
+    run_file = write_tiny_run(tiny, "still", data_parallel=2, num_workers=1, **settings)
+    ranks.run_ranks(ranks.train_rank_whose_forks_stand_still, 2, run_file.parent, run_file=run_file)
+    records = read_metrics(run_file.parent / "metrics.jsonl")
+    assert [record["step"] for record in records if "loss" in record] == [1, 2, 3, 4]
+    assert [record["step"] for record in records if "val_loss" in record] == [2, 4]
+    assert [checkpoint.step for checkpoint in resume.all_complete(run_file.parent / resume.CHECKPOINTS)] == [2, 4]
+    for rank in range(2):
+        assert run_file.with_name(f"rank{rank}.log").read_text().count("stood still before its first line") >= 4
+
+
+def test_a_run_that_gets_no_data_ends(tiny: Path, write_tiny_run: Callable[..., Path]) -> None:
+    run_file = write_tiny_run(tiny, "away", num_workers=1, max_steps=4, save_interval=2, val_interval=2, val_steps=1)
+    with pytest.raises(AssertionError, match=r"DataLoader timed out after 2 seconds"):
+        ranks.run_ranks(ranks.train_rank_without_data, 1, run_file.parent, run_file=run_file)
+    assert [record["step"] for record in read_metrics(run_file.parent / "metrics.jsonl") if "loss" in record] == [1, 2]

@@ -30,6 +30,7 @@ from pretrainkit.training.attention import attention_kernel
 from pretrainkit.training.cards import peak_flops
 from pretrainkit.training.dataset import local_prefixes
 from pretrainkit.training.document_attention import with_document_bounds
+from pretrainkit.training.forks import watch_forks
 from pretrainkit.training.layer_spec import torch_layer_spec
 from pretrainkit.training.model_config import recompute_fields, transformer_config_fields
 from pretrainkit.training.nemo_callbacks import (
@@ -42,7 +43,7 @@ from pretrainkit.training.nemo_callbacks import (
     TensorBoard,
 )
 from pretrainkit.training.nemo_checkpoints import Checkpoints
-from pretrainkit.training.nemo_data import data_module, timed
+from pretrainkit.training.nemo_data import data_module, end_readers, timed
 from pretrainkit.training.nemo_evaluation import Evaluations
 from pretrainkit.training.nemo_loss_guard import LossGuard
 from pretrainkit.training.nemo_stop import StopEarly
@@ -64,6 +65,7 @@ def train(
     True when its last step is done; False when a signal or the time limit stopped it earlier, after saving.
     """
     requests = requests or StopRequests()
+    watch_forks()
     requests.limit_time(run.config.training.time_limit, run.config.training.time_margin)
     experiment = Path(run.experiment_dir)
     nemo_logging.setLevel(python_logging.ERROR)
@@ -101,6 +103,7 @@ def train(
         if recorder and trainer.global_step < run.max_steps:
             recorder.event("stopped", step=trainer.global_step)
     finally:
+        end_readers()
         if recorder:
             recorder.close()
     # torchrun ends the first rank when another has ended 30 s before it, and a tracker's upload may take longer.

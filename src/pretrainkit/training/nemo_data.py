@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any
 import torch
 from nemo.collections import llm
 from nemo.collections.common.tokenizers.huggingface.auto_tokenizer import AutoTokenizer
+from torch.utils.data import DataLoader
 
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.data.shard_urls import names_shards
@@ -17,6 +20,9 @@ from pretrainkit.training.dataset import EpochDataset
 from pretrainkit.training.index_files import save_arrays_whole
 from pretrainkit.training.records import RunRecorder
 from pretrainkit.training.start_plan import StartPlan
+
+LOADER_TIMEOUT_S = 1800
+"""A file system that was away comes back within minutes; a run that waits for data longer ends, to be started again."""
 
 
 def data_module(
@@ -48,12 +54,37 @@ def data_module(
     )
     if known != list(prefixes):
         data.build_kwargs["blend"] = [list(prefixes), list(dataset.weights) or None]
+    if data.num_workers:
+        data.data_sampler.transform_dataloader = _with_timeout(data.data_sampler.transform_dataloader)
     data.create_attention_mask = False  # without Transformer Engine NeMo adds a mask of S x S to every sample
     return data
 
 
 def _blend(prefixes: list[str], weights: tuple[float, ...]) -> list[str]:
     return [word for pair in zip(map(str, weights), prefixes, strict=True) for word in pair] if weights else prefixes
+
+
+def _with_timeout(transform: Callable[..., DataLoader[Any]]) -> Callable[..., DataLoader[Any]]:
+    """Where NeMo makes the loader that is used, out of the data module's and the few of its settings that it knows."""
+
+    def transform_dataloader(*args: Any, **kwargs: Any) -> DataLoader[Any]:
+        loader = transform(*args, **kwargs)
+        loader.timeout = LOADER_TIMEOUT_S
+        return loader
+
+    return transform_dataloader
+
+
+def end_readers() -> None:
+    """Kill this rank's processes that read data, when it needs no more of it.
+
+    At its end Python waits for all that don't obey SIGTERM, which is blocked in them (see StopRequests): one that waits
+    for its file system would hold the rank, and all others, for ever.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler makes an error of it
+    for process in multiprocessing.active_children():
+        if process.daemon:  # what Megatron starts to write files isn't
+            process.kill()
 
 
 def timed(data_step: Callable[..., Any], recorder: RunRecorder) -> Callable[..., Any]:
