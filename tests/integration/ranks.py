@@ -145,6 +145,29 @@ def train_rank_whose_forks_stand_still(rank: int, world_size: int, *, run_file: 
     train_rank(rank, world_size, run_file=run_file)
 
 
+DELAY_S = 8.0
+
+
+def train_rank_with_delays(rank: int, world_size: int, *, run_file: Path) -> None:
+    """The same where the Hugging Face model, and the processes that read held-out data, take long to come."""
+    from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
+
+    from pretrainkit.training.start_parity import Parity
+
+    compare, reset = Parity.compare, _EvaluationLoop.reset
+
+    def after_a_while(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            print(f"{function.__name__} comes later", flush=True)
+            time.sleep(DELAY_S)
+            return function(*arguments)
+
+        return call
+
+    Parity.compare, _EvaluationLoop.reset = after_a_while(compare), after_a_while(reset)
+    train_until_stopped(rank, world_size, run_file=run_file)
+
+
 def train_rank_without_data(rank: int, world_size: int, *, run_file: Path) -> None:
     """The same where evaluations get no data, as from a file system that is away."""
     from megatron.core.datasets.utils import Split

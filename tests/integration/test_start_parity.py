@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 
 from pretrainkit.checkpoint.convert import convert
+from pretrainkit.errors import EXIT_STOPPED_AFTER_SAVING
 from pretrainkit.training.records import read_metrics
 
 pytestmark = pytest.mark.integration
@@ -69,6 +74,34 @@ def test_converted_weights_pass_and_the_run_is_the_same_as_without(
         "reason": "--start_parity off",
     }
     assert steps(with_parity) == steps(without)
+
+
+def test_waiting_for_it_is_no_part_of_a_step_and_ended_by_a_signal(
+    model: Path, start: Path, write_tiny_run: Callable[..., Path]
+) -> None:
+    run_file = write_tiny_run(
+        *(model, "slow"), initial_checkpoint=start, hf_weights=model, max_steps=2, val_interval=1, val_steps=1
+    )
+    log = run_file.with_name("rank0.log")
+    (process,) = ranks.start_ranks(ranks.train_rank_with_delays, 1, [log], run_file=run_file)
+    wait_until(lambda: log.exists() and "compare comes later" in log.read_text(), process)
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(60)
+    assert process.exitcode == EXIT_STOPPED_AFTER_SAVING, log.read_text()[-3000:]
+    assert "got SIGTERM before the first step" in log.read_text()
+    assert not steps(read_metrics(run_file.with_name("metrics.jsonl")))
+
+    ranks.run_ranks(ranks.train_rank_with_delays, 1, run_file.parent, run_file=run_file)
+    records = read_metrics(run_file.with_name("metrics.jsonl"))
+    assert [record["step"] for record in records if "val_loss" in record] == [1, 2]
+    assert max(record["step_time_s"] for record in records if "loss" in record) < ranks.DELAY_S
+
+
+def wait_until(happens: Callable[[], bool], process: Any) -> None:
+    end = time.monotonic() + 120
+    while not happens():
+        assert process.is_alive() and time.monotonic() < end
+        time.sleep(0.05)
 
 
 def exchange_query_and_key(tensors: dict[str, Any]) -> None:

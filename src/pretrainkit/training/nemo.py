@@ -83,12 +83,11 @@ def train(
     model = _model(run, chosen, recorder)
     trainer = _trainer(run, plan, local_world_size)
     restored_weights.watch(trainer.strategy)
-    if parity:
-        trainer.callbacks.insert(0, StartParity(parity, _forward_step, recorder))
-    # Before the saving, to time the step alone.
     guard, graphed = LossGuard(run, recorder), GraphedModel(chosen)
     recording = Recording(run, plan, recorder, guard, graphed)
-    trainer.callbacks[:0] = [AsPlanned(plan), guard, graphed, recording, StopEarly(requests)]
+    # Steps begin when weights were compared, to be timed and stopped; before the saving, to time them alone.
+    compared = [StartParity(parity, _forward_step, recorder)] if parity else []
+    trainer.callbacks[:0] = [AsPlanned(plan), guard, graphed, *compared, recording, StopEarly(requests)]
     trainer.callbacks += [Evaluations(run), Checkpoints(run, recorder, saved_step=plan.step), FrozenStart()]
     pl.seed_everything(run.config.training.seed, workers=True, verbose=False)
     try:

@@ -175,7 +175,6 @@ class Recording(pl.Callback):
     ) -> None:
         self._run, self._plan, self._recorder, self._guard, self._graphed = run, plan, recorder, guard, graphed
         self._schedule = schedule_of(run)
-        self._validation_began_s = 0.0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         log_metric = pl_module.log
@@ -187,8 +186,23 @@ class Recording(pl.Callback):
 
         pl_module.log = log_validation
         if self._recorder:
+            evaluations = trainer.fit_loop.epoch_loop.val_loop
+            evaluations.run = self._without_its_time(evaluations.run, self._recorder)
             self._record_mixture(trainer, self._recorder)
             self._recorder.start(trainer.global_step)
+
+    def _without_its_time(self, evaluate: Callable[[], Any], recorder: RunRecorder) -> Callable[[], Any]:
+        """An evaluation whose time isn't the steps': the whole of it, as its first starts processes that read data."""
+
+        def run() -> Any:
+            wait_for_device(self._run.accelerator)
+            began_s = time.monotonic()
+            try:
+                return evaluate()
+            finally:
+                recorder.skip_time(time.monotonic() - began_s)
+
+        return run
 
     def _record_mixture(self, trainer: pl.Trainer, recorder: RunRecorder) -> None:
         """Tell the share of each dataset among the samples that are still to come, beside the share asked for."""
@@ -218,15 +232,9 @@ class Recording(pl.Callback):
             peak_memory_gib=_peak_memory_gib(self._run.accelerator) + self._graphed.uncounted_gib,
         )
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        wait_for_device(self._run.accelerator)
-        self._validation_began_s = time.monotonic()
-
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._recorder and not trainer.should_stop:  # a stop cuts the evaluation short
             self._recorder.validation(trainer.global_step, loss=float(trainer.callback_metrics["val_loss"]))
-        if self._recorder:
-            self._recorder.skip_time(time.monotonic() - self._validation_began_s)
 
 
 def wait_for_device(accelerator: str) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,9 @@ from typing import Any
 from pretrainkit.logs import get_logger
 from pretrainkit.training.trackers import Tracker, numbers_of
 from pretrainkit.units import format_count, format_duration
+
+_STEPS_OF_TIME_LEFT = 20
+"""The time left is told by the median of so many records: a start's first step takes long, some later ones do, too."""
 
 log = get_logger(__name__)
 
@@ -47,6 +52,7 @@ class RunRecorder:
         self._padded: list[Any] = []
         self._last_time_s = time.monotonic()
         self._last_step: int | None = None
+        self._step_times_s = deque[float](maxlen=_STEPS_OF_TIME_LEFT)
 
     def start(self, step: int) -> None:
         """Begin timing; `step` optimizer steps are done."""
@@ -78,6 +84,7 @@ class RunRecorder:
         steps = step - (self._last_step if self._last_step is not None else step - 1)
         step_time_s = (now_s - self._last_time_s) / max(steps, 1)
         self._last_time_s, self._last_step = now_s, step
+        self._step_times_s.append(step_time_s)
         tokens_per_second = self._tokens_per_step / step_time_s
         flops_per_rank = tokens_per_second * self._flops_per_token / self._world_size
         data_wait_share = self._data_wait_s / max(steps * step_time_s, 1e-9)
@@ -104,7 +111,7 @@ class RunRecorder:
         log.info(
             f"step {step}/{self._max_steps}  loss {loss:.4f}  lr {learning_rate:.3g}  {norm}"
             f"{format_count(tokens_per_second)} tokens/s  {'' if mfu is None else f'MFU {mfu:.1%}  '}"
-            f"{format_duration((self._max_steps - step) * step_time_s)} left"
+            f"{format_duration((self._max_steps - step) * statistics.median(self._step_times_s))} left"
         )
 
     def validation(self, step: int, *, loss: float) -> None:

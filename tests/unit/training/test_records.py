@@ -58,6 +58,17 @@ def test_time_of_evaluations_and_saves_is_left_out_and_that_of_steps_is_not(tmp_
     assert read_metrics(tmp_path / "metrics.jsonl")[0]["step_time_s"] == pytest.approx(100, rel=0.01)
 
 
+def test_the_time_left_is_told_by_usual_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "pretrainkit")
+    attempt = recorder(tmp_path / "metrics.jsonl")
+    attempt.start(0)
+    for step, taken_s in enumerate((900.0, 10.0, 10.0, 400.0), start=1):
+        attempt.skip_time(-taken_s)
+        attempt.train_step(step, consumed_samples=4 * step, loss=3.0, learning_rate=1e-3, grad_norm=1.0)
+    assert caplog.messages[2].endswith("1 min 10 s left")
+    assert caplog.messages[3].endswith("20 min 30 s left")
+
+
 def test_the_share_of_positions_without_a_loss_is_a_mean_over_microbatches(tmp_path: Path) -> None:
     import torch
 
