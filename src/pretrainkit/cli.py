@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import errno
 import os
+import select
 import shutil
 import signal
 import sys
@@ -65,9 +66,18 @@ def run_command(command: Callable[[argparse.Namespace], int], parser: Parser, ar
         print(f"{parser.prog}: interrupted", file=sys.stderr)
         return EXIT_FAILED
     except BrokenPipeError:
+        if not _reader_has_gone():
+            raise
         # The reader of our stdout (head, less) has gone; keep the interpreter from writing to it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
+
+
+def _reader_has_gone() -> bool:
+    """Whether stdout is a pipe that nobody reads any more."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import multiprocessing
 import multiprocessing.forkserver
@@ -146,6 +147,7 @@ def train_rank_whose_forks_stand_still(rank: int, world_size: int, *, run_file: 
 
 
 DELAY_S = 8.0
+SAMPLES_READ = 2
 
 
 def train_rank_with_delays(rank: int, world_size: int, *, run_file: Path) -> None:
@@ -169,21 +171,32 @@ def train_rank_with_delays(rank: int, world_size: int, *, run_file: Path) -> Non
 
 
 def train_rank_without_data(rank: int, world_size: int, *, run_file: Path) -> None:
-    """The same where evaluations get no data, as from a file system that is away."""
-    from megatron.core.datasets.utils import Split
+    """The same where reading stands still with all threads of its process, as in a mapped file that is away.
 
-    from pretrainkit.training import nemo_data
+    It does so when a sample was announced and the rank hasn't asked for its memory.
+    """
+    from pretrainkit.training import nemo_readers
     from pretrainkit.training.dataset import EpochDataset
 
-    read = EpochDataset.__getitem__
+    read, watched, calls = EpochDataset.__getitem__, nemo_readers.Readers.watched, itertools.count(1)
 
-    def wait_for_data(dataset: EpochDataset, index: int | None) -> Any:
-        if dataset.index_split == Split.valid:
-            time.sleep(3600)
+    def stand_still(dataset: EpochDataset, index: int | None) -> Any:
+        if next(calls) == SAMPLES_READ + 1:
+            time.sleep(1.0)
+            ctypes.PyDLL(None).sleep(3600)
         return read(dataset, index)
 
-    EpochDataset.__getitem__ = wait_for_data
-    nemo_data.LOADER_TIMEOUT_S = 2
+    def late(readers: nemo_readers.Readers, function: Callable[..., Any]) -> Callable[..., Any]:
+        take = watched(readers, function)
+
+        def take_late(*arguments: Any) -> Any:
+            time.sleep(2.0)
+            return take(*arguments)
+
+        return take_late
+
+    EpochDataset.__getitem__, nemo_readers.Readers.watched = stand_still, late
+    nemo_readers.WAIT_LIMIT_S = 2.0
     train_rank(rank, world_size, run_file=run_file)
 
 

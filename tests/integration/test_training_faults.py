@@ -187,7 +187,9 @@ def test_processes_that_never_begin_hold_nothing_up(tiny: Path, write_tiny_run: 
 
 
 def test_a_run_that_gets_no_data_ends(tiny: Path, write_tiny_run: Callable[..., Path]) -> None:
-    run_file = write_tiny_run(tiny, "away", num_workers=1, max_steps=4, save_interval=2, val_interval=2, val_steps=1)
-    with pytest.raises(AssertionError, match=r"DataLoader timed out after 2 seconds"):
+    run_file = write_tiny_run(tiny, "away", num_workers=1)
+    with pytest.raises(AssertionError, match="DataLoader worker"):
         ranks.run_ranks(ranks.train_rank_without_data, 1, run_file.parent, run_file=run_file)
-    assert [record["step"] for record in read_metrics(run_file.parent / "metrics.jsonl") if "loss" in record] == [1, 2]
+    log = run_file.with_name("rank0.log").read_text()
+    assert "no data for 2.0 s: the processes that read it are killed" in log
+    assert "rebuild_storage" in log, "not where a loader's own timeout holds"

@@ -1,4 +1,4 @@
-"""Forks of a rank, each seen to begin.
+"""Forks of a rank, each seen to begin, and ended.
 
 A rank forks while its libraries have threads: processes that read data, at the first evaluation again, and those that
 write a checkpoint. Before 3.10.15, 3.11.10 and 3.12 a forked Python takes a lock that a thread of its parent may have
@@ -8,9 +8,11 @@ process waits for ever, the rank waits for it, and all others for the rank. Lock
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import select
 import signal
+import threading
 from collections.abc import Callable
 
 from pretrainkit.logs import get_logger
@@ -30,6 +32,19 @@ def watch_forks() -> None:
     """
     plain_fork = os.fork
     setattr(os, "fork", lambda: fork_seen_to_begin(plain_fork, BEGIN_TIMEOUT_S))  # noqa: B010 - mypy refuses the assignment
+
+
+def kill_children(*, readers_only: bool = False) -> None:
+    """Kill processes that this one's libraries have started, when it needs them no more.
+
+    At its end Python waits for all that don't obey SIGTERM, which is blocked in them (see StopRequests): one that waits
+    for its file system would hold the rank, and all others, for ever. `readers_only`: none that write checkpoints.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler makes an error of it
+    for process in multiprocessing.active_children():
+        if process.daemon or not readers_only:  # a DataLoader's are daemons, Megatron's are not
+            process.kill()
 
 
 def fork_seen_to_begin(fork: Callable[[], int], timeout_s: float) -> int:

@@ -30,7 +30,7 @@ from pretrainkit.training.attention import attention_kernel
 from pretrainkit.training.cards import peak_flops
 from pretrainkit.training.dataset import local_prefixes
 from pretrainkit.training.document_attention import with_document_bounds
-from pretrainkit.training.forks import watch_forks
+from pretrainkit.training.forks import kill_children, watch_forks
 from pretrainkit.training.layer_spec import torch_layer_spec
 from pretrainkit.training.model_config import recompute_fields, transformer_config_fields
 from pretrainkit.training.nemo_callbacks import (
@@ -43,9 +43,10 @@ from pretrainkit.training.nemo_callbacks import (
     TensorBoard,
 )
 from pretrainkit.training.nemo_checkpoints import Checkpoints
-from pretrainkit.training.nemo_data import data_module, end_readers, timed
+from pretrainkit.training.nemo_data import data_module, watched
 from pretrainkit.training.nemo_evaluation import Evaluations
 from pretrainkit.training.nemo_loss_guard import LossGuard
+from pretrainkit.training.nemo_readers import Readers
 from pretrainkit.training.nemo_stop import StopEarly
 from pretrainkit.training.records import RunRecorder
 from pretrainkit.training.schedule import schedule_of
@@ -80,7 +81,8 @@ def train(
 
     recorder = _recorder(run, plan, chosen, requests) if rank == 0 else None
     parity = start_parity.begin(run, plan, rank=rank)
-    model = _model(run, chosen, recorder)
+    readers = Readers()
+    model = _model(run, chosen, readers, recorder)
     trainer = _trainer(run, plan, local_world_size)
     restored_weights.watch(trainer.strategy)
     guard, graphed = LossGuard(run, recorder), GraphedModel(chosen)
@@ -88,7 +90,7 @@ def train(
     # Steps begin when weights were compared, to be timed and stopped; before the saving, to time them alone.
     compared = [StartParity(parity, _forward_step, recorder)] if parity else []
     trainer.callbacks[:0] = [AsPlanned(plan), guard, graphed, *compared, recording, StopEarly(requests)]
-    trainer.callbacks += [Evaluations(run), Checkpoints(run, recorder, saved_step=plan.step), FrozenStart()]
+    trainer.callbacks += [Evaluations(run), Checkpoints(run, recorder, saved_step=plan.step), readers, FrozenStart()]
     pl.seed_everything(run.config.training.seed, workers=True, verbose=False)
     try:
         llm.pretrain(
@@ -102,7 +104,7 @@ def train(
         if recorder and trainer.global_step < run.max_steps:
             recorder.event("stopped", step=trainer.global_step)
     finally:
-        end_readers()
+        kill_children()
         if recorder:
             recorder.close()
     # torchrun ends the first rank when another has ended 30 s before it, and a tracker's upload may take longer.
@@ -141,7 +143,7 @@ def _recorder(run: ResolvedRun, plan: StartPlan, chosen: kernels.Kernels, reques
     return recorder
 
 
-def _model(run: ResolvedRun, chosen: kernels.Kernels, recorder: RunRecorder | None) -> LlamaModel:
+def _model(run: ResolvedRun, chosen: kernels.Kernels, readers: Readers, recorder: RunRecorder | None) -> LlamaModel:
     """NeMo's model object; Megatron's modules are built later, on every rank its own part."""
     shape = run.model
     fields: dict[str, Any] = transformer_config_fields(shape, precision=run.precision)
@@ -164,8 +166,7 @@ def _model(run: ResolvedRun, chosen: kernels.Kernels, recorder: RunRecorder | No
     config.forward_step_fn = _forward_step
     if run.reset_attention_mask:
         config.data_step_fn = with_document_bounds(config.data_step_fn)
-    if recorder:
-        config.data_step_fn = timed(config.data_step_fn, recorder)
+    config.data_step_fn = watched(config.data_step_fn, readers, recorder)
     return LlamaModel(config, tokenizer=AutoTokenizer(run.hf_folder, use_fast=True))
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,17 +10,14 @@ from typing import Any
 import torch
 from nemo.collections import llm
 from nemo.collections.common.tokenizers.huggingface.auto_tokenizer import AutoTokenizer
-from torch.utils.data import DataLoader
 
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.data.shard_urls import names_shards
 from pretrainkit.training.dataset import EpochDataset
 from pretrainkit.training.index_files import save_arrays_whole
+from pretrainkit.training.nemo_readers import Readers
 from pretrainkit.training.records import RunRecorder
 from pretrainkit.training.start_plan import StartPlan
-
-LOADER_TIMEOUT_S = 1800
-"""A file system that was away comes back within minutes; a run that waits for data longer ends, to be started again."""
 
 
 def data_module(
@@ -54,8 +49,6 @@ def data_module(
     )
     if known != list(prefixes):
         data.build_kwargs["blend"] = [list(prefixes), list(dataset.weights) or None]
-    if data.num_workers:
-        data.data_sampler.transform_dataloader = _with_timeout(data.data_sampler.transform_dataloader)
     data.create_attention_mask = False  # without Transformer Engine NeMo adds a mask of S x S to every sample
     return data
 
@@ -64,41 +57,20 @@ def _blend(prefixes: list[str], weights: tuple[float, ...]) -> list[str]:
     return [word for pair in zip(map(str, weights), prefixes, strict=True) for word in pair] if weights else prefixes
 
 
-def _with_timeout(transform: Callable[..., DataLoader[Any]]) -> Callable[..., DataLoader[Any]]:
-    """Where NeMo makes the loader that is used, out of the data module's and the few of its settings that it knows."""
-
-    def transform_dataloader(*args: Any, **kwargs: Any) -> DataLoader[Any]:
-        loader = transform(*args, **kwargs)
-        loader.timeout = LOADER_TIMEOUT_S
-        return loader
-
-    return transform_dataloader
-
-
-def end_readers() -> None:
-    """Kill this rank's processes that read data, when it needs no more of it.
-
-    At its end Python waits for all that don't obey SIGTERM, which is blocked in them (see StopRequests): one that waits
-    for its file system would hold the rank, and all others, for ever.
-    """
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler makes an error of it
-    for process in multiprocessing.active_children():
-        if process.daemon:  # what Megatron starts to write files isn't
-            process.kill()
-
-
-def timed(data_step: Callable[..., Any], recorder: RunRecorder) -> Callable[..., Any]:
-    """Megatron's data step, with the time it waits for the loader, and the positions without a loss, recorded.
+def watched(data_step: Callable[..., Any], readers: Readers, recorder: RunRecorder | None) -> Callable[..., Any]:
+    """Megatron's data step, with an end to its wait for the loader; a recorder is told of it, and of the positions
+    without a loss.
 
     Both are taken where the batch is whole and on the CPU: later each pipeline stage has only what it needs.
     """
+    take = readers.watched(next)
 
-    def timed_data_step(batches: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
+    def watched_data_step(batches: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
         start_s = time.monotonic()
-        batch = next(batches)
-        if torch.is_grad_enabled():  # not in an evaluation
+        batch = take(batches)
+        if recorder and torch.is_grad_enabled():  # not in an evaluation
             recorder.data_wait(time.monotonic() - start_s)
             recorder.padding((batch[0] if isinstance(batch, tuple) else batch)["loss_mask"])
         return data_step(iter([batch]), *args, **kwargs)
 
-    return timed_data_step
+    return watched_data_step

@@ -9,6 +9,8 @@ all ranks meet.
 from __future__ import annotations
 
 import contextlib
+import itertools
+import operator
 import os
 import shutil
 import signal
@@ -29,7 +31,7 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from nemo.collections.common.tokenizers.huggingface.auto_tokenizer import AutoTokenizer
 from nemo.lightning.io.artifact.file import DirArtifact
 from nemo.lightning.io.pl import TrainerContext
-from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 
 from pretrainkit.checkpoint.nemo_context import TOKENIZER_FOLDER, copy_tokenizer
 from pretrainkit.checkpoint.targets import carry_hf_files
@@ -136,6 +138,7 @@ class Saver:
             _kill_writers(trainer)
             self._errors.append(ChildProcessError(lost))
         if time.monotonic() - save.began_s > self._timeout_s and _kill_writers(trainer):
+            _end_results_queue()  # it may be what the writer waited for
             self._errors.append(TimeoutError(f"writing took longer than {format_duration(self._timeout_s)}"))
         try:
             with self._kept_in_megatron():
@@ -178,6 +181,9 @@ class Saver:
                 original = getattr(owner, name)
                 stack.callback(setattr, owner, name, original)
                 setattr(owner, name, self._keeping(original))
+            retrieve = FileSystemWriterAsync.retrieve_write_results
+            stack.callback(setattr, FileSystemWriterAsync, "retrieve_write_results", retrieve)
+            FileSystemWriterAsync.retrieve_write_results = lambda writer: _results_or_failure(retrieve, writer)
             yield
 
     def _keeping(self, function: Callable[..., Any]) -> Callable[..., None]:
@@ -188,16 +194,20 @@ class Saver:
         return keep
 
     def _agreed(self, trainer: pl.Trainer) -> SaveFailure | None:
-        """What went wrong on any rank since the last time, the same on all; the first rank's word goes first."""
+        """What went wrong on any rank since the last time, the same on all; the first rank's word goes first.
+
+        But Megatron's errors go last: it raises them on the first rank for what has failed on any.
+        """
         errors, self._errors = self._errors, []
         failed = torch.tensor([bool(errors)], dtype=torch.int32, device=trainer.strategy.root_device)
         torch.distributed.all_reduce(failed, op=torch.distributed.ReduceOp.MAX)
         if not failed.item():
             return None
-        own = failure_of(errors[0], free_bytes=shutil.disk_usage(self._run.experiment_dir).free) if errors else None
-        of_ranks: list[SaveFailure | None] = [None] * torch.distributed.get_world_size()
+        free_bytes = shutil.disk_usage(self._run.experiment_dir).free
+        own = [(isinstance(error, CheckpointException), failure_of(error, free_bytes=free_bytes)) for error in errors]
+        of_ranks: list[list[tuple[bool, SaveFailure]]] = [[] for _ in range(torch.distributed.get_world_size())]
         torch.distributed.all_gather_object(of_ranks, own)
-        return next(failure for failure in of_ranks if failure)
+        return min(itertools.chain.from_iterable(of_ranks), key=operator.itemgetter(0))[1]
 
 
 def _separate_optimizer(trainer: pl.Trainer) -> None:
@@ -207,6 +217,22 @@ def _separate_optimizer(trainer: pl.Trainer) -> None:
     if strategy.separation_hint is None:
         strategy.separation_hint = OPTIMIZER_PREFIX
         strategy.thread_count *= 2  # as many writers as before for the optimizer's state, the larger part
+
+
+def _results_or_failure(retrieve: Callable[[FileSystemWriterAsync], Any], writer: FileSystemWriterAsync) -> Any:
+    """What this rank's writer has written; an error that Megatron tells the other ranks where that can't be asked."""
+    try:
+        return retrieve(writer)
+    except (OSError, EOFError) as error:  # the process that passes it on has died
+        _end_results_queue()
+        return _wrap_exception(error)
+
+
+def _end_results_queue() -> None:
+    """End the process that passes on what writers have written: the next save starts another."""
+    queue, filesystem_async._results_queue = filesystem_async._results_queue, None
+    if queue is not None:
+        queue._manager._process.kill()
 
 
 def _live_writer(trainer: pl.Trainer) -> Any:

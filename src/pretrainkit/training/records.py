@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import signal
 import statistics
 import time
 from collections import deque
@@ -12,10 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from pretrainkit.logs import get_logger
 from pretrainkit.training.trackers import Tracker, numbers_of
 from pretrainkit.units import format_count, format_duration
 
+FINISH_LIMIT_S = 600.0
+"""Below the 30 minutes that other ranks wait for the first."""
 _STEPS_OF_TIME_LEFT = 20
 """The time left is told by the median of so many records: a start's first step takes long, some later ones do, too."""
 
@@ -187,8 +192,27 @@ class RunRecorder:
                 log.error("%s fails and gets no more records of this start: %r", type(tracker).__name__, error)
 
     def close(self) -> None:
-        """Let the trackers send what is left."""
-        self._tell_trackers(lambda tracker: tracker.finish())
+        """Let the trackers send what is left, but not for ever: the run is done, and other ranks wait."""
+        trackers = len(self.trackers)
+        self._tell_trackers(lambda tracker: _within(FINISH_LIMIT_S, tracker.finish))
+        if len(self.trackers) < trackers:  # at its end Python would wait for a library's process, too
+            for process in psutil.Process().children(recursive=True):
+                process.kill()
+
+
+def _within(limit_s: float, function: Callable[[], None]) -> None:
+    """Call a function of the main thread; raises TimeoutError when it takes longer."""
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"not done within {format_duration(limit_s)}")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        function()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def _is_not_finite(value: Any) -> bool:

@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Sequence
 from io import FileIO
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 
+from pretrainkit.training import records
 from pretrainkit.training.records import RunRecorder, read_metrics
 from pretrainkit.training.trackers import Tracker
 
@@ -130,6 +133,21 @@ def test_a_full_disk_costs_no_record_and_not_the_run(tmp_path: Path, caplog: pyt
     disk.room = 10_000
     attempt.validation(3, loss=3.0)
     assert [record.get("val_loss") for record in read_metrics(path)] == [None, 1.0, 2.0, 3.0]
+
+
+def test_a_tracker_that_does_not_end_is_left(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "FINISH_LIMIT_S", 0.2)
+    monkeypatch.setattr(records.psutil.Process, "children", lambda *_, **__: [helper])
+    helper, slow, good = MagicMock(), MagicMock(), MagicMock()
+    slow.finish = lambda: time.sleep(600)
+    attempt = recorder(tmp_path / "metrics.jsonl")
+    attempt.trackers = [slow, good]
+    attempt.close()
+    assert "not done within 0.2 s" in caplog.text
+    good.finish.assert_called_once()
+    helper.kill.assert_called_once()
 
 
 def test_a_tracker_that_fails_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
