@@ -81,7 +81,7 @@ def train(
 
     recorder = _recorder(run, plan, chosen, requests) if rank == 0 else None
     parity = start_parity.begin(run, plan, rank=rank)
-    readers = Readers()
+    readers = Readers(run.config.data.num_workers)
     model = _model(run, chosen, readers, recorder)
     trainer = _trainer(run, plan, local_world_size)
     restored_weights.watch(trainer.strategy)

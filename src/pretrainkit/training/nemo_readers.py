@@ -28,7 +28,8 @@ class Readers(pl.Callback):
     memory that this lies in, and waits for the answer for ever. Dead processes end every such wait, with an error.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_workers: int) -> None:
+        self._num_workers = num_workers
         self._waits_since_s = math.inf
 
     def watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -46,7 +47,8 @@ class Readers(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         evaluations = trainer.fit_loop.epoch_loop.val_loop
         evaluations.reset = self.watched(evaluations.reset)  # it asks processes that are there to begin again
-        threading.Thread(target=self._watch, name="waits for data", daemon=True).start()
+        if self._num_workers:
+            threading.Thread(target=self._watch, name="waits for data", daemon=True).start()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         kill_children(readers_only=True)  # Lightning waits for them before `train` could end them
