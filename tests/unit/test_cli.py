@@ -99,3 +99,13 @@ def test_failures_of_commands_are_seen_under_a_parent_that_ignores_its_children(
         "sys.exit(run_command(lambda _: subprocess.run(['false']).returncode, Parser(), []))"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 1
+
+
+def test_a_connection_that_broke_is_not_taken_for_a_reader_that_has_gone() -> None:
+    script = (
+        "from pretrainkit.cli import Parser, run_command\n"
+        "def command(arguments): raise BrokenPipeError('of a connection')\n"
+        "run_command(command, Parser(prog='tool'), [])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "BrokenPipeError: of a connection" in done.stderr
