@@ -171,19 +171,17 @@ class Saver:
 
     @contextlib.contextmanager
     def _kept_in_megatron(self) -> Iterator[None]:
-        """The same for the places where Megatron writes files on the first rank alone."""
+        """The same where Megatron writes files on the first rank alone, or where a rank can't learn what was written."""
         with contextlib.ExitStack() as stack:
-            for owner, name in (
-                (TorchCommonSaveStrategy, "save_common"),
-                (FileSystemWriterAsync, "finish"),
-                (serialization, "save_config"),
+            for owner, name, changed in (
+                (TorchCommonSaveStrategy, "save_common", self._keeping),
+                (FileSystemWriterAsync, "finish", self._keeping),
+                (serialization, "save_config", self._keeping),
+                (FileSystemWriterAsync, "retrieve_write_results", _results_or_failure),
             ):
                 original = getattr(owner, name)
                 stack.callback(setattr, owner, name, original)
-                setattr(owner, name, self._keeping(original))
-            retrieve = FileSystemWriterAsync.retrieve_write_results
-            stack.callback(setattr, FileSystemWriterAsync, "retrieve_write_results", retrieve)
-            FileSystemWriterAsync.retrieve_write_results = lambda writer: _results_or_failure(retrieve, writer)
+                setattr(owner, name, changed(original))
             yield
 
     def _keeping(self, function: Callable[..., Any]) -> Callable[..., None]:
@@ -219,13 +217,17 @@ def _separate_optimizer(trainer: pl.Trainer) -> None:
         strategy.thread_count *= 2  # as many writers as before for the optimizer's state, the larger part
 
 
-def _results_or_failure(retrieve: Callable[[FileSystemWriterAsync], Any], writer: FileSystemWriterAsync) -> Any:
-    """What this rank's writer has written; an error that Megatron tells the other ranks where that can't be asked."""
-    try:
-        return retrieve(writer)
-    except (OSError, EOFError) as error:  # the process that passes it on has died
-        _end_results_queue()
-        return _wrap_exception(error)
+def _results_or_failure(retrieve: Callable[[FileSystemWriterAsync], Any]) -> Callable[[FileSystemWriterAsync], Any]:
+    """What a rank's writer has written; an error that Megatron tells the other ranks where that can't be asked."""
+
+    def results(writer: FileSystemWriterAsync) -> Any:
+        try:
+            return retrieve(writer)
+        except (OSError, EOFError) as error:  # the process that passes it on has died
+            _end_results_queue()
+            return _wrap_exception(error)
+
+    return results
 
 
 def _end_results_queue() -> None:
