@@ -171,7 +171,7 @@ class Saver:
 
     @contextlib.contextmanager
     def _kept_in_megatron(self) -> Iterator[None]:
-        """The same where Megatron writes files on the first rank alone, or where a rank can't learn what was written."""
+        """The same where Megatron writes files on the first rank alone, or a rank can't learn what was written."""
         with contextlib.ExitStack() as stack:
             for owner, name, changed in (
                 (TorchCommonSaveStrategy, "save_common", self._keeping),
