@@ -20,9 +20,9 @@ from pathlib import Path
 
 from pretrainkit.cli import Parser, run_command
 from pretrainkit.errors import EXIT_DONE, EXIT_FAILED, RequestError
-from pretrainkit.launch.machine import count_gpus
 from pretrainkit.launch.node_check import NodeCheckRequest
 from pretrainkit.launch.node_probes import CONSTRAINTS
+from pretrainkit.machine import count_gpus
 from pretrainkit.units import parse_bytes, parse_duration
 
 

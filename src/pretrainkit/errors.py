@@ -52,3 +52,9 @@ class DataError(PretrainkitError):
 
 class CheckpointError(PretrainkitError):
     """A checkpoint that is incomplete, damaged or contradicts what it is used for."""
+
+
+def one_line(error: BaseException) -> str:
+    """An error as one line that isn't too long."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:500]

@@ -221,9 +221,10 @@ def train_rank(path: str, arguments: argparse.Namespace, folder: str, rank: int,
 
 def resolve_run(path: str, arguments: argparse.Namespace, folder: Path) -> Any:
     """The resolved run of one measurement."""
-    from pretrainkit.config.resolve import MachineFacts, RunFacts, resolve
+    from pretrainkit.config.resolve import RunFacts, resolve
     from pretrainkit.config.schema import RunConfig
     from pretrainkit.launch.dataset import read_dataset
+    from pretrainkit.machine import MachineFacts
     from pretrainkit.models.registry import read_shape
     from pretrainkit.training import settle
 

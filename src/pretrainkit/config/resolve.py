@@ -8,6 +8,7 @@ from typing import Any
 
 from pretrainkit.config.schema import DatasetFacts, ModelShape, Recompute, ResolvedRun, RunConfig
 from pretrainkit.config.split import num_samples
+from pretrainkit.machine import MachineFacts
 
 VOCABULARY_MULTIPLE = 128
 """The embedding's rows are padded to a multiple of this and of TP.
@@ -17,21 +18,6 @@ every power of two up to 128, and optimizer state can move between them.
 """
 WARMUP_SHARE = 0.01
 MAX_DEFAULT_WARMUP_STEPS = 2000
-
-
-@dataclass(frozen=True)
-class MachineFacts:
-    """What this machine has."""
-
-    num_gpus: int
-    """CUDA devices that this process may use and that the installed torch can drive."""
-    num_cpus: int
-    """Cores that this process may use."""
-    torch_has_cuda: bool = True
-    """Whether the installed torch was built for CUDA."""
-    gpu_name: str | None = None
-    """Of the first device, as its driver names it."""
-    gpu_memory_gib: float | None = None
 
 
 @dataclass(frozen=True)

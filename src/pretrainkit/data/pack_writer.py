@@ -28,7 +28,7 @@ from pretrainkit.data.request import Request
 from pretrainkit.data.token_documents import DOCUMENTS
 from pretrainkit.errors import DataError, RequestError
 from pretrainkit.logs import get_logger
-from pretrainkit.stopping import stopped_by_signals
+from pretrainkit.signals import stopped_by_signals
 from pretrainkit.units import format_duration
 
 LOGGER = get_logger(__name__)

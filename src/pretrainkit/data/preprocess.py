@@ -25,7 +25,7 @@ from pretrainkit.data.tokenizer import TokenizerFile
 from pretrainkit.data.worker import Setup
 from pretrainkit.errors import DataError, RequestError
 from pretrainkit.logs import get_logger
-from pretrainkit.stopping import stopped_by_signals
+from pretrainkit.signals import stopped_by_signals
 
 LOGGER = get_logger(__name__)
 TASKS_AHEAD = 2

@@ -29,7 +29,7 @@ from pretrainkit.data.shard_workers import ShardWorkers
 from pretrainkit.data.sources import Source
 from pretrainkit.errors import DataError, RequestError
 from pretrainkit.logs import get_logger
-from pretrainkit.stopping import stopped_by_signals
+from pretrainkit.signals import stopped_by_signals
 from pretrainkit.units import format_duration
 
 LOGGER = get_logger(__name__)

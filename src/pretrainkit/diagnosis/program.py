@@ -14,8 +14,8 @@ from typing import Any
 from pretrainkit.config.run_file import read_run, write_run
 from pretrainkit.config.schema import ResolvedRun, TrackingConfig
 from pretrainkit.errors import RequestError
-from pretrainkit.launch.machine import count_cpus
 from pretrainkit.launch.plan import LaunchPlan, plan_launch
+from pretrainkit.machine import count_cpus
 
 LONGEST_STEPS = 1_000_000
 """Steps that a run is told to do: more than any diagnosis needs."""

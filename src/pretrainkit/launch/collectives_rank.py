@@ -9,7 +9,8 @@ import time
 from datetime import timedelta
 from typing import Any
 
-from pretrainkit.launch.trials import Findings, Trial, one_line
+from pretrainkit.errors import one_line
+from pretrainkit.launch.trials import Findings, Trial
 
 NUM_BYTES = {"gpu": 64 * 2**20, "cpu": 4 * 2**20}
 """Size of the all-reduce that is timed: large enough to be about bandwidth."""

@@ -13,8 +13,8 @@ from pretrainkit.errors import RequestError
 from pretrainkit.launch import weights
 from pretrainkit.launch.dataset import read_dataset
 from pretrainkit.launch.experiment import begun_from
-from pretrainkit.launch.machine import read_machine
 from pretrainkit.logs import get_logger
+from pretrainkit.machine import read_machine
 from pretrainkit.models.registry import read_shape
 
 log = get_logger(__name__)

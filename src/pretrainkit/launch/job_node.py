@@ -18,11 +18,11 @@ from pretrainkit import files, logs
 from pretrainkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED_AFTER_SAVING, PretrainkitError, RequestError
 from pretrainkit.launch import agent, allocation, experiment, node_check
 from pretrainkit.launch.follow import Follower
-from pretrainkit.launch.machine import count_cpus
 from pretrainkit.launch.meeting import Head, Meeting, own_address
 from pretrainkit.launch.node import NODE_LOG, StopRequests, supervise, write_everything_to
 from pretrainkit.launch.outcome import FILE_NAME as OUTCOME
 from pretrainkit.launch.outcome import Outcome, read_outcome, write_outcome
+from pretrainkit.machine import count_cpus
 
 NODE_VARIABLE = "PRETRAINKIT_NODE"
 """Number of this node, from 0."""

@@ -32,7 +32,7 @@ from pretrainkit.launch.plan import LaunchPlan
 from pretrainkit.launch.processes import adopt_orphans, kill_descendants
 from pretrainkit.launch.secrets import passed_on, without_tokens
 from pretrainkit.logs import get_logger
-from pretrainkit.stopping import STOP_SIGNALS
+from pretrainkit.signals import STOP_SIGNALS
 
 HOME_NAME = ".nemo_run"
 """NeMo-Run's own records, in the experiment's folder instead of the user's home."""

@@ -32,7 +32,7 @@ from pretrainkit.launch.agent import Agent
 from pretrainkit.launch.experiment import RANKS_LOCK, locked
 from pretrainkit.launch.outcome import Outcome, write_outcome
 from pretrainkit.launch.processes import adopt_orphans, kill_descendants
-from pretrainkit.stopping import STOP_SIGNALS
+from pretrainkit.signals import STOP_SIGNALS
 
 PID_FILE = "node.pid"
 NODE_LOG = "node.log"

@@ -17,7 +17,7 @@ from typing import Any
 
 from pretrainkit import files
 from pretrainkit.launch.job_time import time_left
-from pretrainkit.launch.machine import count_gpus, installed_version
+from pretrainkit.machine import count_gpus, installed_version
 from pretrainkit.units import format_bytes, format_duration
 
 OK, WARNING, FAILED, SKIPPED = "ok", "warning", "failed", "skipped"

@@ -22,8 +22,7 @@ from typing import Any
 
 from pretrainkit import files
 from pretrainkit.data.hub import CONFIG_AND_TOKENIZER, HUB_ID, hub_errors
-from pretrainkit.errors import DataError, PretrainkitError, RequestError
-from pretrainkit.launch.trials import one_line
+from pretrainkit.errors import DataError, PretrainkitError, RequestError, one_line
 from pretrainkit.logs import get_logger
 from pretrainkit.units import format_bytes
 

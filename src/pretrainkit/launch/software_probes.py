@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from pretrainkit.launch.caches import HOME_CACHES
-from pretrainkit.launch.machine import installed_version
 from pretrainkit.launch.node_probes import FAILED, OK, SKIPPED, WARNING, Check
 from pretrainkit.launch.trials import Trial, run_trials
+from pretrainkit.machine import installed_version
 from pretrainkit.units import format_bytes
 
 RANK_MODULE = "pretrainkit.launch.software_rank"

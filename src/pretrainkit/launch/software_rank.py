@@ -14,7 +14,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from pretrainkit.launch.trials import Findings, Trial, one_line
+from pretrainkit.errors import one_line
+from pretrainkit.launch.trials import Findings, Trial
 
 REQUIRED = (
     "numpy",

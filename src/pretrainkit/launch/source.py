@@ -16,8 +16,8 @@ from pathlib import Path
 
 from pretrainkit import files
 from pretrainkit.config.schema import ResolvedRun
-from pretrainkit.launch.machine import installed_version
 from pretrainkit.logs import masked
+from pretrainkit.machine import installed_version
 
 PACKAGES = (
     "pretrainkit",

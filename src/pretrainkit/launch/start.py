@@ -18,7 +18,6 @@ from pretrainkit.launch.container import Container, container_of
 from pretrainkit.launch.experiment import LAUNCHER_LOCK, RUN_FILE, locked, new_attempt, wait_for_ranks, write_run_file
 from pretrainkit.launch.facts import gather
 from pretrainkit.launch.follow import Follower
-from pretrainkit.launch.machine import count_cpus
 from pretrainkit.launch.node import GRACE_S, NODE_LOG
 from pretrainkit.launch.plan import LaunchPlan, plan_launch
 from pretrainkit.launch.run_job import check_environment, needs_of
@@ -27,6 +26,7 @@ from pretrainkit.launch.start_job import as_read, planned_job, provide_weights, 
 from pretrainkit.launch.submit import describe as describe_job
 from pretrainkit.launch.summary import summarize
 from pretrainkit.logs import get_logger, masked
+from pretrainkit.machine import count_cpus
 
 log = get_logger(__name__)
 

@@ -26,7 +26,7 @@ from pretrainkit.launch.secrets import passed_on
 from pretrainkit.launch.snapshot import copy_source
 from pretrainkit.launch.source import describe
 from pretrainkit.logs import get_logger
-from pretrainkit.stopping import STOP_SIGNALS, stopped_by_signals
+from pretrainkit.signals import STOP_SIGNALS, stopped_by_signals
 
 CONTINUE = "continue"
 """Start mode of a run that goes on from its own checkpoint (`pretrainkit.training.start_plan`)."""

@@ -63,12 +63,6 @@ class Findings:
         files.write_json(self._path, self._values)
 
 
-def one_line(error: BaseException) -> str:
-    """An error as one line that isn't too long."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:500]
-
-
 def run_trials(trials: list[Trial], module: str) -> list[dict[str, Any]]:
     """Start a process of `module` per trial, wait, and give what each found; 'error' says why something is missing."""
     folder = Path(trials[0].folder)

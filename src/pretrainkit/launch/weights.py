@@ -15,8 +15,8 @@ from pretrainkit import files
 from pretrainkit.checkpoint.fingerprint import weights_fingerprint
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import RequestError
-from pretrainkit.launch.machine import installed_version
 from pretrainkit.logs import get_logger
+from pretrainkit.machine import installed_version
 from pretrainkit.models.registry import read_shape
 
 CACHE_NAME = ".converted"

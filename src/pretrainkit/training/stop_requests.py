@@ -14,7 +14,7 @@ import psutil
 
 from pretrainkit.errors import EXIT_STOPPED_AFTER_SAVING, StoppedError
 from pretrainkit.logs import get_logger
-from pretrainkit.stopping import STOP_SIGNALS
+from pretrainkit.signals import STOP_SIGNALS
 from pretrainkit.units import parse_duration
 
 JOB_START_VARIABLE = "PRETRAINKIT_JOB_START_S"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from changed_config import changed
 
-from pretrainkit.config.resolve import MachineFacts, RunFacts
+from pretrainkit.config.resolve import RunFacts
 from pretrainkit.config.schema import DatasetFacts, ModelShape, RunConfig
+from pretrainkit.machine import MachineFacts
 
 LLAMA_31_8B = ModelShape(
     family="llama",

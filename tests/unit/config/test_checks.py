@@ -9,8 +9,9 @@ import pytest
 from changed_config import changed
 
 from pretrainkit.config.checks import problems_of
-from pretrainkit.config.resolve import MachineFacts, RunFacts
+from pretrainkit.config.resolve import RunFacts
 from pretrainkit.config.schema import RunConfig
+from pretrainkit.machine import MachineFacts
 
 
 def told(config: RunConfig, facts: RunFacts) -> str:

@@ -8,8 +8,9 @@ import pytest
 from changed_config import changed
 
 from pretrainkit.config.notes import notes_of
-from pretrainkit.config.resolve import MachineFacts, RunFacts, padded_vocab_size, resolve
+from pretrainkit.config.resolve import RunFacts, padded_vocab_size, resolve
 from pretrainkit.config.schema import RunConfig
+from pretrainkit.machine import MachineFacts
 
 
 def test_one_epoch_is_whole_batches_of_the_training_split(config: RunConfig, facts: RunFacts) -> None:

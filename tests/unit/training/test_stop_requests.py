@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from pretrainkit.stopping import STOP_SIGNALS
+from pretrainkit.signals import STOP_SIGNALS
 from pretrainkit.training.stop_requests import JOB_START_VARIABLE
 
 RANK = """

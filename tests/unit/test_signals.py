@@ -10,7 +10,7 @@ import pytest
 
 from pretrainkit.errors import EXIT_STOPPED_AFTER_SAVING, StoppedError
 from pretrainkit.files import atomic_folder
-from pretrainkit.stopping import STOP_SIGNALS, stopped_by_signals
+from pretrainkit.signals import STOP_SIGNALS, stopped_by_signals
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)

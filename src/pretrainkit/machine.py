@@ -5,8 +5,22 @@ from __future__ import annotations
 import ctypes
 import importlib.metadata
 import os
+from dataclasses import dataclass
 
-from pretrainkit.config.resolve import MachineFacts
+
+@dataclass(frozen=True)
+class MachineFacts:
+    """What this machine has."""
+
+    num_gpus: int
+    """CUDA devices that this process may use and that the installed torch can drive."""
+    num_cpus: int
+    """Cores that this process may use."""
+    torch_has_cuda: bool = True
+    """Whether the installed torch was built for CUDA."""
+    gpu_name: str | None = None
+    """Of the first device, as its driver names it."""
+    gpu_memory_gib: float | None = None
 
 
 def read_machine(accelerator: str) -> MachineFacts:

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from pretrainkit.launch import machine
+from pretrainkit import machine
 
-torch_free = "import sys; from pretrainkit.launch import machine; "
+torch_free = "import sys; from pretrainkit import machine; "
 
 
 def test_cores_are_those_that_this_process_may_use() -> None:
