@@ -107,7 +107,7 @@ def padded_vocab_size(vocab_size: int, tensor_model_parallel_size: int) -> int:
 
 
 def resolve(config: RunConfig, facts: RunFacts) -> ResolvedRun:
-    """The whole run. Its request must have passed `pretrainkit.config.checks.problems_of` without a problem."""
+    """The whole run. Its request must have passed `pretrainkit.config.validate.problems_of` without a problem."""
     assert facts.model and facts.dataset and facts.split_tokens
     chosen = accelerator(config, facts.machine)
     steps = max_steps(config, facts.split_tokens)

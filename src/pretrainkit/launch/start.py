@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pretrainkit import files
-from pretrainkit.config.checks import problems_of
-from pretrainkit.config.notes import notes_of
 from pretrainkit.config.resolve import resolve
 from pretrainkit.config.schema import ResolvedRun, RunConfig
+from pretrainkit.config.validate import problems_of
+from pretrainkit.config.warnings import notes_of
 from pretrainkit.errors import EXIT_DONE, EXIT_STOPPED_AFTER_SAVING, RequestError
 from pretrainkit.launch.agent import rank_log_names
 from pretrainkit.launch.container import Container, container_of

@@ -83,8 +83,8 @@ def without_job_flags(words: Sequence[str], *, has_array: bool) -> list[str]:
 
 
 def _load(given: dict[str, object]) -> RunConfig:
-    from pretrainkit.config.checks import problems_of_launch
     from pretrainkit.config.load import load_config
+    from pretrainkit.config.validate import problems_of_launch
 
     config = load_config(flags=given)
     if problems := problems_of_launch(config):

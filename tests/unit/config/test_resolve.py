@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 from changed_config import changed
 
-from pretrainkit.config.notes import notes_of
 from pretrainkit.config.resolve import RunFacts, padded_vocab_size, resolve
 from pretrainkit.config.schema import RunConfig
+from pretrainkit.config.warnings import notes_of
 from pretrainkit.machine import MachineFacts
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from published_models import write_config
 
-from pretrainkit.config.checks import problems_of, problems_of_launch
 from pretrainkit.config.fields import FIELDS
 from pretrainkit.config.load import load_config
 from pretrainkit.config.resolve import RunFacts, resolve
+from pretrainkit.config.validate import problems_of, problems_of_launch
 from pretrainkit.errors import RequestError
 from pretrainkit.launch.summary import summarize
 from pretrainkit.models.registry import read_shape

@@ -6,13 +6,13 @@ import math
 from collections.abc import Iterator
 
 from pretrainkit.config import resolve
-from pretrainkit.config.data_checks import data_problems
 from pretrainkit.config.field_checks import choices, durations, flag_of, ranges, ranges_of
 from pretrainkit.config.fields import value_of
 from pretrainkit.config.flags import FLAGS
 from pretrainkit.config.resolve import RunFacts
 from pretrainkit.config.schema import ModelShape, RunConfig
 from pretrainkit.config.split import parse_split
+from pretrainkit.config.validate_data import data_problems
 from pretrainkit.errors import RequestError
 
 

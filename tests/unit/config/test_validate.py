@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from changed_config import changed
 
-from pretrainkit.config.checks import problems_of
 from pretrainkit.config.resolve import RunFacts
 from pretrainkit.config.schema import RunConfig
+from pretrainkit.config.validate import problems_of
 from pretrainkit.machine import MachineFacts
 
 
