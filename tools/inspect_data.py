@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def run_show(arguments: argparse.Namespace) -> int:
     """Print documents."""
-    from pretrainkit.data.show import show
+    from pretrainkit.data.indexed.show import show
 
     for document in show(Path(arguments.prefix), arguments.documents, arguments.tokenizer_model):
         if arguments.json:
@@ -81,7 +81,7 @@ def run_show(arguments: argparse.Namespace) -> int:
 
 def run_stats(arguments: argparse.Namespace) -> int:
     """Print and draw lengths."""
-    from pretrainkit.data.statistics import format_statistics, plot, read_statistics
+    from pretrainkit.data.indexed.statistics import format_statistics, plot, read_statistics
 
     statistics = [read_statistics(prefix) for prefix in _prefixes(arguments.data)]
     if arguments.plot:
@@ -95,8 +95,8 @@ def run_stats(arguments: argparse.Namespace) -> int:
 
 def run_verify(arguments: argparse.Namespace) -> int:
     """Verify; exit code 1 when anything is wrong."""
-    from pretrainkit.data.tokenizer import load_tokenizer
-    from pretrainkit.data.verify import verify
+    from pretrainkit.data.indexed.verify import verify
+    from pretrainkit.data.tokens.tokenizer import load_tokenizer
 
     num_ids = load_tokenizer(arguments.tokenizer_model).num_ids if arguments.tokenizer_model else None
     found = [verify(prefix, num_ids) for prefix in _prefixes(arguments.data)]
@@ -115,8 +115,8 @@ def run_merge(arguments: argparse.Namespace) -> int:
     """Join pairs."""
     import glob
 
-    from pretrainkit.data.merge import merge
-    from pretrainkit.data.pairs import natural_key, read_counts
+    from pretrainkit.data.indexed.merge import merge
+    from pretrainkit.data.indexed.pairs import natural_key, read_counts
 
     names: list[str] = []
     for name in arguments.input:
@@ -136,7 +136,7 @@ def run_merge(arguments: argparse.Namespace) -> int:
 
 def run_count(arguments: argparse.Namespace) -> int:
     """Print what an epoch is."""
-    from pretrainkit.data.epoch import count_epoch
+    from pretrainkit.data.indexed.epoch import count_epoch
 
     prefixes = _prefixes(arguments.data)
     epochs = count_epoch(prefixes, arguments.split, arguments.sequence_length, arguments.global_batch_size)
@@ -153,7 +153,7 @@ def run_count(arguments: argparse.Namespace) -> int:
 
 def run_blend(arguments: argparse.Namespace) -> int:
     """Write a blend file."""
-    from pretrainkit.data.blend import dataset_path, make_blend, write_blend
+    from pretrainkit.data.indexed.blend import dataset_path, make_blend, write_blend
     from pretrainkit.errors import RequestError
 
     if arguments.output.exists() and not arguments.overwrite:
@@ -173,7 +173,7 @@ def run_blend(arguments: argparse.Namespace) -> int:
 
 
 def _prefixes(data: list[str]) -> list[Path]:
-    from pretrainkit.data.pairs import find_pairs
+    from pretrainkit.data.indexed.pairs import find_pairs
 
     return [prefix for path in data for prefix in find_pairs(path)]
 

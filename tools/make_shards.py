@@ -60,15 +60,15 @@ def build_parser() -> Parser:
 
 def run(arguments: argparse.Namespace) -> int:
     """Make or list shards as asked."""
-    from pretrainkit.data import shard_request, shard_status
     from pretrainkit.data.lustre import set_stripe
-    from pretrainkit.data.shard_writer import make_shards
+    from pretrainkit.data.shards.build import make_shards
+    from pretrainkit.data.shards.loader import request, status
 
     shard_id = None
     if not (arguments.all or arguments.status):
-        shard_id = shard_request.parse_shard_id(arguments.shard_id, arguments.shard_offset, os.environ)
-    plan = shard_request.make_shard_plan(
-        shard_request.ShardRequest(
+        shard_id = request.parse_shard_id(arguments.shard_id, arguments.shard_offset, os.environ)
+    plan = request.make_shard_plan(
+        request.ShardRequest(
             inputs=tuple(arguments.input_dir),
             output_dir=arguments.output_dir,
             model_id=arguments.model_id,
@@ -90,13 +90,13 @@ def run(arguments: argparse.Namespace) -> int:
         )
     )
     if arguments.status:
-        return shard_status.print_status(plan, as_json=arguments.json)
+        return status.print_status(plan, as_json=arguments.json)
     if shard_id is not None:
-        shard_request.check_shard_id(shard_id, plan)
+        request.check_shard_id(shard_id, plan)
     if arguments.stripe:
         set_stripe(arguments.output_dir, arguments.stripe)
     records = make_shards(plan, list(range(plan.num_shards)) if shard_id is None else [shard_id])
-    shard_status.print_records(records, as_json=arguments.json)
+    status.print_records(records, as_json=arguments.json)
     return 0
 
 

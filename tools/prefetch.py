@@ -35,7 +35,7 @@ def build_parser() -> Parser:
 
 def command(arguments: argparse.Namespace) -> int:
     """Fetch everything; print the folders."""
-    from pretrainkit.launch.prefetch import FOLDERS, fetch, list_files, parse_source
+    from pretrainkit.data.prefetch import FOLDERS, fetch, list_files, parse_source
 
     sources = [parse_source(kind, text) for kind in FOLDERS for text in getattr(arguments, kind)]
     base = arguments.dir.expanduser().absolute()

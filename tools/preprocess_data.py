@@ -83,10 +83,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise RequestError("not offered", where="--split-sentences", action="leave it out: a document is one sequence")
     if arguments.partitions not in (None, "1"):
         raise RequestError("not needed", where="--partitions", action="leave it out: all workers share any input")
+    from pretrainkit.data.indexed.build import preprocess
+    from pretrainkit.data.indexed.report import print_manifests
+    from pretrainkit.data.indexed.request import Request
     from pretrainkit.data.job_array import parse_shard
-    from pretrainkit.data.preprocess import preprocess
-    from pretrainkit.data.report import print_manifests
-    from pretrainkit.data.request import Request
 
     request = Request(
         inputs=tuple(arguments.input),

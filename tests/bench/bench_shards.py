@@ -69,7 +69,7 @@ print(time.monotonic() - began)
 """
 LOAD = """
 import sys, time, os, resource
-from pretrainkit.data.packed import PackedDataset
+from pretrainkit.data.packed.format import PackedDataset
 import pyarrow
 before = int(open("/proc/self/statm").read().split()[1]) - int(open("/proc/self/statm").read().split()[2])
 began = time.monotonic()
@@ -81,7 +81,7 @@ print(seconds, (after - before) * os.sysconf("SC_PAGE_SIZE"), len(data))
 """
 READ = """
 import sys, time, torch
-from pretrainkit.data.shards import make_loader
+from pretrainkit.data.shards.loader import make_loader
 workers = int(sys.argv[2])
 loader = make_loader(sys.argv[1], sequence_length=4096, batch_size=8, num_workers=workers, rank=0, world_size=1)
 began, tokens = time.monotonic(), 0
@@ -91,7 +91,7 @@ print(tokens / (time.monotonic() - began))
 """
 RESUME = """
 import sys, time
-from pretrainkit.data.shards import make_loader
+from pretrainkit.data.shards.loader import make_loader
 settings = dict(sequence_length=64, batch_size=8, num_workers=0, rank=0, world_size=1)
 loader = make_loader(sys.argv[1], **settings)
 loader.next_batch = len(loader.batches) * 2 // 3

@@ -137,7 +137,7 @@ def write_inputs(folder: Path, arguments: argparse.Namespace) -> None:
     import numpy as np
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    from pretrainkit.data.indexed import IndexedDatasetWriter
+    from pretrainkit.data.indexed.format import IndexedDatasetWriter
 
     shape = MODELS[arguments.model]
     model = folder / "model"
@@ -223,7 +223,7 @@ def resolve_run(path: str, arguments: argparse.Namespace, folder: Path) -> Any:
     """The resolved run of one measurement."""
     from pretrainkit.config.resolve import RunFacts, resolve
     from pretrainkit.config.schema import RunConfig
-    from pretrainkit.launch.dataset import read_dataset
+    from pretrainkit.data.dataset import read_dataset
     from pretrainkit.machine import MachineFacts
     from pretrainkit.models.registry import read_shape
     from pretrainkit.training import settle

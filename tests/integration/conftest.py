@@ -27,7 +27,7 @@ from pretrainkit.config.schema import (
     TrackingConfig,
     TrainingConfig,
 )
-from pretrainkit.data.epoch import count_epoch
+from pretrainkit.data.indexed.epoch import count_epoch
 from pretrainkit.models.registry import read_shape
 from pretrainkit.training.records import read_metrics
 

@@ -18,12 +18,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pretrainkit.data.machine_defaults import machine_settings
-from pretrainkit.data.pack_request import PackRequest, make_pack_plan
-from pretrainkit.data.pack_writer import pack_dataset
-from pretrainkit.data.packed import PackedDataset, is_packed_folder
-from pretrainkit.data.shard_request import ShardRequest, make_shard_plan
-from pretrainkit.data.shard_set import open_shards
-from pretrainkit.data.shard_writer import make_shards
+from pretrainkit.data.packed.build import pack_dataset
+from pretrainkit.data.packed.format import PackedDataset, is_packed_folder
+from pretrainkit.data.packed.request import PackRequest, make_pack_plan
+from pretrainkit.data.shards.build import make_shards
+from pretrainkit.data.shards.request import ShardRequest, make_shard_plan
+from pretrainkit.data.shards.shard_set import open_shards
 from pretrainkit.errors import PretrainkitError
 
 SHIM = ctypes.CDLL(os.environ["LD_PRELOAD"])

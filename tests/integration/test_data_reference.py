@@ -44,7 +44,7 @@ def test_a_join_is_byte_identical_to_megatrons(tmp_path: Path) -> None:
     import torch
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-    from pretrainkit.data.merge import merge
+    from pretrainkit.data.indexed.merge import merge
 
     parts = []
     for number, documents in enumerate(([[2, 1], [3]], [], [[3, 3, 3]] * 4)):

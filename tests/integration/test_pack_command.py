@@ -16,8 +16,8 @@ import datasets
 import numpy as np
 import pytest
 
-from pretrainkit.data.indexed import IndexedDataset
-from pretrainkit.data.packed import PackedDataset
+from pretrainkit.data.indexed.format import IndexedDataset
+from pretrainkit.data.packed.format import PackedDataset
 
 pytestmark = pytest.mark.integration
 REPOSITORY = Path(__file__).parents[2]
@@ -154,10 +154,10 @@ RACE = """
 import os, sys, time
 from pathlib import Path
 from pretrainkit import logs
-from pretrainkit.data import pack_writer
+from pretrainkit.data.packed.format import build as pack_writer
 from pretrainkit.data.machine_defaults import machine_settings
-from pretrainkit.data.pack_request import PackRequest, make_pack_plan
-from pretrainkit.data.packed import PackedDataset
+from pretrainkit.data.packed.request import PackRequest, make_pack_plan
+from pretrainkit.data.packed.format import PackedDataset
 logs.configure()
 source, out, tokenizer, count = sys.argv[1:]
 request = PackRequest((source,), Path(out), tokenizer, 128, verify_tokens="off")
@@ -234,7 +234,7 @@ import sys, time, datetime
 from pathlib import Path
 import torch, torch.distributed as dist
 from pretrainkit import logs
-from pretrainkit.data import preparer
+from pretrainkit.data.packed.format import once as preparer
 rank, final, store = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 logs.configure()
 preparer.LINE_EVERY_S = 1.0

@@ -113,7 +113,7 @@ FAULTY_ENGINE = """
 import sys
 sys.path.insert(0, {tools!r})
 import preprocess_data
-from pretrainkit.data import encoder
+from pretrainkit.data.tokens import encoder
 
 right = encoder.FastEncoder.encode
 

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pretrainkit.data.indexed import IndexedDataset
+from pretrainkit.data.dataset import read_dataset
+from pretrainkit.data.indexed.format import IndexedDataset
 from pretrainkit.data.token_documents import open_token_folder
 from pretrainkit.errors import RequestError
-from pretrainkit.launch.dataset import read_dataset
 
 pytestmark = pytest.mark.integration
 REPOSITORY = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ REPOSITORY = Path(__file__).parents[2]
 RANK = """
 import sys
 import torch, torch.distributed as dist
-from pretrainkit.data.shards import make_loader
+from pretrainkit.data.shards.loader import make_loader
 rank, world_size, folder, store, split = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
 ranks = dict(rank=rank, world_size=world_size, split=split)
 loader = make_loader(folder, sequence_length=32, batch_size=2, num_workers=2, **ranks)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from pretrainkit.config.split import num_samples, parse_split, split_bounds
-from pretrainkit.data.indexed import IndexedDatasetWriter
-from pretrainkit.launch.dataset import read_dataset
+from pretrainkit.data.dataset import read_dataset
+from pretrainkit.data.indexed.format import IndexedDatasetWriter
 
 pytestmark = pytest.mark.integration
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from pretrainkit.data.indexed import IndexedDataset, bin_path, idx_path
+from pretrainkit.data.indexed.format import IndexedDataset, bin_path, idx_path
 
 pytestmark = pytest.mark.integration
 BAD_TOKEN = 2

@@ -13,7 +13,7 @@ import pytest
 import ranks
 
 from pretrainkit.config.run_file import read_run
-from pretrainkit.data.packed import PackedDataset
+from pretrainkit.data.packed.format import PackedDataset
 
 pytestmark = pytest.mark.integration
 REPOSITORY = Path(__file__).parents[2]

@@ -22,7 +22,7 @@ from pretrainkit.config.schema import (
     RunConfig,
     TrainingConfig,
 )
-from pretrainkit.data.indexed import IndexedDatasetWriter
+from pretrainkit.data.indexed.format import IndexedDatasetWriter
 from pretrainkit.training import resume
 
 REPOSITORY = Path(__file__).parents[2]

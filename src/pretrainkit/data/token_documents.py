@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from pretrainkit.data.manifest import TokenizerRecord
-from pretrainkit.data.packed import PackedDataset, is_packed_folder
-from pretrainkit.data.shard_set import ShardReader, is_shard_folder, open_shards
-from pretrainkit.data.shard_urls import names_shards
+from pretrainkit.data.indexed.manifest import TokenizerRecord
+from pretrainkit.data.packed.format import PackedDataset, is_packed_folder
+from pretrainkit.data.shards.shard_set import ShardReader, is_shard_folder, open_shards
+from pretrainkit.data.shards.urls import names_shards
 from pretrainkit.errors import RequestError
 from pretrainkit.files import sha256_file
 

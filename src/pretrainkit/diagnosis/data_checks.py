@@ -31,8 +31,8 @@ def check_data(path: str) -> list[Check]:
 
 
 def _format_checks(place: Path) -> list[Check]:
-    from pretrainkit.data.packed import is_packed_folder, read_packed_manifest
-    from pretrainkit.data.shard_set import is_shard_folder, open_shards
+    from pretrainkit.data.packed.format import is_packed_folder, read_packed_manifest
+    from pretrainkit.data.shards.shard_set import is_shard_folder, open_shards
 
     if is_packed_folder(place):
         record = read_packed_manifest(place)
@@ -84,9 +84,9 @@ def _raw_folder(folder: Path) -> Check:
 
 
 def _pair_checks(place: Path) -> list[Check]:
-    from pretrainkit.data.indexed import IndexedDataset
-    from pretrainkit.data.manifest import read_manifest
-    from pretrainkit.data.pairs import find_pairs
+    from pretrainkit.data.indexed.format import IndexedDataset
+    from pretrainkit.data.indexed.manifest import read_manifest
+    from pretrainkit.data.indexed.pairs import find_pairs
 
     checks, tokens, documents = [], 0, 0
     for prefix in find_pairs(place):

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from pretrainkit.config.resolve import RunFacts
 from pretrainkit.config.schema import RunConfig
+from pretrainkit.data.dataset import read_dataset
 from pretrainkit.data.hub import local_folder
-from pretrainkit.data.tokenizer import load_tokenizer
+from pretrainkit.data.tokens.tokenizer import load_tokenizer
 from pretrainkit.errors import RequestError
 from pretrainkit.launch import weights
-from pretrainkit.launch.dataset import read_dataset
 from pretrainkit.launch.experiment import begun_from
 from pretrainkit.logs import get_logger
 from pretrainkit.machine import read_machine

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pretrainkit.config.launch import LaunchConfig
 from pretrainkit.config.schema import ResolvedRun
-from pretrainkit.data.shard_urls import is_url
+from pretrainkit.data.shards.urls import is_url
 from pretrainkit.errors import RequestError
 from pretrainkit.launch.container import container_of
 from pretrainkit.launch.job import Job

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pretrainkit.config.schema import ResolvedRun
-from pretrainkit.data.shard_mirror import local_shards
+from pretrainkit.data.shards.mirror import local_shards
 from pretrainkit.data.token_documents import (
     PackedDocuments,
     PackedRows,

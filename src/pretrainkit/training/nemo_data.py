@@ -12,7 +12,7 @@ from nemo.collections import llm
 from nemo.collections.common.tokenizers.huggingface.auto_tokenizer import AutoTokenizer
 
 from pretrainkit.config.schema import ResolvedRun
-from pretrainkit.data.shard_urls import names_shards
+from pretrainkit.data.shards.urls import names_shards
 from pretrainkit.training.dataset import EpochDataset
 from pretrainkit.training.index_files import save_arrays_whole
 from pretrainkit.training.nemo_readers import Readers

@@ -23,7 +23,7 @@ from published_models import CONFIGS, PARAMETERS, write_config
 from pretrainkit.checkpoint.mapping import expand
 from pretrainkit.config.run_file import read_run
 from pretrainkit.config.schema import ResolvedRun
-from pretrainkit.data.indexed import bin_path, idx_path, write_index
+from pretrainkit.data.indexed.format import bin_path, idx_path, write_index
 from pretrainkit.models.registry import read_shape
 from pretrainkit.training import estimates
 from pretrainkit.units import format_count

@@ -1,0 +1,1 @@
+"""Megatron's .bin/.idx datasets: format, manifest, writing, merging, checking."""

@@ -1,0 +1,261 @@
+"""Megatron's pair of files for token data: `<prefix>.bin` and `<prefix>.idx`.
+
+`<prefix>.bin` is every token id of every sequence, one after the other, and nothing else.
+`<prefix>.idx`, all little-endian:
+
+    offset          bytes   what
+    0               9       magic: "MMIDIDX" and two zero bytes
+    9               8       u64, version: 1
+    17              1       u8, code of the ids' dtype (`DTYPE_CODES`)
+    18              8       u64, S: number of sequences
+    26              8       u64, D: length of the document index (number of documents + 1)
+    34              4 S     i32, tokens of each sequence
+    34 + 4 S        8 S     i64, byte offset of each sequence in the .bin
+    34 + 12 S       8 D     i64, document index: document d is the sequences [index[d], index[d + 1])
+
+Must agree with `megatron/core/datasets/indexed_dataset.py`. Written here, a document is one sequence.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pretrainkit.errors import DataError
+from pretrainkit.files import commit, fsync_path, temporary_name
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")
+DTYPE_CODES: dict[int, np.dtype] = {
+    1: np.dtype(np.uint8),
+    2: np.dtype(np.int8),
+    3: np.dtype(np.int16),
+    4: np.dtype(np.int32),
+    5: np.dtype(np.int64),
+    6: np.dtype(np.float64),
+    7: np.dtype(np.float32),
+    8: np.dtype(np.uint16),
+}
+UINT16_CARDINALITY = 65_500
+"""Megatron stores ids in 16 bits when the number of ids is below this (`DType.optimal_dtype`)."""
+_BLOCK = 1 << 20
+"""Entries per block where an index is written in pieces: bounds memory, large enough for the disk."""
+
+
+def bin_path(prefix: Path | str) -> Path:
+    """`<prefix>.bin`; the prefix may hold dots."""
+    return Path(f"{prefix}.bin")
+
+
+def idx_path(prefix: Path | str) -> Path:
+    """`<prefix>.idx`; the prefix may hold dots."""
+    return Path(f"{prefix}.idx")
+
+
+def optimal_dtype(num_ids: int) -> np.dtype:
+    """The dtype that Megatron chooses for ids in [0, num_ids)."""
+    return np.dtype(np.uint16) if num_ids < UINT16_CARDINALITY else np.dtype(np.int32)
+
+
+class IndexedDataset:
+    """A pair opened for reading, memory-mapped: opening costs the header only, whatever the size.
+
+    Raises DataError when a file is absent or its structure can't be right.
+    """
+
+    def __init__(self, prefix: Path | str) -> None:
+        self.prefix = Path(prefix)
+        index, tokens = idx_path(prefix), bin_path(prefix)
+        for path in (index, tokens):
+            if not path.is_file():
+                raise DataError("file not found", where=str(path), needed="both the .bin and the .idx of a dataset")
+        header = index.open("rb").read(HEADER.size)
+        if len(header) < HEADER.size or header[: len(MAGIC)] != MAGIC:
+            raise DataError(f"not an index of token data: it starts with {header[:9]!r}", where=str(index))
+        _, version, code, num_sequences, index_length = HEADER.unpack(header)
+        if version != 1 or code not in DTYPE_CODES:
+            raise DataError(f"version {version}, dtype code {code}", where=str(index), needed="version 1, dtype 1 to 8")
+        needed = HEADER.size + 12 * num_sequences + 8 * index_length
+        if index_length < 1 or index.stat().st_size < needed:
+            raise DataError(
+                f"{index.stat().st_size} bytes",
+                where=str(index),
+                needed=f"{needed} bytes for what its header announces",
+            )
+        self.dtype: np.dtype = DTYPE_CODES[code]
+        """Type of the ids."""
+        self._index = np.memmap(index, mode="r", dtype=np.uint8)
+        lengths_end = HEADER.size + 4 * num_sequences
+        pointers_end = lengths_end + 8 * num_sequences
+        self.sequence_lengths: NDArray[np.int32] = self._index[HEADER.size : lengths_end].view(np.int32)
+        """[S] tokens of each sequence."""
+        self.sequence_pointers: NDArray[np.int64] = self._index[lengths_end:pointers_end].view(np.int64)
+        """[S] byte offset of each sequence in the .bin."""
+        self.document_indices: NDArray[np.int64] = self._index[pointers_end:needed].view(np.int64)
+        """[D + 1] first sequence of each document, and the number of sequences at the end."""
+        self.num_sequences: int = num_sequences
+        self.num_documents: int = index_length - 1
+        num_bytes = tokens.stat().st_size
+        last = num_sequences - 1
+        end = 0
+        if num_sequences:
+            end = int(self.sequence_pointers[last]) + int(self.sequence_lengths[last]) * self.dtype.itemsize
+        if end != num_bytes:
+            raise DataError(
+                f"{num_bytes} bytes, but its index describes {end}",
+                where=str(tokens),
+                action="the two files are not of one run, or a copy was cut: copy or preprocess again",
+            )
+        self.num_tokens: int = num_bytes // self.dtype.itemsize
+        self.tokens: NDArray = (
+            np.memmap(tokens, mode="r", dtype=self.dtype) if num_bytes else np.zeros(0, dtype=self.dtype)
+        )
+        """[num_tokens] all ids, memory-mapped."""
+
+    def release(self) -> None:
+        """Take the ids that were read out of this process's memory; the system may keep them in its cache."""
+        if isinstance(self.tokens.base, mmap.mmap):
+            self.tokens.base.madvise(mmap.MADV_DONTNEED)
+
+    def __len__(self) -> int:
+        return self.num_sequences
+
+    def __getitem__(self, sequence: int) -> NDArray:
+        """The ids of one sequence, a read-only view of the file."""
+        if not -self.num_sequences <= sequence < self.num_sequences:
+            raise IndexError(f"sequence {sequence} of {self.num_sequences}")
+        begin = int(self.sequence_pointers[sequence]) // self.dtype.itemsize
+        return self.tokens[begin : begin + int(self.sequence_lengths[sequence])]
+
+    def document(self, document: int) -> NDArray:
+        """The ids of one document: all of its sequences, which lie one after the other."""
+        if not 0 <= document < self.num_documents:
+            raise IndexError(f"document {document} of {self.num_documents}")
+        first, end = (int(i) for i in self.document_indices[document : document + 2])
+        if first == end:
+            return self.tokens[:0]
+        begin = int(self.sequence_pointers[first]) // self.dtype.itemsize
+        last = end - 1
+        stop = int(self.sequence_pointers[last]) // self.dtype.itemsize + int(self.sequence_lengths[last])
+        return self.tokens[begin:stop]
+
+
+def write_header(file: BinaryIO, dtype: np.dtype, num_sequences: int, num_documents: int) -> None:
+    """The first 34 bytes of an index."""
+    code = next(code for code, known in DTYPE_CODES.items() if known == dtype)
+    file.write(HEADER.pack(MAGIC, 1, code, num_sequences, num_documents + 1))
+
+
+def write_pointers(file: BinaryIO, lengths: NDArray[np.int32], itemsize: int, first: int = 0) -> int:
+    """Write the byte offsets that follow from the lengths, from `first` on; gives the offset after the last."""
+    offset = first
+    for begin in range(0, len(lengths), _BLOCK):
+        ends = np.cumsum(lengths[begin : begin + _BLOCK], dtype=np.int64) * itemsize + offset
+        file.write(np.concatenate([[offset], ends[:-1]]).astype(np.int64).data)
+        offset = int(ends[-1])
+    return offset
+
+
+def write_index(
+    path: Path,
+    dtype: np.dtype,
+    sequence_lengths: NDArray[np.int32],
+    document_indices: NDArray[np.int64] | None = None,
+) -> None:
+    """Write a whole .idx to `path`, in blocks, so that the lengths may be a memory map larger than memory.
+
+    Without `document_indices` every sequence is a document.
+    """
+    num_sequences = len(sequence_lengths)
+    num_documents = num_sequences if document_indices is None else len(document_indices) - 1
+    with path.open("wb") as file:
+        write_header(file, dtype, num_sequences, num_documents)
+        for begin in range(0, num_sequences, _BLOCK):
+            file.write(np.ascontiguousarray(sequence_lengths[begin : begin + _BLOCK], dtype=np.int32).data)
+        write_index_tail(file, sequence_lengths, dtype.itemsize, document_indices)
+
+
+def write_index_tail(
+    file: BinaryIO,
+    sequence_lengths: NDArray[np.int32],
+    itemsize: int,
+    document_indices: NDArray[np.int64] | None = None,
+) -> None:
+    """What follows the lengths in an index: the byte offsets and the document index, in blocks."""
+    write_pointers(file, sequence_lengths, itemsize)
+    for block in _document_index_blocks(len(sequence_lengths), document_indices):
+        file.write(np.ascontiguousarray(block, dtype=np.int64).data)
+
+
+def _document_index_blocks(num_sequences: int, given: NDArray[np.int64] | None) -> Iterator[NDArray[np.int64]]:
+    length = num_sequences + 1 if given is None else len(given)
+    for begin in range(0, length, _BLOCK):
+        end = min(begin + _BLOCK, length)
+        yield np.arange(begin, end, dtype=np.int64) if given is None else given[begin:end]
+
+
+class IndexedDatasetWriter:
+    """Writes a pair document by document; both files appear when the `with` block ends without an error.
+
+    For small and middle-sized data made in one process; `pretrainkit.data.indexed.build` is the fast way.
+    """
+
+    def __init__(self, prefix: Path | str, dtype: np.dtype) -> None:
+        self.prefix, self.dtype = Path(prefix), np.dtype(dtype)
+        self._final = (bin_path(prefix), idx_path(prefix))
+        self._temporary = tuple(temporary_name(path) for path in self._final)
+        self._lengths: list[int] = []
+        self._document_indices = [0]
+
+    def __enter__(self) -> IndexedDatasetWriter:
+        self.prefix.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self._temporary[0].open("wb")
+        return self
+
+    def add_document(self, ids: Sequence[int] | NDArray, lengths: Sequence[int] | None = None) -> None:
+        """Append a document of one sequence, or of several whose lengths are given.
+
+        Raises DataError when an id doesn't fit in the dtype.
+        """
+        array = np.asarray(ids)
+        limits = np.iinfo(self.dtype)
+        if array.size and (array.min() < limits.min or array.max() > limits.max):
+            raise DataError(
+                f"token id {int(array.max())} does not fit in {self.dtype}",
+                where=f"document {len(self._document_indices) - 1} of {self.prefix}",
+            )
+        self._file.write(np.ascontiguousarray(array, dtype=self.dtype).data)
+        self._lengths += [array.size] if lengths is None else list(lengths)
+        self._document_indices.append(len(self._lengths))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+        try:
+            if kind is None:
+                indices = np.asarray(self._document_indices, dtype=np.int64)
+                write_index(self._temporary[1], self.dtype, np.asarray(self._lengths, dtype=np.int32), indices)
+                commit_pair(self._temporary[0], self._temporary[1], self.prefix)
+        finally:
+            for path in self._temporary:
+                path.unlink(missing_ok=True)
+
+
+def commit_pair(temporary_bin: Path, temporary_idx: Path, prefix: Path | str) -> None:
+    """Give a finished pair its names: tokens first, index last, so that an .idx never lies beside another .bin.
+
+    An old pair under the same name stays until the new one is on disk.
+    """
+    for path in (temporary_bin, temporary_idx):
+        fsync_path(path)
+    idx_path(prefix).unlink(missing_ok=True)
+    commit(temporary_bin, bin_path(prefix))
+    commit(temporary_idx, idx_path(prefix))

@@ -1,0 +1,183 @@
+"""Joins prepared datasets into one: documents of the first, then of the second, and so on, in constant memory."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from pretrainkit.data.indexed.crc import combine
+from pretrainkit.data.indexed.format import HEADER, IndexedDataset, bin_path, commit_pair, idx_path, write_header
+from pretrainkit.data.indexed.manifest import InputFile, Manifest, manifest_path, read_manifest, write_manifest
+from pretrainkit.data.indexed.output import copy_range
+from pretrainkit.errors import DataError, RequestError
+from pretrainkit.files import remove_leftovers, temporary_name
+from pretrainkit.logs import get_logger
+
+LOGGER = get_logger(__name__)
+BLOCK = 1 << 20
+SUMMED = (
+    "num_documents",
+    "num_tokens",
+    "num_records",
+    "num_empty",
+    "num_rejected",
+    "num_blank_lines",
+    "num_replaced",
+    "num_input_bytes",
+    "bin_bytes",
+)
+SHARD_NAME = re.compile(r"\.shard-(\d+)-of-(\d+)_")
+
+
+def merge(prefixes: list[Path], output_prefix: Path | str, *, overwrite: bool = False) -> Manifest | None:
+    """Write `<output_prefix>.bin` and `.idx` out of complete pairs, in the order given.
+
+    Gives the manifest of the whole, None if the parts have none. Raises RequestError, before it writes, for parts
+    of different dtype or tokenizer, missing shards, or existing output without `overwrite`.
+    """
+    parts = _open(prefixes)
+    manifests = _check(prefixes, parts)
+    finals = [bin_path(output_prefix), idx_path(output_prefix), manifest_path(output_prefix)]
+    existing = [str(path) for path in finals if path.exists()]
+    if existing and not overwrite:
+        raise RequestError(f"output exists: {', '.join(existing)}", action="give another name, or --overwrite")
+    if {path.resolve() for path in prefixes} & {Path(output_prefix).resolve()}:
+        raise RequestError("the output is one of the inputs", where=str(output_prefix))
+    Path(output_prefix).parent.mkdir(parents=True, exist_ok=True)
+    for path in finals:
+        remove_leftovers(path)
+    tokens, index = (temporary_name(path) for path in finals[:2])
+    try:
+        _write_tokens(tokens, prefixes)
+        _write_index(index, prefixes, parts)
+        finals[2].unlink(missing_ok=True)
+        commit_pair(tokens, index, output_prefix)
+    finally:
+        for path in (tokens, index):
+            path.unlink(missing_ok=True)
+    if manifests is None:
+        return None
+    whole = _join(manifests)
+    write_manifest(output_prefix, whole)
+    return whole
+
+
+def _open(prefixes: list[Path]) -> list[tuple[np.dtype, int, int]]:
+    """Dtype, sequences and documents of each part; files are not kept open."""
+    facts = []
+    for prefix in prefixes:
+        try:
+            dataset = IndexedDataset(prefix)
+        except DataError as error:
+            raise RequestError(error.found, where=error.where, needed=error.needed, action=error.action) from error
+        facts.append((dataset.dtype, dataset.num_sequences, dataset.num_documents))
+    return facts
+
+
+def _check(prefixes: list[Path], parts: list[tuple[np.dtype, int, int]]) -> list[Manifest] | None:
+    if len({path.resolve() for path in prefixes}) < len(prefixes):
+        raise RequestError("a part is named twice", where="--input")
+    for prefix, part in zip(prefixes, parts, strict=True):
+        if part[0] != parts[0][0]:
+            raise RequestError(
+                f"{prefixes[0]} holds {parts[0][0]}, {prefix} holds {part[0]}",
+                needed="one dtype",
+                action="preprocess one of them again with the same tokenizer, or --dtype int32",
+            )
+    shards = [match for prefix in prefixes if (match := SHARD_NAME.search(prefix.name))]
+    if len(shards) == len(prefixes):
+        found, count = [int(match[1]) for match in shards], int(shards[0][2])
+        if found != list(range(count)):
+            missing = sorted(set(range(count)) - set(found))
+            what = f"shards {missing} of {count} are missing" if missing else f"shards come in the order {found}"
+            raise RequestError(what, where="--input", needed=f"all {count}, in order")
+    manifests = [read_manifest(prefix) for prefix in prefixes]
+    known = [manifest for manifest in manifests if manifest is not None]
+    if len(known) < len(manifests):
+        if known:
+            LOGGER.warning("some parts have no manifest, so the whole gets none")
+        return None
+    for prefix, manifest in zip(prefixes, known, strict=True):
+        for name in ("append_eod", "add_bos"):
+            if getattr(manifest, name) != getattr(known[0], name):
+                raise RequestError(f"{prefixes[0]} and {prefix} differ in {name}", needed="one policy")
+        if len(shards) == len(prefixes) and manifest.flags.get("cut") != known[0].flags.get("cut"):
+            raise RequestError(
+                f"{prefix} was cut out of other input than {prefixes[0]}: files had other sizes",
+                needed="parts of the same files, or records are lost or doubled",
+                action="preprocess all parts again",
+            )
+        if manifest.tokenizer.sha256 != known[0].tokenizer.sha256:
+            raise RequestError(
+                f"{prefixes[0]} was made with {known[0].tokenizer.name}, {prefix} with {manifest.tokenizer.name}",
+                needed="one tokenizer",
+            )
+    return known
+
+
+def _write_tokens(path: Path, prefixes: list[Path]) -> None:
+    with path.open("wb", buffering=0) as file:
+        offset = 0
+        for prefix in prefixes:
+            size = bin_path(prefix).stat().st_size
+            with bin_path(prefix).open("rb", buffering=0) as part:
+                copy_range(part.fileno(), 0, file.fileno(), offset, size)
+            offset += size
+
+
+def _write_index(path: Path, prefixes: list[Path], parts: list[tuple[np.dtype, int, int]]) -> None:
+    num_sequences, num_documents = sum(part[1] for part in parts), sum(part[2] for part in parts)
+    dtype = parts[0][0]
+    with path.open("wb") as file:
+        write_header(file, dtype, num_sequences, num_documents)
+        file.flush()
+        offset = HEADER.size
+        for prefix in prefixes:
+            size = 4 * IndexedDataset(prefix).num_sequences
+            with idx_path(prefix).open("rb", buffering=0) as index:
+                copy_range(index.fileno(), HEADER.size, file.fileno(), offset, size)
+            offset += size
+        file.seek(offset)
+        first_byte = 0
+        for prefix in prefixes:
+            part = IndexedDataset(prefix)
+            for begin in range(0, part.num_sequences, BLOCK):
+                file.write((part.sequence_pointers[begin : begin + BLOCK] + first_byte).data)
+            first_byte += part.num_tokens * dtype.itemsize
+        file.write(np.zeros(1, dtype=np.int64).data)
+        first_sequence = 0
+        for prefix in prefixes:
+            part = IndexedDataset(prefix)
+            for begin in range(1, len(part.document_indices), BLOCK):
+                file.write((part.document_indices[begin : begin + BLOCK] + first_sequence).data)
+            first_sequence += part.num_sequences
+
+
+def _join(manifests: list[Manifest]) -> Manifest:
+    checksum = 0
+    inputs: dict[str, InputFile] = {}
+    for manifest in manifests:
+        checksum = combine(checksum, manifest.bin_crc32, manifest.bin_bytes)
+        for entry in manifest.inputs:
+            if entry.path in inputs:  # jobs of an array each read a part of it
+                old = inputs[entry.path]
+                entry = replace(
+                    old,
+                    xxh3_128="",
+                    num_records=old.num_records + entry.num_records,
+                    num_tokens=old.num_tokens + entry.num_tokens,
+                )
+            inputs[entry.path] = entry
+    sums = {name: sum(getattr(manifest, name) for manifest in manifests) for name in SUMMED}
+    return replace(
+        manifests[0],
+        **sums,
+        bin_crc32=checksum,
+        inputs=tuple(inputs.values()),
+        elapsed_s=sum(manifest.elapsed_s for manifest in manifests),
+        finished_at=max(manifest.finished_at for manifest in manifests),
+        notes=(*manifests[0].notes, f"joined from {len(manifests)} parts"),
+    )

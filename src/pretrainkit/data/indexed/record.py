@@ -1,0 +1,116 @@
+"""Completes an output and writes down what it is: its manifest."""
+
+from __future__ import annotations
+
+import time
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+
+from pretrainkit.data.indexed.manifest import InputFile, Manifest, TokenizerRecord, read_manifest, write_manifest_file
+from pretrainkit.data.indexed.output import Output, SourceTotals
+from pretrainkit.data.indexed.request import Plan
+from pretrainkit.data.readers.streams import BLOCK_BYTES
+from pretrainkit.data.tokens import encoder
+
+
+class OutputRecorder:
+    """Knows what all manifests of a run have in common."""
+
+    def __init__(self, plan: Plan, engine: str) -> None:
+        self._plan, self._engine = plan, engine
+        self._began = time.monotonic()
+        self._lines_before: dict[int, int] = {}
+        self.is_proven = engine != "fastokens" or plan.request.verify_tokens == "off"
+
+    def finish(self, output: Output) -> None:
+        """Complete an output's files and put its manifest beside them, still under temporary names."""
+        assert self.is_proven, "an output would be finished before its ids are proven"
+        output.finish()
+        plan = self._plan
+        names = plan.outputs[output.number]
+        read = {
+            number: output.sources.get(number, SourceTotals())
+            for number in names.sources
+            if plan.request.shard is None or number in output.sources
+        }
+        totals = list(read.values())
+        elapsed_s = time.monotonic() - self._began
+        num_input_bytes = sum(source.num_bytes for source in totals)
+        for k, key in enumerate(output.keys):
+            inputs = tuple(
+                InputFile(
+                    plan.sources[number].path,
+                    plan.sources[number].num_bytes,
+                    self._hash(number, source),
+                    source.num_records,
+                    source.num_tokens[k] if source.num_tokens else 0,
+                )
+                for number, source in read.items()
+            )
+            manifest = Manifest(
+                key=plan.request.json_keys[k],
+                dtype=plan.dtype.name,
+                num_documents=key.num_documents,
+                num_tokens=key.num_tokens,
+                num_records=sum(source.num_records for source in totals),
+                num_empty=key.num_empty,
+                num_rejected=sum(source.num_rejected for source in totals),
+                num_blank_lines=sum(source.num_blank for source in totals),
+                num_replaced=sum(source.num_replaced for source in totals),
+                num_input_bytes=num_input_bytes,
+                bin_bytes=key.tokens_bytes,
+                bin_crc32=key.crc32,
+                append_eod=plan.request.append_eod,
+                add_bos=plan.request.add_bos,
+                special_tokens_in_text=plan.request.special_tokens_in_text,
+                tokenizer=self._tokenizer(),
+                inputs=inputs,
+                flags=plan.flags(),
+                elapsed_s=round(elapsed_s, 3),
+                megabytes_per_second=round(num_input_bytes / elapsed_s / 1e6, 3),
+                tokens_per_second=round(key.num_tokens / elapsed_s, 1),
+                finished_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                pretrainkit_version=version("pretrainkit"),
+            )
+            write_manifest_file(output.path(k, "manifest.json"), manifest)
+
+    def _hash(self, number: int, totals: SourceTotals) -> str:
+        """Empty when only a part of the file was read here."""
+        num_pieces = -(-self._plan.sources[number].num_bytes // BLOCK_BYTES)
+        return totals.digest.hexdigest() if totals.num_pieces == num_pieces else ""
+
+    def _tokenizer(self) -> TokenizerRecord:
+        tokenizer = self._plan.tokenizer
+        return TokenizerRecord(
+            name=tokenizer.name,
+            sha256=tokenizer.sha256,
+            largest_id=tokenizer.largest_id,
+            eod_id=tokenizer.eod_id,
+            bos_id=tokenizer.bos_id,
+            engine=self._engine,
+            versions=encoder.versions(),
+            verified=self._plan.request.verify_tokens if self._engine == "fastokens" else "",
+        )
+
+    def manifests(self) -> list[Manifest]:
+        """Those of all outputs, as they are on disk."""
+        found = [read_manifest(prefix) for output in self._plan.outputs for prefix in output.prefixes]
+        return [manifest for manifest in found if manifest is not None]
+
+    def lines_before_shard(self, number: int) -> int:
+        """Lines of a file that belong to earlier jobs of an array."""
+        if number not in self._lines_before:
+            spans = [span for unit in self._plan.units.values() for span in unit.spans if span.source == number]
+            source = self._plan.sources[number]
+            by_lines = source.format in ("jsonl", "txt") and not source.is_stream
+            self._lines_before[number] = _count_lines(source.path, spans[0].begin) if by_lines else 0
+        return self._lines_before[number]
+
+
+def _count_lines(path: str, end: int) -> int:
+    count = 0
+    with Path(path).open("rb", buffering=0) as file:
+        while end and (block := file.read(min(end, 1 << 24))):
+            count, end = count + block.count(b"\n"), end - len(block)
+    return count

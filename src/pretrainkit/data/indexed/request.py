@@ -1,0 +1,260 @@
+"""What to preprocess and how, checked and worked out before any work: tokenizer, files, outputs, pieces."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+
+from pretrainkit.data.indexed.format import bin_path, idx_path, optimal_dtype
+from pretrainkit.data.indexed.manifest import FORMAT, manifest_path, read_manifest
+from pretrainkit.data.readers import chunks
+from pretrainkit.data.readers.documents import RecordRules
+from pretrainkit.data.readers.sources import Source, resolve_inputs
+from pretrainkit.data.readers.streams import BLOCK_BYTES
+from pretrainkit.data.tokens import encoder
+from pretrainkit.data.tokens.tokenizer import TokenizerFile, load_tokenizer
+from pretrainkit.errors import RequestError
+from pretrainkit.logs import get_logger
+from pretrainkit.units import format_bytes
+
+LOGGER = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Request:
+    """The flags of preprocess_data.py."""
+
+    inputs: tuple[str, ...]
+    output_prefix: str
+    tokenizer_model: str
+    json_keys: tuple[str, ...] = ("text",)
+    append_eod: bool = False
+    add_bos: bool = False
+    eod_token: str | None = None
+    special_tokens_in_text: str = "plain"
+    """`plain`, `encode` or `error`."""
+    dtype: str = "auto"
+    """`auto`, `uint16` or `int32`."""
+    workers: int = 1
+    on_error: str = "stop"
+    """`stop`, `skip`, or `replace` (what can be mended is, the rest is skipped)."""
+    max_document_bytes: int = 0
+    text_documents: str = "line"
+    """`line` or `file`."""
+    verify_tokens: str = "sample"
+    """`sample`, `all` or `off`."""
+    engine: str = "auto"
+    """`auto` or `tokenizers`."""
+    per_file: bool = False
+    shard: tuple[int, int] | None = None
+    resume: bool = True
+    overwrite: bool = False
+    log_interval: int = 1000
+
+
+@dataclass(frozen=True)
+class OutputNames:
+    """Final names of one output."""
+
+    prefixes: list[str]
+    """Per key, without .bin and .idx."""
+    rejects: str
+    sources: list[int]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A checked request."""
+
+    request: Request
+    tokenizer: TokenizerFile
+    sources: list[Source]
+    outputs: list[OutputNames]
+    units: dict[int, chunks.Unit]
+    dtype: np.dtype
+    state_folder: Path
+    cut: str = ""
+    """Fingerprint of the units of all parts, where this is one of them."""
+
+    @property
+    def rules(self) -> RecordRules:
+        """Which records are good."""
+        request = self.request
+        return RecordRules(request.json_keys, request.on_error == "replace", request.max_document_bytes)
+
+    @property
+    def eod_id(self) -> int | None:
+        """Id that ends every document."""
+        return self.tokenizer.need_eod("--append-eod") if self.request.append_eod else None
+
+    @property
+    def bos_id(self) -> int | None:
+        """Id that begins every document."""
+        return self.tokenizer.need_bos("--add-bos") if self.request.add_bos else None
+
+    def useful_workers(self) -> int:
+        """More than these would load a tokenizer, a second for a large one, for less than a piece of text each."""
+        return 1 + sum(unit.weight for unit in self.units.values()) // BLOCK_BYTES
+
+    def flags(self) -> dict[str, Any]:
+        """All flags that decide the output, for the manifest."""
+        kept = asdict(self.request)
+        for name in ("workers", "resume", "overwrite", "log_interval"):
+            del kept[name]
+        return kept | ({"cut": self.cut} if self.cut else {})
+
+    def identity(self) -> dict[str, Any]:
+        """What must be equal for unfinished work to be continued."""
+        flags = self.flags()
+        for name in ("inputs", "tokenizer_model"):
+            del flags[name]
+        return {
+            **flags,
+            "format": FORMAT,
+            "block_bytes": BLOCK_BYTES,
+            "tokenizer": self.tokenizer.sha256,
+            "eod_id": self.eod_id,
+            "versions": encoder.versions(),
+            "inputs": [[source.path, source.num_bytes, source.modified_ns] for source in self.sources],
+        }
+
+
+def make_plan(request: Request, tokenizer: TokenizerFile | None = None) -> Plan:
+    """Check a request and work out what it means. Raises RequestError; writes nothing.
+
+    `tokenizer` is the request's, if it was read already.
+    """
+    _check_flags(request)
+    tokenizer = tokenizer or load_tokenizer(request.tokenizer_model, request.eod_token)
+    if request.append_eod:
+        tokenizer.need_eod("--append-eod")
+    if request.add_bos:
+        tokenizer.need_bos("--add-bos")
+    sources = resolve_inputs(request.inputs, request.text_documents)
+    prefix = request.output_prefix
+    if request.per_file:
+        outputs = [
+            OutputNames(
+                [f"{_per_file_base(prefix, source)}_{key}_document" for key in request.json_keys],
+                f"{_per_file_base(prefix, source)}.rejects.jsonl",
+                [number],
+            )
+            for number, source in enumerate(sources)
+        ]
+        repeated = [name for name, count in Counter(output.rejects for output in outputs).items() if count > 1]
+        if repeated:
+            raise RequestError(
+                f"several inputs would be written to {repeated[0].removesuffix('.rejects.jsonl')}",
+                where="--per-file",
+                action="name their common folder as --input, so that paths below it tell them apart",
+            )
+    else:
+        if request.shard is not None:
+            prefix = f"{prefix}.shard-{request.shard[0]:05d}-of-{request.shard[1]:05d}"
+        names = [f"{prefix}_{key}_document" for key in request.json_keys]
+        outputs = [OutputNames(names, f"{prefix}.rejects.jsonl", list(range(len(sources))))]
+    output_of = [number if request.per_file else 0 for number in range(len(sources))]
+    units = chunks.cut(sources, output_of, request.json_keys)
+    begin, end, fingerprint = 0, len(units), ""
+    if request.shard is not None:
+        begin, end = chunks.shard(units, *request.shard)
+        if request.per_file:
+            outputs, units, sources, (begin, end) = _shard_files(outputs, sources, request)
+        else:
+            fingerprint = chunks.fingerprint(units)
+    dtype = optimal_dtype(tokenizer.num_ids) if request.dtype == "auto" else np.dtype(request.dtype)
+    part = f".shard-{request.shard[0]:05d}-of-{request.shard[1]:05d}" if request.shard and request.per_file else ""
+    state_folder = Path(f"{prefix.rstrip('/')}{part}.partial")
+    chosen = {number: units[number] for number in range(begin, end)}
+    plan = Plan(request, tokenizer, sources, outputs, chosen, dtype, state_folder, fingerprint)
+    _check_dtype(plan)
+    return plan
+
+
+def _shard_files(
+    outputs: list[OutputNames], sources: list[Source], request: Request
+) -> tuple[list[OutputNames], list[chunks.Unit], list[Source], tuple[int, int]]:
+    """With an output per file, whole files are what jobs share."""
+    assert request.shard is not None
+    index, count = request.shard
+    kept = list(range(len(sources)))[index::count]
+    sources = [sources[number] for number in kept]
+    outputs = [OutputNames(outputs[old].prefixes, outputs[old].rejects, [new]) for new, old in enumerate(kept)]
+    units = chunks.cut(sources, list(range(len(sources))), request.json_keys)
+    return outputs, units, sources, (0, len(units))
+
+
+def _per_file_base(prefix: str, source: Source) -> str:
+    """A folder takes the files' names below it; any other prefix is put before their names."""
+    if prefix.endswith("/") or Path(prefix).is_dir():
+        return str(Path(prefix) / source.stem)
+    return f"{prefix}_{source.stem.replace(os.sep, '_')}"
+
+
+def _check_flags(request: Request) -> None:
+    problems = []
+    if request.workers < 1:
+        problems.append(RequestError(f"{request.workers}", where="--workers", needed="1 or more"))
+    if len(set(request.json_keys)) < len(request.json_keys):
+        problems.append(RequestError("a key is named twice", where="--json-keys"))
+    if request.text_documents == "file" and len(request.json_keys) > 1:
+        problems.append(RequestError("a text file has one text", where="--json-keys", needed="one key"))
+    if any("/" in key for key in request.json_keys):
+        problems.append(RequestError("a key holds '/', which can't be part of a file name", where="--json-keys"))
+    if problems:
+        raise RequestError.of_all(problems)
+
+
+def _check_dtype(plan: Plan) -> None:
+    if plan.dtype == np.uint16 and max(plan.eod_id or 0, plan.bos_id or 0) > np.iinfo(np.uint16).max:
+        raise RequestError("EOD or BOS has an id that 16 bits can't hold", where="--dtype uint16", needed="int32")
+
+
+def is_written(plan: Plan) -> bool:
+    """Whether all outputs are there, made by this very request from files of the same sizes."""
+    flags = orjson.loads(orjson.dumps(plan.flags()))
+    sizes = {source.path: source.num_bytes for source in plan.sources}
+    for prefix in (prefix for output in plan.outputs for prefix in output.prefixes):
+        manifest = read_manifest(prefix) if all(path.exists() for path in _files_of(prefix)) else None
+        if manifest is None or manifest.flags != flags or manifest.tokenizer.sha256 != plan.tokenizer.sha256:
+            return False
+        if any(sizes.get(file.path) != file.num_bytes for file in manifest.inputs):
+            return False
+    return True
+
+
+def _files_of(prefix: str) -> tuple[Path, Path, Path]:
+    return bin_path(prefix), idx_path(prefix), manifest_path(prefix)
+
+
+def check_outputs(plan: Plan, committed: int) -> None:
+    """Refuse to touch finished outputs, unless --overwrite; the first `committed` ones are this very run's."""
+    folder = plan.state_folder.parent
+    existing = [
+        str(path)
+        for output in plan.outputs[committed:]
+        for prefix in output.prefixes
+        for path in _files_of(prefix)
+        if path.exists()
+    ]
+    if existing and not plan.request.overwrite:
+        more = f" and {len(existing) - 3} more" if len(existing) > 3 else ""
+        raise RequestError(
+            f"output exists: {', '.join(existing[:3])}{more}",
+            action="give another --output-prefix, or --overwrite to replace it once the new one is complete",
+        )
+    wanted = sum(unit.weight for unit in plan.units.values()) * plan.dtype.itemsize // 4
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if free < wanted:
+        LOGGER.warning(
+            "%s has %s free; this output may need about %s", folder, format_bytes(free), format_bytes(wanted)
+        )

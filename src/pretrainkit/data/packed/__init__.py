@@ -1,0 +1,1 @@
+"""Sequences of one length in Arrow files: packing, writing once, reading."""

@@ -1,0 +1,188 @@
+"""Sequences of one length in Arrow files: the format, its manifest, and reading it.
+
+A packed set is a folder that `datasets.load_from_disk` reads, with `packed.json` beside its files. A row is a
+sequence: `input_ids` (list of int32, sequence_length long) and `document_lengths` (list of int32, the lengths of
+the pieces of documents in it, in order; what is left up to sequence_length is padding). Sets made by `concat` also
+have `documents.npy`: the lengths (int32) of the documents of their stream, of the last one only what is in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pretrainkit.data.indexed.manifest import TokenizerRecord, decode_record
+from pretrainkit.data.readers.input_content import InputState
+from pretrainkit.errors import DataError, RequestError
+from pretrainkit.files import read_json
+
+FORMAT = "pretrainkit-packed-1"
+MARK = "packed.json"
+IGNORED_LABEL = -100
+
+
+@dataclass(frozen=True)
+class PackedFile:
+    """One Arrow file."""
+
+    name: str
+    num_bytes: int
+    xxh3_128: str
+    num_sequences: int
+
+
+@dataclass(frozen=True)
+class PackedManifest:
+    """A packed set's record; in its folder, which gets its name when all is complete."""
+
+    fingerprint: str
+    """Of the settings and the inputs' hashes."""
+    settings: dict[str, Any]
+    """How it was made: tokenizer, names and sizes of inputs, packing, versions of libraries."""
+    inputs: tuple[InputState, ...]
+    """The files that were read; of a hub dataset none."""
+    sequence_length: int
+    packing: str
+    """`concat` or `bestfit`."""
+    num_sequences: int
+    num_tokens: int
+    """Of documents; padding is none."""
+    num_padding: int
+    num_dropped: int
+    """Tokens at the end that made no whole sequence."""
+    padding_id: int
+    documents: dict[str, Any]
+    """The manifest of the documents (`pretrainkit.data.indexed.manifest`): inputs, books of records, EOD policy."""
+    tokenizer: TokenizerRecord
+    files: tuple[PackedFile, ...]
+    elapsed_s: float = 0.0
+    finished_at: str = ""
+    pretrainkit_version: str = ""
+
+
+def manifest_to_json(manifest: PackedManifest) -> dict[str, Any]:
+    """For `packed.json`."""
+    return {"format": FORMAT, **asdict(manifest)}
+
+
+def is_packed_folder(path: Path | str) -> bool:
+    """Whether a folder is a packed set."""
+    return (Path(path) / MARK).is_file()
+
+
+def read_packed_manifest(folder: Path) -> PackedManifest | None:
+    """The record of a packed set; None when there is no set. Raises DataError when it can't be read as one."""
+    path = folder / MARK
+    if not path.is_file():
+        return None
+    try:
+        return decode_record(PackedManifest, read_json(path), FORMAT, {"files": PackedFile, "inputs": InputState})
+    except FileNotFoundError:  # replaced by a new set at this very moment
+        return None
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise DataError(f"not a readable record of a packed set: {error}", where=str(path)) from error
+
+
+def _view(array: Any) -> NDArray[np.int32]:
+    """An Arrow array's own memory. Its to_numpy would import pandas first, for a quarter of a second and 25 MB."""
+    assert array.offset == 0 and array.null_count == 0
+    buffer = array.buffers()[1]
+    return np.frombuffer(buffer, np.int32, len(array)) if buffer is not None else np.zeros(0, np.int32)
+
+
+class PackedDataset:
+    """A packed set, memory-mapped: what is read is shared by all processes of a machine. Usable as a torch dataset."""
+
+    def __init__(self, folder: Path | str) -> None:
+        """Raises RequestError when there is no whole set."""
+        self.folder = Path(folder)
+        try:
+            manifest = read_packed_manifest(self.folder)
+        except DataError as error:
+            raise RequestError(error.found, where=error.where) from error
+        if manifest is None:
+            raise RequestError(
+                "no packed set here", where=str(folder), needed=MARK, action="make one with tools/pack_dataset.py"
+            )
+        self.manifest = manifest
+        for entry in manifest.files:
+            path = self.folder / entry.name
+            found = path.stat().st_size if path.is_file() else None
+            if found != entry.num_bytes:
+                what = "missing" if found is None else f"{found} bytes, its record says {entry.num_bytes}"
+                raise RequestError(what, where=str(path), action="copy the folder again")
+        self._open()
+
+    def _open(self) -> None:
+        import pyarrow as pa
+
+        self._columns: list[tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]] = []
+        ends = [0]
+        for entry in self.manifest.files:
+            for batch in pa.ipc.open_stream(pa.memory_map(str(self.folder / entry.name))):
+                ids, pieces = batch.column("input_ids"), batch.column("document_lengths")
+                self._columns.append((_view(ids.values), _view(pieces.values), _view(pieces.offsets)))
+                ends.append(ends[-1] + batch.num_rows)
+        self._ends = np.array(ends)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"folder": self.folder, "manifest": self.manifest}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._open()
+
+    def __len__(self) -> int:
+        return self.manifest.num_sequences
+
+    def _place(self, number: int) -> tuple[int, int]:
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        batch = int(np.searchsorted(self._ends, number, side="right")) - 1
+        return batch, number - int(self._ends[batch])
+
+    def input_ids(self, number: int) -> NDArray[np.int32]:
+        """The ids of a sequence, a view of the file."""
+        batch, row = self._place(number)
+        length = self.manifest.sequence_length
+        return self._columns[batch][0][row * length : (row + 1) * length]
+
+    def tokens(self, begin: int, count: int) -> NDArray[np.int32]:
+        """`count` ids from place `begin` on of all sequences one after the other, padding included."""
+        length, parts = self.manifest.sequence_length, []
+        while count > 0:
+            batch, row = self._place(begin // length)
+            ids = self._columns[batch][0]
+            first = row * length + begin % length
+            parts.append(ids[first : first + count])
+            begin, count = begin + len(parts[-1]), count - len(parts[-1])
+        return parts[0] if len(parts) == 1 else np.concatenate(parts) if parts else np.zeros(0, np.int32)
+
+    def document_lengths(self, number: int) -> NDArray[np.int32]:
+        """The lengths of the pieces of documents in a sequence, without padding."""
+        batch, row = self._place(number)
+        _, pieces, offsets = self._columns[batch]
+        return pieces[offsets[row] : offsets[row + 1]]
+
+    def __getitem__(self, number: int) -> dict[str, NDArray[np.int64]]:
+        """A sequence with labels (padding ignored) and position ids that begin anew with every document."""
+        ids = self.input_ids(number).astype(np.int64)
+        lengths = self.document_lengths(number)
+        num_tokens = int(lengths.sum())
+        labels = ids.copy()
+        labels[num_tokens:] = IGNORED_LABEL
+        positions = np.arange(len(ids), dtype=np.int64)
+        begins = np.cumsum(lengths) - lengths
+        positions[:num_tokens] -= np.repeat(begins, lengths)
+        positions[num_tokens:] = 0
+        return {"input_ids": ids, "labels": labels, "position_ids": positions}
+
+    def stream(self) -> Iterator[NDArray[np.int32]]:
+        """The tokens of all sequences in order, without padding."""
+        for number in range(len(self)):
+            yield self.input_ids(number)[: int(self.document_lengths(number).sum())]

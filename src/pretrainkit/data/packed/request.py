@@ -1,0 +1,166 @@
+"""What to pack and how, checked before any work; and the fingerprint that says whether it was done already."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pretrainkit.data.machine_defaults import MachineSettings
+from pretrainkit.data.packed.format import FORMAT, PackedManifest, read_packed_manifest
+from pretrainkit.data.readers.input_content import InputState, hash_file, look_at, same_places
+from pretrainkit.data.readers.sources import resolve_inputs
+from pretrainkit.data.tokens import encoder
+from pretrainkit.data.tokens.tokenizer import TokenizerFile, load_tokenizer
+from pretrainkit.errors import DataError, RequestError
+
+HUB = "hub:"
+"""Begins the name of a dataset on the Hugging Face hub."""
+
+
+@dataclass(frozen=True)
+class PackRequest:
+    """The flags of pack_dataset.py."""
+
+    inputs: tuple[str, ...]
+    output_dir: Path
+    tokenizer_model: str
+    sequence_length: int
+    packing: str = "concat"
+    """`concat` or `bestfit`."""
+    text_column: str = "text"
+    append_eod: bool = True
+    eod_token: str | None = None
+    add_bos: bool = False
+    special_tokens_in_text: str = "plain"
+    text_documents: str = "line"
+    on_error: str = "stop"
+    max_document_bytes: int = 0
+    verify_tokens: str = "sample"
+    engine: str = "auto"
+    hub_split: str = "train"
+    hub_revision: str | None = None
+    overwrite: bool = False
+
+
+@dataclass(frozen=True)
+class PackPlan:
+    """A checked request."""
+
+    request: PackRequest
+    machine: MachineSettings
+    tokenizer: TokenizerFile
+    settings: dict[str, Any]
+    inputs: tuple[InputState, ...]
+    """As they lie on the disk now; of a hub dataset none."""
+    paths: tuple[str, ...]
+    """Of the inputs."""
+
+    @property
+    def staging(self) -> Path:
+        """Folder of unfinished work, which the next preparer continues."""
+        final = self.request.output_dir
+        key = _digest([self.settings, [state.place for state in self.inputs]])
+        return final.with_name(f"{final.name}.staging-{key[:16]}")
+
+    def fingerprint(self, inputs: tuple[InputState, ...]) -> str:
+        """Of the settings and of what the inputs hold, whenever and wherever they were written."""
+        return _digest([self.settings, [state.content for state in inputs]])
+
+    def finished(self) -> PackedManifest | None:
+        """The set, if it is there and of this very request, from files that are untouched since. Reads no input."""
+        manifest = read_packed_manifest(self.request.output_dir)
+        if manifest is None or manifest.settings != self.settings or not same_places(self.inputs, manifest.inputs):
+            return None
+        return manifest
+
+    def touched(self) -> tuple[PackedManifest, tuple[InputState, ...]] | None:
+        """The set, if it was made by this request, and the inputs, if they hold the same as then: reads them.
+
+        None when no such set is there, or when it is to be replaced. Raises RequestError when the inputs hold
+        something else and it is not.
+        """
+        manifest = read_packed_manifest(self.request.output_dir)
+        if manifest is None or manifest.settings != self.settings:
+            return None
+        now = tuple(
+            replace(state, xxh3_128=hash_file(path)) for state, path in zip(self.inputs, self.paths, strict=True)
+        )
+        if self.fingerprint(now) == manifest.fingerprint:
+            return manifest, now
+        if self.request.overwrite:
+            return None
+        changed = [new.name for new, old in zip(now, manifest.inputs, strict=True) if new.content != old.content]
+        raise _other_set(self.request.output_dir, f"inputs ({', '.join(changed[:3])} changed since)")
+
+
+def make_pack_plan(request: PackRequest, machine: MachineSettings) -> PackPlan:
+    """Check a request. Raises RequestError, also when the output is there and was made otherwise; writes nothing."""
+    if request.sequence_length < 2:
+        raise RequestError(f"{request.sequence_length}", where="--sequence_length", needed="2 or more")
+    tokenizer = load_tokenizer(request.tokenizer_model, request.eod_token)
+    eod_id = tokenizer.need_eod("--append_eod (else --no-append_eod)") if request.append_eod else None
+    bos_id = tokenizer.need_bos("--add_bos") if request.add_bos else None
+    names, inputs, paths = _inputs(request)
+    settings = {
+        "format": FORMAT,
+        "inputs": names,
+        "tokenizer": tokenizer.sha256,
+        "eod_id": eod_id,
+        "bos_id": bos_id,
+        "special_tokens_in_text": request.special_tokens_in_text,
+        "text_column": request.text_column,
+        "text_documents": request.text_documents,
+        "on_error": request.on_error,
+        "max_document_bytes": request.max_document_bytes,
+        "sequence_length": request.sequence_length,
+        "packing": request.packing,
+        "versions": encoder.versions(),
+    }
+    plan = PackPlan(request, machine, tokenizer, settings, inputs, paths)
+    _check_output(plan)
+    return plan
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _inputs(request: PackRequest) -> tuple[list[Any], tuple[InputState, ...], tuple[str, ...]]:
+    """Names and sizes of the inputs, their places, and their paths."""
+    hub = [name for name in request.inputs if name.startswith(HUB)]
+    if not hub:
+        sources = resolve_inputs(request.inputs, request.text_documents)
+        states = tuple(look_at(source.relative, source.path) for source in sources)
+        names = [[state.name, state.num_bytes] for state in states]
+        return names, states, tuple(source.path for source in sources)
+    if len(request.inputs) > 1:
+        raise RequestError("a hub dataset among several inputs", where="--input", needed="it alone")
+    return [[hub[0], request.hub_split, request.hub_revision]], (), ()
+
+
+def _check_output(plan: PackPlan) -> None:
+    folder = plan.request.output_dir
+    if plan.request.overwrite or not folder.exists():
+        return
+    try:
+        manifest = read_packed_manifest(folder)
+    except DataError as error:
+        raise RequestError(error.found, where=error.where, action="remove the folder, or give --overwrite") from error
+    if manifest is None:
+        if not folder.is_dir() or any(folder.iterdir()):
+            raise RequestError("there, and no packed set", where=str(folder), action="give another --output_dir")
+        return
+    different = [name for name, value in plan.settings.items() if manifest.settings.get(name) != value]
+    if different:
+        raise _other_set(folder, ", ".join(different))
+
+
+def _other_set(folder: Path, difference: str) -> RequestError:
+    return RequestError(
+        f"a packed set of other {difference} is here",
+        where=str(folder),
+        action="give another --output_dir, or --overwrite to replace it once the new one is complete",
+    )

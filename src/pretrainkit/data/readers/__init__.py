@@ -1,0 +1,1 @@
+"""Input files: which ones, their formats, and the records in them."""

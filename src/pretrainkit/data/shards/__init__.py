@@ -1,0 +1,1 @@
+"""WebDataset token shards: format, writing, and reading them in an order that can be resumed."""

@@ -1,0 +1,105 @@
+"""Shards that URLs name, copied to a disk: a training run draws samples from all of them at once, in any order.
+
+Each shard is copied and compared with the hash in its record before it gets its name, once a file system however
+many processes ask, and a copy that was cut off goes on with the shards that are missing.
+"""
+
+from __future__ import annotations
+
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import xxhash
+
+from pretrainkit import files
+from pretrainkit.data.byte_progress import ByteProgress
+from pretrainkit.data.packed.once import prepare_once
+from pretrainkit.data.shards.format import record_to_json, shard_name
+from pretrainkit.data.shards.shard_set import Shard, ShardSet, open_shards
+from pretrainkit.data.shards.urls import is_url
+from pretrainkit.errors import DataError
+from pretrainkit.logs import get_logger
+from pretrainkit.units import format_bytes
+
+LOGGER = get_logger(__name__)
+AT_ONCE = 4
+"""Shards that are copied at the same time."""
+ATTEMPTS = 3
+READ_BYTES = 1 << 20
+
+
+def local_shards(name: str, cache: Path) -> str:
+    """A path that names the shards on a disk: `name` itself, or of a URL a copy in `cache`, made now if need be.
+
+    Raises RequestError when there are no such shards, DataError when they can't be copied.
+    """
+    if not is_url(name):
+        return name
+    shards = open_shards(name)
+    folder = cache / shards.data_hash[:16]
+    prepare_once(folder, lambda: not _missing(shards, folder), lambda: _copy(shards, folder))
+    return str(folder / "shard-*.tar")
+
+
+def _missing(shards: ShardSet, folder: Path) -> list[Shard]:
+    return [shard for shard in shards.shards if not (folder / f"{shard_name(shard.record.shard_id)}.json").is_file()]
+
+
+def _copy(shards: ShardSet, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    missing = _missing(shards, folder)
+    for shard in missing:  # parts of files that a killed copy left; who copies now holds the lock
+        for suffix in (".tar", ".samples", ".json"):
+            for old in files.leftovers(folder / f"{shard_name(shard.record.shard_id)}{suffix}"):
+                old.unlink(missing_ok=True)
+    wanted, free = sum(shard.record.tar_bytes for shard in missing), shutil.disk_usage(folder).free
+    if wanted > free:
+        raise DataError(
+            f"{format_bytes(free)} free, the shards have {format_bytes(wanted)}",
+            where=str(folder),
+            action="make room, or name another folder with --shard_cache; shards without text are smaller",
+        )
+    LOGGER.info("copying %d shards, %s, to %s", len(missing), format_bytes(wanted), folder)
+    progress = ByteProgress(wanted, "copy")
+    try:
+        with ThreadPoolExecutor(AT_ONCE) as threads:
+            for shard in threads.map(lambda shard: _copy_shard(shard, folder), missing):
+                progress.add(shard.record.tar_bytes)
+    finally:
+        progress.close()
+
+
+def _copy_shard(shard: Shard, folder: Path) -> Shard:
+    name = shard_name(shard.record.shard_id)
+    error: Exception | None = None
+    for _ in range(ATTEMPTS):
+        try:
+            with files.atomic_file(folder / f"{name}.tar") as temporary:
+                _stream(shard, temporary)
+            with files.atomic_file(folder / f"{name}.samples") as temporary:
+                temporary.write_bytes(shard.table.tobytes())
+            files.write_json(folder / f"{name}.json", record_to_json(shard.record))
+            return shard
+        except OSError as found:
+            if found.filename is not None:  # this disk's
+                raise DataError(found.strerror or str(found), where=str(found.filename)) from found
+            error = found
+        except DataError as found:
+            error = found
+    raise DataError(f"can't be copied: {error}", where=shard.url, action="look at the server, and start again")
+
+
+def _stream(shard: Shard, target: Path) -> None:
+    from webdataset.gopen import gopen
+
+    digest, num_bytes = xxhash.xxh3_128(), 0
+    with gopen(shard.url, "rb") as stream, target.open("wb") as file:
+        while data := stream.read(READ_BYTES):
+            digest.update(data)
+            num_bytes += len(data)
+            file.write(data)
+    if digest.hexdigest() != shard.record.tar_xxh3_128:
+        raise DataError(
+            f"{num_bytes} bytes that are not those of its record ({shard.record.tar_bytes} bytes)", where=shard.url
+        )

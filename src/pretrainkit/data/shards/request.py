@@ -1,0 +1,218 @@
+"""Which shard to make of what, checked before any work."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from pretrainkit.data.readers import chunks
+from pretrainkit.data.readers.documents import RecordRules
+from pretrainkit.data.readers.sources import Source, resolve_inputs
+from pretrainkit.data.shards.format import ShardRecord, read_records, shard_name
+from pretrainkit.data.shards.task import template_ids
+from pretrainkit.data.tokens.tokenizer import TokenizerFile, load_tokenizer
+from pretrainkit.errors import RequestError
+
+ARRAY_VARIABLES = {
+    "PRETRAINKIT_ARRAY_INDEX": 0,
+    "SLURM_ARRAY_TASK_ID": 0,
+    "PBS_ARRAY_INDEX": 0,
+    "PBS_ARRAYID": 0,
+    "SGE_TASK_ID": 1,
+}
+"""Variable that holds a task's id, and the id of the first shard's task. Grid Engine has no task 0."""
+MAX_SHARDS = 100_000
+"""As many as names of five digits."""
+
+
+@dataclass(frozen=True)
+class ShardRequest:
+    """The flags of make_shards.py."""
+
+    inputs: tuple[str, ...]
+    output_dir: Path
+    model_id: str
+    num_shards: int | None = None
+    """None: a shard per input file."""
+    json_key: str = "text"
+    ids_format: str = "json"
+    has_text: bool = True
+    special_tokens: str = "template"
+    """`template`: what the tokenizer's template adds; `none`."""
+    append_eod: bool = False
+    eod_token: str | None = None
+    special_tokens_in_text: str = "plain"
+    """`plain` or `encode`."""
+    text_documents: str = "line"
+    on_error: str = "stop"
+    max_document_bytes: int = 0
+    verify_tokens: str = "sample"
+    """`sample` or `off`."""
+    engine: str = "auto"
+    workers: int = 1
+    overwrite: bool = False
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """A checked request for all shards."""
+
+    request: ShardRequest
+    tokenizer: TokenizerFile
+    sources: list[Source]
+    num_shards: int
+    first_ids: tuple[int, ...]
+    last_ids: tuple[int, ...]
+    settings: dict[str, Any]
+    _units: list[chunks.Unit] = field(default_factory=list)
+
+    @property
+    def rules(self) -> RecordRules:
+        """Which records are good."""
+        request = self.request
+        return RecordRules((request.json_key,), request.on_error == "replace", request.max_document_bytes)
+
+    def units(self, shard_id: int) -> list[chunks.Unit]:
+        """The pieces of input of one shard, in order."""
+        if self.request.num_shards is None:
+            units = chunks.cut([self.sources[shard_id]], [0], (self.request.json_key,))
+            return [_of_source(unit, shard_id) for unit in units]
+        begin, end = chunks.shard(self._units, shard_id, self.num_shards)
+        return self._units[begin:end]
+
+    def path(self, shard_id: int, suffix: str) -> Path:
+        """`OUTPUT_DIR/shard-00003<suffix>`."""
+        return self.request.output_dir / f"{shard_name(shard_id)}{suffix}"
+
+    def is_current(self, record: ShardRecord) -> bool:
+        """Whether a finished shard was made by these settings from the files as they are now."""
+        used = {span.source for unit in self.units(record.shard_id) for span in unit.spans}
+        now = {(s.relative, s.num_bytes, s.modified_ns) for s in (self.sources[number] for number in used)}
+        then = {(self._relative(entry.path), entry.num_bytes, entry.modified_ns) for entry in record.inputs}
+        return record.settings == self.settings and now == then
+
+    def _relative(self, path: str) -> str:
+        """A file's path below the input folder, which may have been named in another way, or moved."""
+        ends = [source.relative for source in self.sources if f"/{path}".endswith(f"/{source.relative}")]
+        return max(ends, key=len, default=path)
+
+
+def _of_source(unit: chunks.Unit, source: int) -> chunks.Unit:
+    return replace(unit, spans=tuple(replace(span, source=source) for span in unit.spans))
+
+
+def make_shard_plan(request: ShardRequest) -> ShardPlan:
+    """Check a request and work out what it means. Raises RequestError; writes nothing."""
+    if request.workers < 1:
+        raise RequestError(f"{request.workers}", where="--workers", needed="1 or more")
+    if request.num_shards is not None and not 1 <= request.num_shards <= MAX_SHARDS:
+        raise RequestError(f"{request.num_shards}", where="--num_shards", needed=f"1 to {MAX_SHARDS}")
+    sources = resolve_inputs(request.inputs, request.text_documents)
+    tokenizer = load_tokenizer(request.model_id, request.eod_token)
+    first, last = _special_ids(request, tokenizer)
+    num_shards = request.num_shards or len(sources)
+    if num_shards > MAX_SHARDS:
+        raise RequestError(
+            f"{num_shards} files",
+            needed=f"at most {MAX_SHARDS} shards",
+            action="give --num_shards",
+            where="--input_dir",
+        )
+    keys = (request.json_key,)
+    units = chunks.cut(sources, [0] * len(sources), keys) if request.num_shards else []
+    listing = hashlib.sha256("\n".join(source.relative for source in sources).encode()).hexdigest()
+    settings = {
+        "num_shards": num_shards,
+        "split": "shards of about equal size" if request.num_shards else "a shard per file",
+        "input_files": listing,
+        "tokenizer": tokenizer.sha256,
+        "first_ids": list(first),
+        "last_ids": list(last),
+        "special_tokens_in_text": request.special_tokens_in_text,
+        "json_key": request.json_key,
+        "text_documents": request.text_documents,
+        "on_error": request.on_error,
+        "max_document_bytes": request.max_document_bytes,
+        "ids_format": request.ids_format,
+        "has_text": request.has_text,
+    }
+    if request.num_shards:
+        settings["cut"] = chunks.fingerprint(units)
+    return ShardPlan(request, tokenizer, sources, num_shards, first, last, settings, units)
+
+
+def _special_ids(request: ShardRequest, tokenizer: TokenizerFile) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What goes before and after every sample; an EOD that the template adds already is not added twice."""
+    first: tuple[int, ...] = ()
+    last: tuple[int, ...] = ()
+    if request.special_tokens == "template":
+        try:
+            first, last = template_ids(tokenizer.post_processor)
+        except (ValueError, KeyError) as error:
+            raise RequestError(
+                f"a post-processor of an unknown kind: {error}",
+                where=request.model_id,
+                action="give --special_tokens none, and --append_eod if documents need an end",
+            ) from error
+    if request.append_eod:
+        eod_id = tokenizer.need_eod("--append_eod")
+        if eod_id not in last:
+            last = (*last, eod_id)
+    return first, last
+
+
+def check_set(plan: ShardPlan) -> dict[int, ShardRecord]:
+    """The finished shards in the output folder. Raises RequestError when they belong to another set."""
+    records = read_records(plan.request.output_dir)
+    for shard_id, record in records.items():
+        different = [name for name, value in plan.settings.items() if record.settings.get(name) != value]
+        if not different:
+            continue
+        told = ", ".join(
+            f"{name} {record.settings.get(name)!r} there, {plan.settings[name]!r} here" for name in different
+        )
+        if different == ["cut"]:
+            told = "files had other sizes, so records belong to other shards now"
+        raise RequestError(
+            f"{shard_name(shard_id)} was made otherwise: {told}",
+            where=str(plan.request.output_dir),
+            action="make the whole set again in another --output_dir, or ask for the same as before",
+        )
+    return records
+
+
+def parse_shard_id(value: str | None, offset: int, environment: Mapping[str, str]) -> int:
+    """The shard that --shard_id or the scheduler's array variable means.
+
+    Slurm's and PBS's task ids are shards' numbers; Grid Engine's task 1 makes shard 0. `offset` is added to an
+    array's id, for sets with more shards than the scheduler allows tasks.
+    Raises RequestError when neither is there: one of several shards is never made by default.
+    """
+    if value is not None:
+        if not value.isdigit():
+            raise RequestError(f"{value!r}", where="--shard_id", needed="a number from 0 on")
+        return int(value)
+    for name, first in ARRAY_VARIABLES.items():
+        found = environment.get(name, "")
+        if found.isdigit():
+            return int(found) - first + offset
+    raise RequestError(
+        "which shard is not said, and no job array's variable is set",
+        where="--shard_id",
+        needed=f"--shard_id N, --all, or one of {', '.join(ARRAY_VARIABLES)}",
+    )
+
+
+def check_shard_id(shard_id: int, plan: ShardPlan) -> None:
+    """Raises RequestError for a shard that the set doesn't have."""
+    if not 0 <= shard_id < plan.num_shards:
+        what = f"{plan.num_shards} shards" if plan.request.num_shards else f"{plan.num_shards} input files"
+        raise RequestError(
+            f"shard {shard_id} of {what}",
+            where="--shard_id",
+            needed=f"0 to {plan.num_shards - 1}",
+            action=f"run an array of 0-{plan.num_shards - 1} (Grid Engine: 1-{plan.num_shards}), or give --num_shards",
+        )

@@ -1,0 +1,1 @@
+"""Text to token ids: tokenizers, encoders, and the processes that run them."""

@@ -1,0 +1,113 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pretrainkit.data.indexed.blend import make_blend
+from pretrainkit.data.indexed.format import IndexedDataset, IndexedDatasetWriter, bin_path, idx_path, optimal_dtype
+from pretrainkit.data.indexed.pairs import find_pairs, natural_key, read_counts
+from pretrainkit.errors import DataError, RequestError
+
+DOCUMENTS = [[1, 2, 3], [4], [], [5, 6]]
+
+
+def test_documents_come_back_as_written(make_pair: Callable[..., Path]) -> None:
+    dataset = IndexedDataset(make_pair("name.with.dots", DOCUMENTS))
+    assert [dataset.document(i).tolist() for i in range(dataset.num_documents)] == DOCUMENTS
+    dataset.release()
+    assert [dataset[i].tolist() for i in range(len(dataset))] == DOCUMENTS
+    assert (dataset.num_documents, dataset.num_sequences, dataset.num_tokens) == (4, 4, 6)
+    assert dataset.dtype == np.uint16
+
+
+def test_a_document_of_several_sequences_is_one_document(tmp_path: Path) -> None:
+    with IndexedDatasetWriter(tmp_path / "a", np.dtype(np.int32)) as writer:
+        writer.add_document([1, 2, 3, 4, 5], lengths=[2, 3])
+        writer.add_document([6])
+    dataset = IndexedDataset(tmp_path / "a")
+    assert (dataset.num_documents, dataset.num_sequences) == (2, 3)
+    assert dataset.document(0).tolist() == [1, 2, 3, 4, 5]
+    assert dataset[1].tolist() == [3, 4, 5]
+
+
+def test_no_document_at_all_is_a_whole_pair(make_pair: Callable[..., Path]) -> None:
+    dataset = IndexedDataset(make_pair("a", []))
+    assert (dataset.num_documents, dataset.num_tokens) == (0, 0)
+
+
+@pytest.mark.parametrize("bad", [70_000, -1])
+def test_an_id_that_does_not_fit_is_refused_and_nothing_appears(tmp_path: Path, bad: int) -> None:
+    with (
+        pytest.raises(DataError, match="does not fit in uint16"),
+        IndexedDatasetWriter(tmp_path / "a", np.dtype(np.uint16)) as writer,
+    ):
+        writer.add_document([1, bad])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("num_ids", "dtype"), [(65_499, "uint16"), (65_500, "int32"), (128_256, "int32")])
+def test_dtype_is_megatrons_choice(num_ids: int, dtype: str) -> None:
+    assert optimal_dtype(num_ids).name == dtype
+
+
+def damage(prefix: Path, how: str) -> None:
+    index, tokens = idx_path(prefix), bin_path(prefix)
+    if how == "no index":
+        index.unlink()
+    elif how == "no tokens":
+        tokens.unlink()
+    elif how == "cut index":
+        index.write_bytes(index.read_bytes()[:-8])
+    elif how == "cut tokens":
+        tokens.write_bytes(tokens.read_bytes()[:-2])
+    elif how == "longer tokens":
+        tokens.write_bytes(tokens.read_bytes() + b"xx")
+    elif how == "not an index":
+        index.write_bytes(b"PAR1" * 20)
+    else:
+        index.write_bytes(index.read_bytes()[:17] + b"\x63" + index.read_bytes()[18:])
+
+
+@pytest.mark.parametrize(
+    "how", ["no index", "no tokens", "cut index", "cut tokens", "longer tokens", "not an index", "unknown dtype"]
+)
+def test_damaged_pairs_are_refused_with_the_file(make_pair: Callable[..., Path], how: str) -> None:
+    prefix = make_pair("a", DOCUMENTS)
+    damage(prefix, how)
+    with pytest.raises(DataError, match=str(prefix)):
+        IndexedDataset(prefix)
+    with pytest.raises(RequestError, match=str(prefix)):
+        for found in find_pairs(prefix.parent):
+            read_counts(found)
+
+
+def test_pairs_of_a_folder_come_in_natural_order(make_pair: Callable[..., Path], tmp_path: Path) -> None:
+    for name in ("part10_text", "part2_text", "part1_text"):
+        make_pair(name, DOCUMENTS)
+    assert [prefix.name for prefix in find_pairs(tmp_path)] == ["part1_text", "part2_text", "part10_text"]
+    assert find_pairs(tmp_path / "part2_text") == find_pairs(tmp_path / "part2_text.idx") == [tmp_path / "part2_text"]
+    assert read_counts(tmp_path / "part2_text").num_tokens == 6
+
+
+def test_a_folder_without_pairs_stands_for_those_below_it(make_pair: Callable[..., Path], tmp_path: Path) -> None:
+    for name in ("ja/part10", "ja/part2", "en/a/part1", "ja.partial/0"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        make_pair(name, DOCUMENTS)
+    found = [str(prefix.relative_to(tmp_path)) for prefix in find_pairs(tmp_path)]
+    assert found == ["en/a/part1", "ja/part2", "ja/part10"]
+    assert [entry.name for entry in make_blend([f"text={tmp_path}"])] == [f"text/{name}" for name in found]
+    make_pair("own", DOCUMENTS)
+    assert find_pairs(tmp_path) == [tmp_path / "own"]
+
+
+def test_a_folder_without_pairs_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=r"no \.bin/\.idx pair"):
+        find_pairs(tmp_path)
+
+
+def test_natural_order_compares_numbers_as_numbers() -> None:
+    names = ["a10", "a9", "a", "b1", "10", "9", "a09"]
+    assert sorted(names, key=natural_key) == ["9", "10", "a", "a09", "a9", "a10", "b1"]

@@ -1,0 +1,89 @@
+"""Who prepares when another node's preparer is alive, silent, or gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from pretrainkit.data.packed import once
+from pretrainkit.data.packed.once import prepare_once
+from pretrainkit.errors import DataError
+
+
+def prepare(final: Path, **settings: float) -> bool:
+    return prepare_once(final, final.exists, final.mkdir, environment={}, **settings)
+
+
+def test_the_first_prepares_and_the_next_finds_it_ready(tmp_path: Path) -> None:
+    assert prepare(tmp_path / "set") and not prepare(tmp_path / "set")
+    assert not (tmp_path / "set.preparing").exists()
+
+
+def test_helpers_may_fork_since_the_heartbeat_begins_after_them(tmp_path: Path) -> None:
+    final = tmp_path / "set"
+    threads: list[int] = []
+
+    @contextmanager
+    def helpers() -> Iterator[None]:
+        threads.append(threading.active_count())
+        yield
+        assert final.exists() and threading.active_count() == threads[0]
+
+    assert prepare_once(final, final.exists, final.mkdir, helpers=helpers(), environment={})
+    assert threads == [threading.active_count()]
+
+
+def test_a_living_preparer_of_another_node_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(once, "SILENCE_S", 1.0)
+    heartbeat, final = tmp_path / "set.preparing", tmp_path / "set"
+    heartbeat.write_text(json.dumps({"host": "another-node", "pid": 1}))
+
+    def live() -> None:
+        for _ in range(8):
+            time.sleep(0.25)
+            os.utime(heartbeat)
+        final.mkdir()
+
+    other = threading.Thread(target=live)
+    other.start()
+    assert not prepare(final)
+    other.join()
+
+
+def test_a_silent_preparer_of_another_node_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(once, "SILENCE_S", 0.5)
+    (tmp_path / "set.preparing").write_text(json.dumps({"host": "another-node", "pid": 1}))
+    assert prepare(tmp_path / "set")
+
+
+def test_what_a_preparer_left_that_died_after_its_work_is_cleared(tmp_path: Path) -> None:
+    final, staging, heartbeat = (tmp_path / name for name in ("set", "set.staging-1", "set.preparing"))
+    final.mkdir()
+
+    def again() -> bool:
+        staging.mkdir(exist_ok=True)
+        return prepare_once(final, final.exists, final.rmdir, leftovers=lambda: [staging], environment={})
+
+    heartbeat.write_text(json.dumps({"host": socket.gethostname(), "pid": 1}))
+    with once._locked(tmp_path / "set.lock") as got:
+        assert got and not again()
+        assert heartbeat.exists() and staging.exists()  # it lives, and clears them itself
+    assert not again()
+    assert not heartbeat.exists() and not staging.exists() and final.exists()
+    heartbeat.write_text(json.dumps({"host": "another-node", "pid": 1}))
+    assert not again()
+    assert heartbeat.exists() and staging.exists()  # it may live: locks don't reach all nodes
+
+
+def test_waiting_ends(tmp_path: Path) -> None:
+    (tmp_path / "set.preparing").write_text(json.dumps({"host": "another-node", "pid": 1}))
+    with pytest.raises(DataError, match="not prepared after"):
+        prepare(tmp_path / "set", timeout_s=0.3)

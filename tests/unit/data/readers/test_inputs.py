@@ -1,0 +1,170 @@
+"""Sources, streams, chunks and job arrays: which bytes are read by whom."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pretrainkit.data.job_array import parse_shard
+from pretrainkit.data.readers.chunks import Span, Unit, cut, shard
+from pretrainkit.data.readers.sources import resolve_inputs
+from pretrainkit.data.readers.streams import BLOCK_BYTES, PieceHash, read_blocks
+from pretrainkit.errors import DataError, RequestError
+
+RECORD = b'{"text": "a"}\n'
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, bytes], None]:
+    monkeypatch.chdir(tmp_path)
+
+    def create(name: str, data: bytes = RECORD) -> None:
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_bytes(data)
+
+    return create
+
+
+def test_folders_globs_and_files_mix_in_natural_order(write: Callable[..., None]) -> None:
+    for name in (
+        "b/10.jsonl",
+        "b/9.jsonl.gz",
+        "b/deep/1.txt",
+        "b/.hidden.jsonl",
+        "b/README.md",
+        "a2.jsonl",
+        "a10.jsonl",
+    ):
+        write(name, gzip.compress(RECORD) if name.endswith("gz") else RECORD)
+    found = resolve_inputs(("b", "a*.jsonl"))
+    assert [source.path for source in found] == ["a2.jsonl", "a10.jsonl", "b/9.jsonl.gz", "b/10.jsonl", "b/deep/1.txt"]
+    assert [source.stem for source in found] == ["a2", "a10", "9", "10", "deep/1"]
+    assert [source.compression for source in found] == ["", "", "gz", "", ""]
+
+
+REFUSED = {
+    "absent": (("nowhere.jsonl",), "input not found"),
+    "empty folder": (("empty",), "no input file"),
+    "named twice": (("a.jsonl", "./a.jsonl"), "meant twice"),
+    "unknown kind": (("a.pdf",), "unknown kind"),
+    "UTF-16": (("wide.jsonl",), "UTF-16"),
+    "several splits": (("splits",), "train, test"),
+}
+
+
+@pytest.mark.parametrize(("inputs", "message"), REFUSED.values(), ids=list(REFUSED))
+def test_wrong_inputs_are_refused(write: Callable[..., None], inputs: tuple[str, ...], message: str) -> None:
+    write("a.jsonl")
+    write("a.pdf", b"%PDF-1.7")
+    write("wide.jsonl", '{"text": "a"}'.encode("utf-16"))
+    write("splits/dataset_dict.json", b'{"splits": ["train", "test"]}')
+    Path("empty").mkdir()
+    with pytest.raises(RequestError, match=message):
+        resolve_inputs(inputs)
+
+
+def test_a_file_without_a_known_suffix_is_json_lines_if_it_looks_so(write: Callable[..., None]) -> None:
+    write("corpus")
+    write("corpus.data", gzip.compress(RECORD))
+    assert [(s.format, s.compression) for s in resolve_inputs(("corpus", "corpus.data"))] == [
+        ("jsonl", ""),
+        ("jsonl", "gz"),
+    ]
+
+
+def test_blocks_are_whole_lines_and_all_of_the_file(write: Callable[..., None]) -> None:
+    lines = [b"x" * (i * 7919 % 50_000) + b"\n" for i in range(900)]
+    data = b"".join(lines)[:-1]
+    write("in.jsonl.gz", gzip.compress(data, 1))
+    (source,) = resolve_inputs(("in.jsonl.gz",))
+    hashed = PieceHash()
+    blocks = list(read_blocks(source, hashed))
+    assert b"".join(block for block, _ in blocks) == data
+    assert len(blocks) >= len(data) // BLOCK_BYTES
+    assert all(block.endswith(b"\n") for block, _ in blocks[:-1])
+    assert blocks[-1][1] == source.num_bytes
+    again = PieceHash()
+    again.update(Path("in.jsonl.gz").read_bytes())
+    assert hashed.finish() == again.finish()
+
+
+def test_a_line_longer_than_a_block_is_one_block(write: Callable[..., None]) -> None:
+    data = b"x" * (2 * BLOCK_BYTES + 5) + b"\nshort\n"
+    write("in.jsonl.gz", gzip.compress(data, 1))
+    (source,) = resolve_inputs(("in.jsonl.gz",))
+    assert [block[-6:] for block, _ in read_blocks(source, PieceHash())] == [b"short\n"]
+
+
+@pytest.mark.parametrize("place", [30, -5], ids=["inside", "checksum"])
+def test_a_damaged_archive_is_an_error_with_its_name(write: Callable[..., None], place: int) -> None:
+    data = bytearray(gzip.compress(os.urandom(100_000)))
+    data[place] ^= 0xFF
+    write("in.jsonl.gz", bytes(data))
+    (source,) = resolve_inputs(("in.jsonl.gz",))
+    with pytest.raises(DataError, match=r"in\.jsonl\.gz: cut or damaged"):
+        list(read_blocks(source, PieceHash()))
+
+
+def test_small_files_share_units_and_large_ones_are_cut(write: Callable[..., None]) -> None:
+    for i in range(50):
+        write(f"small{i}.jsonl", RECORD * 1000)
+    write("zlarge.jsonl", RECORD * (2 * BLOCK_BYTES // len(RECORD)))
+    sources = resolve_inputs((".",))
+    units = cut(sources, [0] * len(sources), ("text",))
+    assert len(units) == 3
+    spans = [span for unit in units for span in unit.spans]
+    assert [span.source for span in spans] == [*range(51), 50]
+    assert sum(span.end - span.begin for span in spans) == sum(source.num_bytes for source in sources)
+    per_file = cut(sources, list(range(len(sources))), ("text",))
+    assert all(len(unit.spans) == 1 for unit in per_file)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 40])
+def test_jobs_share_all_units_without_overlap(count: int) -> None:
+    sizes = [1, 1, 50, 3, 3, 3, 8, 1, 20, 20, 1]
+    units = [Unit(0, (Span(i, 0, size, 0, 0, size),), is_stream=i % 4 == 0) for i, size in enumerate(sizes)]
+    ranges = [shard(units, i, count) for i in range(count)]
+    assert ranges[0][0] == 0
+    assert ranges[-1][1] == len(units)
+    assert all(before[1] == after[0] for before, after in itertools.pairwise(ranges))
+
+
+ARRAYS = {
+    "plain": ("2/5", {}, (2, 5)),
+    "slurm": ("array", {"SLURM_ARRAY_TASK_ID": "7", "SLURM_ARRAY_TASK_MIN": "4", "SLURM_ARRAY_TASK_MAX": "9"}, (3, 6)),
+    "slurm steps": (
+        "array",
+        {"SLURM_ARRAY_TASK_ID": "6", "SLURM_ARRAY_TASK_MIN": "0", "SLURM_ARRAY_TASK_MAX": "9"}
+        | {"SLURM_ARRAY_TASK_STEP": "3"},
+        (2, 4),
+    ),
+    "grid engine": ("array", {"SGE_TASK_ID": "1", "SGE_TASK_FIRST": "1", "SGE_TASK_LAST": "4"}, (0, 4)),
+    "pbs": ("array/10", {"PBS_ARRAY_INDEX": "9"}, (9, 10)),
+}
+
+
+@pytest.mark.parametrize(("text", "environment", "wanted"), ARRAYS.values(), ids=list(ARRAYS))
+def test_array_variables_give_the_part(text: str, environment: dict[str, str], wanted: tuple[int, int]) -> None:
+    assert parse_shard(text, environment) == wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "environment"),
+    [
+        ("5/5", {}),
+        ("x/2", {}),
+        ("3", {}),
+        ("array", {}),
+        ("array", {"SGE_TASK_ID": "undefined"}),
+        ("array", {"PBS_ARRAY_INDEX": "3"}),
+        ("array/5", {"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_MIN": "3", "SLURM_ARRAY_TASK_MAX": "3"}),
+    ],
+)
+def test_a_part_that_is_not_there_is_refused(text: str, environment: dict[str, str]) -> None:
+    with pytest.raises(RequestError, match="--shard"):
+        parse_shard(text, environment)
