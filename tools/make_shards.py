@@ -61,8 +61,8 @@ def build_parser() -> Parser:
 def run(arguments: argparse.Namespace) -> int:
     """Make or list shards as asked."""
     from pretrainkit.data.lustre import set_stripe
+    from pretrainkit.data.shards import request, status
     from pretrainkit.data.shards.build import make_shards
-    from pretrainkit.data.shards.loader import request, status
 
     shard_id = None
     if not (arguments.all or arguments.status):

@@ -14,7 +14,7 @@ from typing import Any
 
 def main() -> int:
     """Run the command, stripped."""
-    from pretrainkit.data.indexed.format import journal, output, parts
+    from pretrainkit.data.indexed import journal, output, parts
 
     def nothing(*_: Any) -> int:
         return 0

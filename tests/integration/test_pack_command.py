@@ -154,7 +154,7 @@ RACE = """
 import os, sys, time
 from pathlib import Path
 from pretrainkit import logs
-from pretrainkit.data.packed.format import build as pack_writer
+from pretrainkit.data.packed import build as pack_writer
 from pretrainkit.data.machine_defaults import machine_settings
 from pretrainkit.data.packed.request import PackRequest, make_pack_plan
 from pretrainkit.data.packed.format import PackedDataset
@@ -234,7 +234,7 @@ import sys, time, datetime
 from pathlib import Path
 import torch, torch.distributed as dist
 from pretrainkit import logs
-from pretrainkit.data.packed.format import once as preparer
+from pretrainkit.data.packed import once as preparer
 rank, final, store = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 logs.configure()
 preparer.LINE_EVERY_S = 1.0

@@ -1,6 +1,6 @@
 """A PyTorch DataLoader over token shards, as it is used alone or in a training script of one's own.
 
-    from pretrainkit.data.shards.loader import make_loader
+    from pretrainkit.data.shards import make_loader
     loader = make_loader("data/shards", sequence_length=4096, batch_size=8)
     for batch in loader:  # one epoch: input_ids, attention_mask and labels, each [batch_size, sequence_length]
         ...
