@@ -188,9 +188,9 @@ def make_model(folder: Path, num_layers: int) -> None:
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
-    from pretrainkit.checkpoint.hf import HfTarget
+    from pretrainkit.checkpoint.formats.hf import HfTarget
+    from pretrainkit.checkpoint.lazy_tensor import Rows
     from pretrainkit.checkpoint.mapping import expand
-    from pretrainkit.checkpoint.rows import Rows
     from pretrainkit.models.registry import read_shape
 
     folder.mkdir(parents=True)

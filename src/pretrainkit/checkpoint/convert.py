@@ -22,10 +22,10 @@ import torch
 
 from pretrainkit.checkpoint.detect import HF_SOURCE, Found, Kind, detect
 from pretrainkit.checkpoint.fingerprint import weights_fingerprint
+from pretrainkit.checkpoint.formats.megatron_args import flags_to_add
+from pretrainkit.checkpoint.lazy_tensor import Rows
 from pretrainkit.checkpoint.mapping import Entry, expand
-from pretrainkit.checkpoint.megatron_args import flags_to_add
 from pretrainkit.checkpoint.parallel import Parallelism
-from pretrainkit.checkpoint.rows import Rows
 from pretrainkit.checkpoint.targets import Source, Target, TargetPlan, open_source
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import CheckpointError, RequestError

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from pretrainkit.checkpoint import torch_dist
-from pretrainkit.checkpoint.weight_files import SINGLE_NAME
+from pretrainkit.checkpoint.formats import torch_dist
+from pretrainkit.checkpoint.formats.weight_files import SINGLE_NAME
 from pretrainkit.errors import RequestError
 
 TRACKER_NAME = "latest_checkpointed_iteration.txt"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from pretrainkit.checkpoint.weight_files import weight_files
+from pretrainkit.checkpoint.formats.weight_files import weight_files
 
 SAMPLES = 64
 """Places that are read in each file."""

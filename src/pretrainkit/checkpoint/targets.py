@@ -10,16 +10,16 @@ from typing import Any, Protocol
 
 import torch
 
-from pretrainkit.checkpoint import hf, nemo_context
 from pretrainkit.checkpoint.detect import HF_SOURCE, TRACKER_NAME, Found, Kind
+from pretrainkit.checkpoint.formats import hf, nemo
+from pretrainkit.checkpoint.formats.megatron_args import megatron_args
+from pretrainkit.checkpoint.formats.torch_dist_reader import TorchDistSource
+from pretrainkit.checkpoint.formats.torch_dist_writer import TorchDistTarget
+from pretrainkit.checkpoint.formats.torch_legacy import CHECKPOINT_VERSION, TorchSource
+from pretrainkit.checkpoint.formats.torch_legacy_writer import TorchTarget
+from pretrainkit.checkpoint.lazy_tensor import Rows
 from pretrainkit.checkpoint.mapping import Entry, MegatronContent
-from pretrainkit.checkpoint.megatron_args import megatron_args
 from pretrainkit.checkpoint.parallel import Parallelism
-from pretrainkit.checkpoint.rows import Rows
-from pretrainkit.checkpoint.torch_dist_source import TorchDistSource
-from pretrainkit.checkpoint.torch_dist_writer import TorchDistTarget
-from pretrainkit.checkpoint.torch_legacy import CHECKPOINT_VERSION, TorchSource
-from pretrainkit.checkpoint.torch_legacy_writer import TorchTarget
 from pretrainkit.checkpoint.transforms import padded_vocabulary
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.models.registry import read_config
@@ -61,7 +61,7 @@ def open_source(found: Found, entries: Sequence[Entry], shape: ModelShape) -> So
     if found.kind is Kind.TORCH:
         return TorchSource(found.weights, entries, shape)
     if found.kind is Kind.NEMO:
-        nemo_context.check_settings(found.root / "context", shape)
+        nemo.check_settings(found.root / "context", shape)
     return TorchDistSource(found.weights, entries, shape)
 
 
@@ -123,28 +123,28 @@ class TargetPlan:
             return hf.HfTarget(folder, self.entries, self.dtypes, max_shard_bytes=self.max_shard_bytes)
         carry_hf_files(self.hf_folder, folder)
         if self.kind is Kind.NEMO:
-            nemo_context.write_context(folder / "context", self._nemo_model(), self.hf_folder)
+            nemo.write_context(folder / "context", self._nemo_model(), self.hf_folder)
             (folder / "weights").mkdir()
-            content = self._content(nemo_context.common_state())
+            content = self._content(nemo.common_state())
             return TorchDistTarget(folder / "weights", content, prefix="module.")
         name = "release" if self.iteration is None else f"iter_{self.iteration:07d}"
         (folder / name).mkdir()
         tracked = "release" if self.iteration is None else str(self.iteration)
         (folder / TRACKER_NAME).write_text(tracked, encoding="ascii")
         if self.kind is Kind.TORCH_DIST:
-            common = {**self._common(), "content_metadata": dict(nemo_context.CONTENT_METADATA)}
+            common = {**self._common(), "content_metadata": dict(nemo.CONTENT_METADATA)}
             return TorchDistTarget(folder / name, self._content(common), prefix="")
         return TorchTarget(folder / name, self._content(self._common()), self.parallelism)
 
     def _content(self, common: Mapping[str, Any]) -> MegatronContent:
         return MegatronContent(self.entries, self.dtypes, self.shape, common, self.padded_rows, self.workers)
 
-    def _nemo_model(self) -> nemo_context.Call:
-        return nemo_context.model_call(
+    def _nemo_model(self) -> nemo.Call:
+        return nemo.model_call(
             self.shape,
             self.main_dtype,
             vocabulary_divisor=self.divisor,
-            has_generation_config=(self.hf_folder / nemo_context.GENERATION_CONFIG).is_file(),
+            has_generation_config=(self.hf_folder / nemo.GENERATION_CONFIG).is_file(),
         )
 
     def _common(self) -> dict[str, Any]:

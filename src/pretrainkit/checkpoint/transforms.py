@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pretrainkit.checkpoint.rows import Rows, tensors
+from pretrainkit.checkpoint.lazy_tensor import Rows, tensors
 from pretrainkit.models.family import Layout
 
 

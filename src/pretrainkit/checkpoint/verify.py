@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from pretrainkit.checkpoint import hf
 from pretrainkit.checkpoint.convert import find_hf_folder
 from pretrainkit.checkpoint.detect import Kind, detect
+from pretrainkit.checkpoint.formats import hf
+from pretrainkit.checkpoint.formats.weight_files import INDEX_NAME
 from pretrainkit.checkpoint.verify_verdict import Check, Verdict, check_of
 from pretrainkit.checkpoint.verify_weights import DTYPE_FIELDS, check_weights
-from pretrainkit.checkpoint.weight_files import INDEX_NAME
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import RequestError
 from pretrainkit.files import read_json, sha256_file

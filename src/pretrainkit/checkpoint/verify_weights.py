@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from pretrainkit.checkpoint.detect import Found
+from pretrainkit.checkpoint.formats.safetensors import open_by_package
 from pretrainkit.checkpoint.mapping import Entry, expand
-from pretrainkit.checkpoint.safetensors import open_by_package
 from pretrainkit.checkpoint.targets import Source, open_source
 from pretrainkit.checkpoint.verify_verdict import Check, check_of
 from pretrainkit.config.schema import ModelShape

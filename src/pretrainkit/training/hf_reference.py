@@ -127,7 +127,7 @@ def _streaming_model(folder: Path, rounded: Any, stack: ExitStack) -> Any:
         from accelerate import init_empty_weights
         from transformers import AutoConfig, AutoModelForCausalLM
 
-    from pretrainkit.checkpoint.safetensors import open_by_package
+    from pretrainkit.checkpoint.formats.safetensors import open_by_package
 
     read, names = open_by_package(folder, stack)
     config = AutoConfig.from_pretrained(folder, local_files_only=True)

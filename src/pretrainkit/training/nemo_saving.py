@@ -33,7 +33,7 @@ from nemo.lightning.io.artifact.file import DirArtifact
 from nemo.lightning.io.pl import TrainerContext
 from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 
-from pretrainkit.checkpoint.nemo_context import TOKENIZER_FOLDER, copy_tokenizer
+from pretrainkit.checkpoint.formats.nemo import TOKENIZER_FOLDER, copy_tokenizer
 from pretrainkit.checkpoint.targets import carry_hf_files
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.logs import get_logger

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pretrainkit.checkpoint import hf
 from pretrainkit.checkpoint.convert import Options, convert, find_hf_folder
 from pretrainkit.checkpoint.detect import Kind, detect
+from pretrainkit.checkpoint.formats import hf
 from pretrainkit.checkpoint.parallel import Parallelism
 from pretrainkit.checkpoint.transforms import padded_vocabulary
 from pretrainkit.checkpoint.verify_verdict import Check
@@ -216,7 +216,7 @@ def _megatron_weights(source: Path, folder: Path, hf_folder: Path | None, option
 
     A classic checkpoint or a Hugging Face folder is converted for it.
     """
-    from pretrainkit.checkpoint.torch_dist import read_metadata
+    from pretrainkit.checkpoint.formats.torch_dist import read_metadata
 
     found = detect(source)
     if found.kind in (Kind.HF, Kind.TORCH):

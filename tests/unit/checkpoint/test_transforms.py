@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from pretrainkit.checkpoint.rows import Rows
+from pretrainkit.checkpoint.lazy_tensor import Rows
 from pretrainkit.checkpoint.transforms import merge_qkv, padded_vocabulary, shard, split_qkv, unshard
 from pretrainkit.models.family import Layout
 

@@ -14,8 +14,8 @@ import torch
 
 from pretrainkit.checkpoint.convert import Options, convert
 from pretrainkit.checkpoint.detect import Kind
+from pretrainkit.checkpoint.formats.torch_dist import FORMAT
 from pretrainkit.checkpoint.parallel import Parallelism
-from pretrainkit.checkpoint.torch_dist import FORMAT
 from pretrainkit.errors import PretrainkitError
 
 Change = Callable[[dict[str, Any]], dict[str, Any]]

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    """`PackedDataset` is for users' scripts; it is imported when it is asked for, since it brings torch."""
+    """`PackedDataset` is for users' scripts; it is imported when it is asked for."""
     if name == "PackedDataset":
         from pretrainkit.data.packed.format import PackedDataset
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from pretrainkit.checkpoint.hf import side_files
+from pretrainkit.checkpoint.formats.hf import side_files
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import RequestError
 from pretrainkit.files import read_json, write_json

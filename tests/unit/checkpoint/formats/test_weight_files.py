@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import save_file
 
 from pretrainkit.checkpoint.fingerprint import weights_fingerprint
-from pretrainkit.checkpoint.hf import locate_tensors
-from pretrainkit.checkpoint.safetensors import open_by_package
-from pretrainkit.checkpoint.weight_files import INDEX_NAME, weight_files
+from pretrainkit.checkpoint.formats.hf import locate_tensors
+from pretrainkit.checkpoint.formats.safetensors import open_by_package
+from pretrainkit.checkpoint.formats.weight_files import INDEX_NAME, weight_files
 from pretrainkit.errors import RequestError
 
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from pretrainkit.checkpoint.archive_writer import frame, save_archive
+from pretrainkit.checkpoint.formats.torch_dist import COMMON_NAME, CONFIG_NAME, FORMAT, METADATA_NAME
+from pretrainkit.checkpoint.formats.torch_save_writer import frame, save_archive
+from pretrainkit.checkpoint.lazy_tensor import Rows, pwrite_all, tensors
 from pretrainkit.checkpoint.mapping import Entry, MegatronContent
-from pretrainkit.checkpoint.rows import Rows, pwrite_all, tensors
-from pretrainkit.checkpoint.torch_dist import COMMON_NAME, CONFIG_NAME, FORMAT, METADATA_NAME
 from pretrainkit.checkpoint.transforms import merge_qkv
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.files import write_json

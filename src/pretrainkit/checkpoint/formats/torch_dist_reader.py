@@ -13,11 +13,11 @@ from pathlib import Path
 
 import torch
 
-from pretrainkit.checkpoint.archive import read_archive
+from pretrainkit.checkpoint.formats.megatron_args import check_args
+from pretrainkit.checkpoint.formats.torch_dist import COMMON_NAME, OLDER, GlobalTensor, read_metadata, read_rows
+from pretrainkit.checkpoint.formats.torch_save import read_archive
+from pretrainkit.checkpoint.lazy_tensor import Rows
 from pretrainkit.checkpoint.mapping import Entry
-from pretrainkit.checkpoint.megatron_args import check_args
-from pretrainkit.checkpoint.rows import Rows
-from pretrainkit.checkpoint.torch_dist import COMMON_NAME, OLDER, GlobalTensor, read_metadata, read_rows
 from pretrainkit.checkpoint.transforms import split_qkv
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import CheckpointError

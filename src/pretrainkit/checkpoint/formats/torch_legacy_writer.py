@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from pretrainkit.checkpoint.archive import StoredTensor, read_archive
-from pretrainkit.checkpoint.archive_writer import save_archive
+from pretrainkit.checkpoint.formats.torch_legacy import FILE_NAME, TIED_OUTPUT
+from pretrainkit.checkpoint.formats.torch_legacy_names import local_name
+from pretrainkit.checkpoint.formats.torch_save import StoredTensor, read_archive
+from pretrainkit.checkpoint.formats.torch_save_writer import save_archive
+from pretrainkit.checkpoint.lazy_tensor import Rows
 from pretrainkit.checkpoint.mapping import Entry, MegatronContent
 from pretrainkit.checkpoint.parallel import Parallelism
-from pretrainkit.checkpoint.rows import Rows
-from pretrainkit.checkpoint.torch_legacy import FILE_NAME, TIED_OUTPUT
-from pretrainkit.checkpoint.torch_names import local_name
 from pretrainkit.checkpoint.transforms import shard
 from pretrainkit.files import fsync_path
 from pretrainkit.models.family import Layout

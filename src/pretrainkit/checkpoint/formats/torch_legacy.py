@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from pretrainkit.checkpoint.archive import StoredTensor, read_archive
+from pretrainkit.checkpoint.formats.megatron_args import check_args
+from pretrainkit.checkpoint.formats.torch_legacy_names import ExpertForm, LocalName, is_ignored, parse
+from pretrainkit.checkpoint.formats.torch_save import StoredTensor, read_archive
+from pretrainkit.checkpoint.lazy_tensor import Rows
 from pretrainkit.checkpoint.mapping import Entry
-from pretrainkit.checkpoint.megatron_args import check_args
 from pretrainkit.checkpoint.parallel import Parallelism
-from pretrainkit.checkpoint.rows import Rows
-from pretrainkit.checkpoint.torch_names import ExpertForm, LocalName, is_ignored, parse
 from pretrainkit.checkpoint.transforms import unshard
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import CheckpointError

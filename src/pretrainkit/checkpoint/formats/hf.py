@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from pretrainkit.checkpoint.archive import StoredTensor
+from pretrainkit.checkpoint.formats.safetensors import SafetensorsWriter, TensorPlan, read_header
+from pretrainkit.checkpoint.formats.torch_save import StoredTensor
+from pretrainkit.checkpoint.formats.weight_files import INDEX_NAME, SINGLE_NAME, weight_files
+from pretrainkit.checkpoint.lazy_tensor import Rows
 from pretrainkit.checkpoint.mapping import Entry, check_names
-from pretrainkit.checkpoint.rows import Rows
-from pretrainkit.checkpoint.safetensors import SafetensorsWriter, TensorPlan, read_header
-from pretrainkit.checkpoint.weight_files import INDEX_NAME, SINGLE_NAME, weight_files
 from pretrainkit.errors import RequestError
 from pretrainkit.files import read_json, write_json
 

@@ -17,7 +17,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from pretrainkit.checkpoint.archive import StoredTensor
+from pretrainkit.checkpoint.formats.torch_save import StoredTensor
 
 SLICE_BYTES = 32 * 2**20
 """How much of a block is cast or gathered at a time; more doesn't make it faster (measured: 16 to 256 MiB alike)."""

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pretrainkit.checkpoint.rows import Rows
-from pretrainkit.checkpoint.safetensors import DTYPES, SafetensorsWriter, TensorPlan, read_header
+from pretrainkit.checkpoint.formats.safetensors import DTYPES, SafetensorsWriter, TensorPlan, read_header
+from pretrainkit.checkpoint.lazy_tensor import Rows
 from pretrainkit.errors import CheckpointError
 
 TENSORS = {

@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
-from pretrainkit.checkpoint.archive import StoredTensor
-from pretrainkit.checkpoint.rows import Rows, pwrite_all
-from pretrainkit.checkpoint.weight_files import weight_files
+from pretrainkit.checkpoint.formats.torch_save import StoredTensor
+from pretrainkit.checkpoint.formats.weight_files import weight_files
+from pretrainkit.checkpoint.lazy_tensor import Rows, pwrite_all
 from pretrainkit.errors import CheckpointError
 
 DTYPES: dict[str, torch.dtype] = {

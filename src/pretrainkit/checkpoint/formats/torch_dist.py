@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pretrainkit.checkpoint.archive import InertUnpickler, StoredTensor, read_archive
-from pretrainkit.checkpoint.rows import Rows
+from pretrainkit.checkpoint.formats.torch_save import InertUnpickler, StoredTensor, read_archive
+from pretrainkit.checkpoint.lazy_tensor import Rows
 from pretrainkit.errors import CheckpointError
 from pretrainkit.files import read_json
 

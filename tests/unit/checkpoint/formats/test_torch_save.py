@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from pretrainkit.checkpoint.archive import Inert, StoredTensor, read_archive
-from pretrainkit.checkpoint.archive_writer import frame
-from pretrainkit.checkpoint.rows import SLICE_BYTES, Rows
+from pretrainkit.checkpoint.formats.torch_save import Inert, StoredTensor, read_archive
+from pretrainkit.checkpoint.formats.torch_save_writer import frame
+from pretrainkit.checkpoint.lazy_tensor import SLICE_BYTES, Rows
 from pretrainkit.errors import CheckpointError
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int8, torch.uint8, torch.bool]
