@@ -108,7 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
     report = convert(arguments.source, arguments.target, options)
     checks = []
     if arguments.test_precision:
-        from pretrainkit.training.release import RunOptions, check_models
+        from pretrainkit.release.models import RunOptions, check_models
 
         sides = (arguments.source, arguments.target)
         megatron, hugging_face = sides if target_kind is Kind.HF else sides[::-1]

@@ -37,9 +37,9 @@ def build_parser() -> Parser:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check, report, and say whether the release passed."""
-    from pretrainkit.checkpoint.verify import verify_files
-    from pretrainkit.checkpoint.verify_report import as_markdown, write_report
-    from pretrainkit.training.release import RunOptions, check_models
+    from pretrainkit.release.files import verify_files
+    from pretrainkit.release.models import RunOptions, check_models
+    from pretrainkit.release.report import as_markdown, write_report
 
     verdict = verify_files(
         arguments.source,

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from pretrainkit.checkpoint.convert import Options, convert
 from pretrainkit.checkpoint.detect import Kind
 from pretrainkit.checkpoint.parallel import Parallelism
-from pretrainkit.training.release import RunOptions, check_models
+from pretrainkit.release.models import RunOptions, check_models
 
 pytestmark = pytest.mark.integration
 

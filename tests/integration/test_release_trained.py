@@ -11,8 +11,8 @@ import pytest
 from pretrainkit.checkpoint.convert import Options, convert
 from pretrainkit.checkpoint.detect import Kind
 from pretrainkit.checkpoint.parallel import Parallelism
-from pretrainkit.checkpoint.verify import verify_files
-from pretrainkit.training.release import RunOptions, check_models
+from pretrainkit.release.files import verify_files
+from pretrainkit.release.models import RunOptions, check_models
 
 pytestmark = pytest.mark.integration
 

@@ -11,10 +11,10 @@ import pytest
 from nemo.lightning.io import load_context
 
 from pretrainkit.checkpoint.convert import convert
-from pretrainkit.checkpoint.verify import verify_files
 from pretrainkit.models.registry import read_shape
+from pretrainkit.release.files import verify_files
+from pretrainkit.release.models import RunOptions, check_models
 from pretrainkit.training import resume
-from pretrainkit.training.release import RunOptions, check_models
 
 pytestmark = pytest.mark.integration
 

@@ -20,7 +20,7 @@ from typing import Any
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import CheckpointError
 from pretrainkit.logs import get_logger
-from pretrainkit.training import hf_reference, prompts
+from pretrainkit.release import hf_reference, prompts
 from pretrainkit.training.host_memory import available_bytes
 from pretrainkit.training.start_plan import WEIGHTS, StartPlan
 from pretrainkit.units import format_bytes

@@ -10,7 +10,7 @@ import pytest
 
 from pretrainkit.errors import CheckpointError
 from pretrainkit.models.registry import read_shape
-from pretrainkit.training.hf_reference import Request, needed_bytes, token_losses
+from pretrainkit.release.hf_reference import Request, needed_bytes, token_losses
 
 MODELS = ("llama-tied", "llama3-rope", "mistral", "qwen2", "qwen3", "mixtral")
 

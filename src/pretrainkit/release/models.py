@@ -23,13 +23,13 @@ from pretrainkit.checkpoint.detect import Kind, detect
 from pretrainkit.checkpoint.formats import hf
 from pretrainkit.checkpoint.parallel import Parallelism
 from pretrainkit.checkpoint.transforms import padded_vocabulary
-from pretrainkit.checkpoint.verify_verdict import Check
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import CheckpointError, RequestError
 from pretrainkit.imports import heavy_imports
 from pretrainkit.logs import get_logger
 from pretrainkit.models.registry import read_shape
-from pretrainkit.training import prompts
+from pretrainkit.release import prompts
+from pretrainkit.release.verdict import Check
 
 if TYPE_CHECKING:
     import torch

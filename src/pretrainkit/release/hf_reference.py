@@ -1,6 +1,6 @@
 """A Hugging Face model's loss of every token, on CPU in fp32, one layer in memory at a time.
 
-Run as a process of its own (`python -m pretrainkit.training.hf_reference`, request on stdin, result on stdout): its
+Run as a process of its own (`python -m pretrainkit.release.hf_reference`, request on stdin, result on stdout): its
 memory is given back as a whole, and neither its random state nor its threads are those of the training. The
 mathematics is transformers'; weights are read with the safetensors package, as transformers itself does.
 """

@@ -13,7 +13,7 @@ import pytest
 from pretrainkit.checkpoint.convert import Options, convert
 from pretrainkit.checkpoint.detect import Kind
 from pretrainkit.checkpoint.parallel import Parallelism
-from pretrainkit.checkpoint.verify import verify_files
+from pretrainkit.release.files import verify_files
 
 LAYER = "model.layers.1."
 

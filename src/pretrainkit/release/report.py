@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pretrainkit.checkpoint.verify_verdict import Verdict
 from pretrainkit.files import write_json, write_text
+from pretrainkit.release.verdict import Verdict
 
 
 def write_report(verdict: Verdict, prefix: Path) -> None:

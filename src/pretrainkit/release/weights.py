@@ -17,9 +17,9 @@ from pretrainkit.checkpoint.detect import Found
 from pretrainkit.checkpoint.formats.safetensors import open_by_package
 from pretrainkit.checkpoint.mapping import Entry, expand
 from pretrainkit.checkpoint.targets import Source, open_source
-from pretrainkit.checkpoint.verify_verdict import Check, check_of
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.models.registry import read_config
+from pretrainkit.release.verdict import Check, check_of
 
 DTYPE_FIELDS = ("dtype", "torch_dtype")
 """Names that config.json has had for the dtype of the weights."""

@@ -15,12 +15,12 @@ from pretrainkit.checkpoint.convert import find_hf_folder
 from pretrainkit.checkpoint.detect import Kind, detect
 from pretrainkit.checkpoint.formats import hf
 from pretrainkit.checkpoint.formats.weight_files import INDEX_NAME
-from pretrainkit.checkpoint.verify_verdict import Check, Verdict, check_of
-from pretrainkit.checkpoint.verify_weights import DTYPE_FIELDS, check_weights
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import RequestError
 from pretrainkit.files import read_json, sha256_file
 from pretrainkit.models.registry import read_config, read_shape
+from pretrainkit.release.verdict import Check, Verdict, check_of
+from pretrainkit.release.weights import DTYPE_FIELDS, check_weights
 
 _SECRET = re.compile(r"hf_[A-Za-z0-9]{30,}|AKIA[0-9A-Z]{16}|ghp_[A-Za-z0-9]{36}|sk-[A-Za-z0-9]{40,}")
 MODEL_CARD = "README.md"
