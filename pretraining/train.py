@@ -20,7 +20,8 @@ from pretrainkit.cli import Parser, run_command
 from pretrainkit.config.run_file import read_run
 from pretrainkit.errors import EXIT_DONE, EXIT_STOPPED_AFTER_SAVING, RequestError
 from pretrainkit.imports import heavy_imports, leave_out
-from pretrainkit.training import kernels, start_plan
+from pretrainkit.megatron import kernels
+from pretrainkit.training import start_plan
 from pretrainkit.training.stop_requests import StopRequests
 
 log = logs.get_logger("train")
@@ -62,7 +63,7 @@ def command(arguments: argparse.Namespace) -> int:
         leave_out("transformer_engine")
     with heavy_imports():
         if run.accelerator == "cpu":
-            from pretrainkit.training import cpu
+            from pretrainkit.megatron import cpu
 
             cpu.bridge()
         from pretrainkit.training import nemo

@@ -46,6 +46,6 @@ def quiet_upstream() -> None:
     upstream = ("lightning", "lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric")
     for name in (*upstream, "megatron", "nv_one_logger", "torch"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    # On CPU every torch call passes through pretrainkit.training.cpu, whose lines their warnings then carry.
+    # On CPU every torch call passes through pretrainkit.megatron.cpu, whose lines their warnings then carry.
     modules = r"(torch|nemo|megatron|lightning|transformers|pydantic|pretrainkit\.training\.cpu)\b"
     warnings.filterwarnings("ignore", module=modules)

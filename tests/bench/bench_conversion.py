@@ -59,7 +59,7 @@ for folder, _, names in os.walk(target):
 NEMO = """
 import sys
 from pathlib import Path
-from pretrainkit.training import cpu
+from pretrainkit.megatron import cpu
 cpu.bridge()
 # What NeMo's connectors need on a machine without CUDA and Transformer Engine.
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -71,7 +71,7 @@ TransformerConfig.__post_init__ = without_fused_rope
 import nemo.lightning.io.pl
 nemo.lightning.io.pl._fix_tensors_device = lambda state: state
 import nemo.collections.llm.gpt.model.base as base
-from pretrainkit.training.layer_spec import torch_layer_spec
+from pretrainkit.megatron.layer_spec import torch_layer_spec
 base.local_layer_spec = torch_layer_spec
 from nemo.collections import llm
 what, source, target = sys.argv[1:]
@@ -86,14 +86,14 @@ else:
 MBRIDGE = """
 import os, sys
 from pathlib import Path
-from pretrainkit.training import cpu
+from pretrainkit.megatron import cpu
 cpu.bridge()
 import torch
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 import mbridge.core.llm_bridge
 from mbridge import AutoBridge
-from pretrainkit.training.layer_spec import torch_layer_spec
+from pretrainkit.megatron.layer_spec import torch_layer_spec
 # What mbridge needs on a machine without CUDA and Transformer Engine.
 mbridge.core.llm_bridge.get_gpt_decoder_block_spec = lambda config, **_: torch_layer_spec(config)
 what, source, target, original = sys.argv[1:]

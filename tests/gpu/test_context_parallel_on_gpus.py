@@ -8,7 +8,7 @@ import torch
 from all_cards import NUM_CARDS, on_all_cards
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from pretrainkit.training.attention_parts import CuDnn, Efficient, Flash, Part, part_kernel
+from pretrainkit.megatron.attention_parts import CuDnn, Efficient, Flash, Part, part_kernel
 
 pytestmark = pytest.mark.skipif(NUM_CARDS < 2, reason="needs two GPUs")
 KERNELS = [

@@ -7,7 +7,7 @@ import pytest
 import torch
 from all_cards import NUM_CARDS, on_all_cards
 
-from pretrainkit.training.overlapped_linear import exchange_of
+from pretrainkit.megatron.tp_overlap import exchange_of
 
 pytestmark = pytest.mark.skipif(NUM_CARDS < 2, reason="needs two GPUs")
 ROUNDS = 50

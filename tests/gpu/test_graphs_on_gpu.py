@@ -14,7 +14,8 @@ from all_cards import NUM_CARDS
 from test_kernels_on_gpu import LENGTH, SHAPE, one_rank
 from torch import Tensor
 
-from pretrainkit.training import graphed_layers, kernels, megatron_model
+from pretrainkit.megatron import cuda_graphs, kernels
+from pretrainkit.megatron import model as megatron_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 __all__ = ["one_rank"]
@@ -76,7 +77,7 @@ def test_gradients_of_replayed_layers_are_those_of_launched_ones(fused_kernels: 
     kernels.install(chosen)
     wrapped = _wrapped(chosen, precision)
     expected = _gradients(wrapped)
-    layers = graphed_layers.install(wrapped)
+    layers = cuda_graphs.install(wrapped)
     for _ in range(2):  # the first one records
         _assert_same(_gradients(wrapped), expected)
     assert len(layers._layers) == SHAPE.num_layers
@@ -90,13 +91,13 @@ def test_layers_that_cant_be_recorded_are_launched(
     kernels.install(chosen)
     wrapped = _wrapped(chosen, "bf16")
     expected = _gradients(wrapped)
-    record = graphed_layers.CudaGraphs.record
+    record = cuda_graphs.CudaGraphs.record
 
     def record_a_wait(self: Any, body: Callable[[], Any]) -> Any:
         return record(self, lambda: (body(), torch.cuda.current_stream().synchronize()))
 
-    monkeypatch.setattr(graphed_layers.CudaGraphs, "record", record_a_wait)
-    layers = graphed_layers.install(wrapped)
+    monkeypatch.setattr(cuda_graphs.CudaGraphs, "record", record_a_wait)
+    layers = cuda_graphs.install(wrapped)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             _assert_same(_gradients(wrapped), expected)

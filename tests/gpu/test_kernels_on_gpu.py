@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from pretrainkit.config.schema import ModelShape
-from pretrainkit.training import kernels, megatron_model
+from pretrainkit.megatron import kernels
+from pretrainkit.megatron import model as megatron_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

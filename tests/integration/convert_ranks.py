@@ -13,8 +13,8 @@ def logits_rank(
     from megatron.core import dist_checkpointing, parallel_state
 
     from pretrainkit.checkpoint.transforms import padded_vocabulary
+    from pretrainkit.megatron import model as megatron_model
     from pretrainkit.models.registry import read_shape
-    from pretrainkit.training import megatron_model
 
     torch.distributed.init_process_group("gloo")
     tensor = world_size // expert

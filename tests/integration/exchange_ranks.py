@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pretrainkit.training import kernels, layer_spec
-from pretrainkit.training.overlapped_linear import NUM_BUFFERS, Exchange, GatheredProduct, ScatteredProduct
-from pretrainkit.training.weight_gradient import WeightGradientProduct
+from pretrainkit.megatron import kernels, layer_spec
+from pretrainkit.megatron.tp_overlap import NUM_BUFFERS, Exchange, GatheredProduct, ScatteredProduct
+from pretrainkit.megatron.wgrad import WeightGradientProduct
 
 
 class LateExchange(Exchange):

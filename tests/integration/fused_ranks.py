@@ -10,8 +10,9 @@ import ranks
 import torch
 from torch import Tensor
 
-from pretrainkit.training import graphed_layers, kernels, nemo
-from pretrainkit.training.weight_gradient import WeightGradientProduct
+from pretrainkit.megatron import cuda_graphs, kernels
+from pretrainkit.megatron.wgrad import WeightGradientProduct
+from pretrainkit.training import nemo
 
 FUSED = kernels.Kernels(
     layer_spec="torch",
@@ -64,7 +65,7 @@ def train_replaying(rank: int, world_size: int, *, run_file: Path, fused: bool =
         use_fused_kernels()
     choose = kernels.choose_for
     kernels.choose_for = lambda run: dataclasses.replace(choose(run), launches="graphs")
-    graphed_layers.CudaGraphs = CpuGraphs
+    cuda_graphs.CudaGraphs = CpuGraphs
     nemo._overlaps = lambda run: overlaps
     ranks.train_rank(rank, world_size, run_file=run_file)
     print("replays:", Again.count)

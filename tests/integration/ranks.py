@@ -97,7 +97,7 @@ def _rank(target: Any, rank: int, world_size: int, port: int, output: Path, argu
     import torch
 
     from pretrainkit import logs
-    from pretrainkit.training import cpu
+    from pretrainkit.megatron import cpu
 
     cpu.bridge()
     torch.set_num_threads(1)
@@ -175,8 +175,8 @@ def train_rank_without_data(rank: int, world_size: int, *, run_file: Path) -> No
 
     It does so when a sample was announced and the rank hasn't asked for its memory.
     """
+    from pretrainkit.megatron.dataset import EpochDataset
     from pretrainkit.training import nemo_readers
-    from pretrainkit.training.dataset import EpochDataset
 
     read, watched, calls = EpochDataset.__getitem__, nemo_readers.Readers.watched, itertools.count(1)
 
@@ -216,8 +216,8 @@ def norm_gradients_rank(rank: int, world_size: int) -> None:
     import torch
 
     from pretrainkit.config.schema import ModelShape
-    from pretrainkit.training import megatron_model
-    from pretrainkit.training.kernels import Kernels
+    from pretrainkit.megatron import model as megatron_model
+    from pretrainkit.megatron.kernels import Kernels
 
     shape = ModelShape(
         family="llama",
@@ -266,8 +266,8 @@ def logits_rank(rank: int, world_size: int, *, hf_folder: Path, checkpoint: Path
     """Write the Megatron model's logits for saved tokens beside them, at tensor parallel size `world_size`."""
     import torch
 
+    from pretrainkit.megatron import model as megatron_model
     from pretrainkit.models.registry import read_shape
-    from pretrainkit.training import megatron_model
 
     torch.distributed.init_process_group("gloo")
     megatron_model.initialize(tensor_parallel_size=world_size)
@@ -284,8 +284,9 @@ def document_losses_rank(rank: int, world_size: int, *, hf_folder: Path, checkpo
     """Write the losses [b, s] of a batch of rows beside it, and of each of its documents alone."""
     import torch
 
+    from pretrainkit.megatron import document_attention
+    from pretrainkit.megatron import model as megatron_model
     from pretrainkit.models.registry import read_shape
-    from pretrainkit.training import document_attention, megatron_model
 
     torch.distributed.init_process_group("gloo")
     megatron_model.initialize(tensor_parallel_size=world_size)

@@ -3,7 +3,7 @@
 from pretrainkit.imports import heavy_imports
 
 with heavy_imports():
-    from pretrainkit.training import cpu
+    from pretrainkit.megatron import cpu
 
     cpu.bridge()
     from pretrainkit.training import nemo  # noqa: F401

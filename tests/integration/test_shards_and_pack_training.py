@@ -106,7 +106,7 @@ def test_samples_of_a_run_are_those_of_the_pair(forms: dict[str, Path], dataset_
     from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
     from megatron.core.datasets.utils import Split
 
-    from pretrainkit.training.dataset import EpochDataset
+    from pretrainkit.megatron.dataset import EpochDataset
 
     def samples(path: Path) -> list[list[int]]:
         config = GPTDatasetConfig(

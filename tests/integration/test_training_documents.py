@@ -46,7 +46,7 @@ def test_losses_of_documents_in_a_row_are_those_of_the_documents_alone(
     import torch
 
     from pretrainkit.checkpoint.convert import convert
-    from pretrainkit.training.dataset import row_sample
+    from pretrainkit.megatron.dataset import row_sample
 
     hf_folder = make_hf_llama(seed=3)
     convert(hf_folder, tmp_path / "nemo")

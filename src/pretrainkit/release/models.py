@@ -231,7 +231,7 @@ def _megatron_weights(source: Path, folder: Path, hf_folder: Path | None, option
 def _rank_context() -> Any:
     """Ranks are forks of one process, which imports Megatron once for all of them and bridges it to the CPU."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pretrainkit.training.megatron_on_cpu"])
+    context.set_forkserver_preload(["pretrainkit.megatron.preloaded_cpu"])
     multiprocessing.forkserver.ensure_running()
     return context
 
@@ -281,7 +281,7 @@ def _rank(
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(size)}
     import torch
 
-    from pretrainkit.training.megatron_on_cpu import megatron_model
+    from pretrainkit.megatron.preloaded_cpu import megatron_model
 
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // size))
     torch.distributed.init_process_group("gloo")
@@ -314,7 +314,7 @@ def _padded_logits(model: Any, tokens: Any, shape: ModelShape, size: int) -> Any
     """Logits of tokens [1, S]; padded at the end for the call, since experts under TP need S to be a multiple of TP."""
     import torch.nn.functional as F
 
-    from pretrainkit.training import megatron_model
+    from pretrainkit.megatron import model as megatron_model
 
     length = tokens.shape[1]
     return megatron_model.logits(model, F.pad(tokens, (0, -length % size)), vocab_size=shape.vocab_size)[:, :length]

@@ -25,14 +25,16 @@ from nemo.utils import logging as nemo_logging
 
 from pretrainkit.config.schema import ResolvedRun, RopeScaling
 from pretrainkit.logs import get_logger
-from pretrainkit.training import kernels, optimizer, optimizer_gather, restarts, restored_weights, start_parity
-from pretrainkit.training.attention import attention_kernel
+from pretrainkit.megatron import kernels, optimizer, optimizer_gather
+from pretrainkit.megatron.attention import attention_kernel
+from pretrainkit.megatron.dataset import local_prefixes
+from pretrainkit.megatron.document_attention import with_document_bounds
+from pretrainkit.megatron.layer_spec import torch_layer_spec
+from pretrainkit.megatron.model_config import recompute_fields, transformer_config_fields
+from pretrainkit.models.flops import training_flops_per_token
+from pretrainkit.training import restarts, restored_weights, start_parity
 from pretrainkit.training.cards import peak_flops
-from pretrainkit.training.dataset import local_prefixes
-from pretrainkit.training.document_attention import with_document_bounds
 from pretrainkit.training.forks import kill_children, watch_forks
-from pretrainkit.training.layer_spec import torch_layer_spec
-from pretrainkit.training.model_config import recompute_fields, transformer_config_fields
 from pretrainkit.training.nemo_callbacks import (
     AsPlanned,
     FrozenStart,
@@ -52,7 +54,6 @@ from pretrainkit.training.records import RunRecorder
 from pretrainkit.training.schedule import schedule_of
 from pretrainkit.training.start_plan import CONTINUE, WEIGHTS, StartPlan
 from pretrainkit.training.stop_requests import StopRequests
-from pretrainkit.training.throughput import training_flops_per_token
 from pretrainkit.training.trackers import open_trackers
 
 log = get_logger(__name__)

@@ -18,9 +18,9 @@ from nemo.lightning.pytorch.optim.base import LRSchedulerModule
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import CheckpointError
 from pretrainkit.logs import get_logger
-from pretrainkit.training import graphed_layers
-from pretrainkit.training.dataset import shares_drawn
-from pretrainkit.training.kernels import Kernels
+from pretrainkit.megatron import cuda_graphs
+from pretrainkit.megatron.dataset import shares_drawn
+from pretrainkit.megatron.kernels import Kernels
 from pretrainkit.training.nemo_loss_guard import LossGuard
 from pretrainkit.training.records import RunRecorder
 from pretrainkit.training.schedule import Schedule, schedule_of
@@ -155,11 +155,11 @@ class GraphedModel(pl.Callback):
     """Lets the layers be replayed as CUDA graphs, if the run is to do so."""
 
     def __init__(self, chosen: Kernels) -> None:
-        self._chosen, self._layers = chosen, list[graphed_layers.GraphedLayers]()
+        self._chosen, self._layers = chosen, list[cuda_graphs.GraphedLayers]()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._chosen.launches == "graphs":
-            self._layers = [graphed_layers.install(chunk.module) for chunk in trainer.strategy.megatron_parallel]
+            self._layers = [cuda_graphs.install(chunk.module) for chunk in trainer.strategy.megatron_parallel]
 
     @property
     def uncounted_gib(self) -> float:

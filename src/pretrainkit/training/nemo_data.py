@@ -13,8 +13,8 @@ from nemo.collections.common.tokenizers.huggingface.auto_tokenizer import AutoTo
 
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.data.shards.urls import names_shards
-from pretrainkit.training.dataset import EpochDataset
-from pretrainkit.training.index_files import save_arrays_whole
+from pretrainkit.megatron.dataset import EpochDataset
+from pretrainkit.megatron.index_files import save_arrays_whole
 from pretrainkit.training.nemo_readers import Readers
 from pretrainkit.training.records import RunRecorder
 from pretrainkit.training.start_plan import StartPlan

@@ -11,8 +11,8 @@ from megatron.core import parallel_state
 
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import PretrainkitError
+from pretrainkit.megatron.dataset import documents_of_samples
 from pretrainkit.training.agreement import Agreement
-from pretrainkit.training.dataset import documents_of_samples
 from pretrainkit.training.loss_judge import LossJudge
 from pretrainkit.training.records import RunRecorder
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pretrainkit.config import resolve
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import RequestError
-from pretrainkit.training import kernels, start_plan
+from pretrainkit.megatron import kernels
+from pretrainkit.training import start_plan
 from pretrainkit.training.cards import MEMORY_GIB
 from pretrainkit.training.estimates import Implementation, cheapest_recompute, estimate, fits, gpu_memory
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pretrainkit.errors import DataError
-from pretrainkit.training.index_files import KINDS, save_arrays_whole, wait_until_seen
+from pretrainkit.megatron.index_files import KINDS, save_arrays_whole, wait_until_seen
 
 
 def test_an_array_is_saved_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from pretrainkit.config.schema import ParallelConfig, Recompute, ResolvedRun
 from pretrainkit.errors import RequestError
-from pretrainkit.training import kernels
-from pretrainkit.training.kernels import LIBRARIES, Kernels, choose, config_fields
+from pretrainkit.megatron import kernels
+from pretrainkit.megatron.kernels import LIBRARIES, Kernels, choose, config_fields
 
 ALL = frozenset(LIBRARIES)
 PLAIN = Kernels(*8 * ["torch"])

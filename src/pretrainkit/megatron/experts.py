@@ -15,8 +15,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from pretrainkit.config.schema import ModelShape
-from pretrainkit.training.attention import ScaledDotProductAttention
-from pretrainkit.training.layer_spec import RMSNorm, RMSNormColumnParallelLinear
+from pretrainkit.megatron.attention import ScaledDotProductAttention
+from pretrainkit.megatron.layer_spec import RMSNorm, RMSNormColumnParallelLinear
 
 
 def expert_config_fields(shape: ModelShape, *, tensor_parallel_size: int) -> dict[str, Any]:

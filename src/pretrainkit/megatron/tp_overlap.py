@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from pretrainkit.logs import get_logger
-from pretrainkit.training.weight_gradient import WeightGradientProduct
+from pretrainkit.megatron.wgrad import WeightGradientProduct
 
 NUM_BUFFERS = 3
 """A rank writes a buffer again two operations later. Others may read it until the end of the next one, and all meet

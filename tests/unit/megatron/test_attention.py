@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from pretrainkit.config.schema import ResolvedRun
-from pretrainkit.training import attention
-from pretrainkit.training.attention_parts import CuDnn, Flash, PartKernel
+from pretrainkit.megatron import attention
+from pretrainkit.megatron.attention_parts import CuDnn, Flash, PartKernel
 
 MISMATCH = "cuDNN version incompatibility: PyTorch was compiled against (9, 19, 0) but found runtime version (9, 14, 0)"
 

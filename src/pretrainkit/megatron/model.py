@@ -18,10 +18,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from pretrainkit.config.schema import ModelShape
-from pretrainkit.training.expert_layers import expert_config_fields, torch_expert_layer_spec
-from pretrainkit.training.kernels import Kernels, config_fields
-from pretrainkit.training.layer_spec import torch_layer_spec
-from pretrainkit.training.model_config import scaled_inverse_frequencies, transformer_config_fields
+from pretrainkit.megatron.experts import expert_config_fields, torch_expert_layer_spec
+from pretrainkit.megatron.kernels import Kernels, config_fields
+from pretrainkit.megatron.layer_spec import torch_layer_spec
+from pretrainkit.megatron.model_config import scaled_inverse_frequencies, transformer_config_fields
 
 
 def initialize(*, tensor_parallel_size: int = 1) -> None:

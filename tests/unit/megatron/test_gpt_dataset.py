@@ -15,8 +15,8 @@ from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, get_bin_path, get_idx_path
 from megatron.core.datasets.utils import Split
 
-from pretrainkit.training.dataset import EpochDataset, documents_of_samples, shares_drawn
-from pretrainkit.training.index_files import save_arrays_whole
+from pretrainkit.megatron.dataset import EpochDataset, documents_of_samples, shares_drawn
+from pretrainkit.megatron.index_files import save_arrays_whole
 
 EOD = 2
 SEQUENCE_LENGTH = 16

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from pretrainkit.training.optimizer import FusedAdamW
+from pretrainkit.megatron.optimizer import FusedAdamW
 
 SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8}
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pretrainkit.training.weight_gradient import embedding
+from pretrainkit.megatron.wgrad import embedding
 
 IDS = torch.tensor([[3, 0, 3], [1, 3, 6]])
 

@@ -24,7 +24,7 @@ from pretrainkit.data.token_documents import (
     is_token_folder,
     open_token_folder,
 )
-from pretrainkit.training.index_files import wait_until_seen
+from pretrainkit.megatron.index_files import wait_until_seen
 
 Documents: TypeAlias = IndexedDataset | ShardDocuments | PackedDocuments | PackedRows
 

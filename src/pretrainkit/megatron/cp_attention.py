@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from pretrainkit.training.attention_parts import Part, part_kernel
+from pretrainkit.megatron.attention_parts import Part, part_kernel
 
 
 def attend_across_ranks(

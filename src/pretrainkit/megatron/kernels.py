@@ -25,7 +25,7 @@ from typing import Any
 from pretrainkit.config.field_checks import FUSED_KERNELS
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import RequestError
-from pretrainkit.training.throughput import layer_parameters
+from pretrainkit.models.flops import layer_parameters
 
 PLAIN = "torch"
 LIBRARIES = ("transformer_engine", "triton", "liger_kernel")
@@ -194,7 +194,7 @@ def install(kernels: Kernels) -> None:
         import megatron.core.models.common.embeddings.rope_utils as rope_utils
         import megatron.core.transformer.attention as attention
 
-        from pretrainkit.training import triton_rotary
+        from pretrainkit.megatron.triton import rotary as triton_rotary
 
         rope_utils.fused_apply_rotary_pos_emb = triton_rotary.rotate_heads
         attention.HAVE_FUSED_QKV_ROPE = True
@@ -206,10 +206,10 @@ def install(kernels: Kernels) -> None:
     if kernels.cross_entropy == "triton":
         import megatron.core.models.common.language_module.language_module as language_module
 
-        from pretrainkit.training.triton_cross_entropy import vocab_parallel_cross_entropy
+        from pretrainkit.megatron.triton.cross_entropy import vocab_parallel_cross_entropy
 
         language_module.fused_vocab_parallel_cross_entropy = vocab_parallel_cross_entropy
     if kernels.weight_gradient == "product":
-        from pretrainkit.training import weight_gradient
+        from pretrainkit.megatron import wgrad
 
-        weight_gradient.use_in_megatron()
+        wgrad.use_in_megatron()

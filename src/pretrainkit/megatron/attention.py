@@ -19,9 +19,9 @@ from torch import Tensor
 
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.logs import get_logger
-from pretrainkit.training.attention_parts import Part, part_kernel
-from pretrainkit.training.context_parallel_attention import attend_across_ranks
-from pretrainkit.training.document_attention import attend_within_documents
+from pretrainkit.megatron.attention_parts import Part, part_kernel
+from pretrainkit.megatron.cp_attention import attend_across_ranks
+from pretrainkit.megatron.document_attention import attend_within_documents
 
 log = get_logger(__name__)
 CUDNN_CARDS = (9, 10)

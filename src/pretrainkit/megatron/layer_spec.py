@@ -20,8 +20,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from pretrainkit.training.attention import ScaledDotProductAttention
-from pretrainkit.training.overlapped_linear import GatheredProduct, ScatteredProduct, exchange_of
+from pretrainkit.megatron.attention import ScaledDotProductAttention
+from pretrainkit.megatron.tp_overlap import GatheredProduct, ScatteredProduct, exchange_of
 
 
 def _norm_weight(config: TransformerConfig, size: int) -> torch.nn.Parameter:
@@ -80,7 +80,7 @@ class KeepingRMSNormColumnParallelLinear(RMSNormColumnParallelLinear):
     """
 
     def _normalize(self, hidden: Tensor) -> Tensor:
-        from pretrainkit.training.triton_rms_norm import keeping_rms_norm
+        from pretrainkit.megatron.triton.rms_norm import keeping_rms_norm
 
         normed, kept = keeping_rms_norm(hidden, self.layer_norm_weight, self.config.layernorm_epsilon)
         if torch.is_grad_enabled():  # not where a recomputed block runs for the first time: the sum has no part in it

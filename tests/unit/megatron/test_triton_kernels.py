@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
 from torch import Tensor
 
-from pretrainkit.training.triton_cross_entropy import BLOCK, vocab_parallel_cross_entropy
-from pretrainkit.training.triton_rms_norm import keeping_rms_norm
-from pretrainkit.training.triton_rotary import rotate_heads, rotate_qkv
+from pretrainkit.megatron.triton.cross_entropy import BLOCK, vocab_parallel_cross_entropy
+from pretrainkit.megatron.triton.rms_norm import keeping_rms_norm
+from pretrainkit.megatron.triton.rotary import rotate_heads, rotate_qkv
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

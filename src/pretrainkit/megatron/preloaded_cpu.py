@@ -8,7 +8,7 @@ from __future__ import annotations
 from pretrainkit.imports import heavy_imports
 
 with heavy_imports():
-    from pretrainkit.training import cpu
+    from pretrainkit.megatron import cpu
 
     cpu.bridge()
-    from pretrainkit.training import megatron_model  # noqa: F401
+    from pretrainkit.megatron import model as megatron_model  # noqa: F401

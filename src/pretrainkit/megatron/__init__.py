@@ -1,0 +1,1 @@
+"""Layers, kernels, optimizer and data order on megatron-core, without NeMo."""
