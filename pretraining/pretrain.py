@@ -35,7 +35,7 @@ def command(arguments: argparse.Namespace) -> int:
     """Start the run that the arguments ask for."""
     from pretrainkit.config.load import load_config
     from pretrainkit.launch.start import dry_run, start
-    from pretrainkit.training.settle import settle
+    from pretrainkit.run.resource_plan import settle
     from pretrainkit.training.stop_requests import count_time_from_here
 
     config = load_config(arguments.config_files, given_flags(arguments), arguments.assignments)
@@ -51,11 +51,11 @@ def command(arguments: argparse.Namespace) -> int:
 
 def show_plan(config: RunConfig, *, as_json: bool) -> int:
     """Print what a start would do and take. Its exit code is 0 only when a start would go on to train."""
-    from pretrainkit.launch.experiment import changes_since_last_start
     from pretrainkit.launch.start import resolve_request
     from pretrainkit.launch.summary import summarize_estimates
-    from pretrainkit.training.settle import settle, with_estimates
-    from pretrainkit.training.start_plan import plan_start
+    from pretrainkit.run.folder import changes_since_last_start
+    from pretrainkit.run.resource_plan import settle, with_estimates
+    from pretrainkit.run.resume_plan import plan_start
 
     run, plan = with_estimates(run := resolve_request(config), refuse=False), plan_start(run)
     changes = changes_since_last_start(run)

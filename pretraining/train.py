@@ -21,7 +21,7 @@ from pretrainkit.config.run_file import read_run
 from pretrainkit.errors import EXIT_DONE, EXIT_STOPPED_AFTER_SAVING, RequestError
 from pretrainkit.imports import heavy_imports, leave_out
 from pretrainkit.megatron import kernels
-from pretrainkit.training import start_plan
+from pretrainkit.run import resume_plan
 from pretrainkit.training.stop_requests import StopRequests
 
 log = logs.get_logger("train")
@@ -52,12 +52,12 @@ def command(arguments: argparse.Namespace) -> int:
             where=str(arguments.run),
         )
     rank, local_world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    plan = start_plan.plan_start(run)
+    plan = resume_plan.plan_start(run)
     if plan.is_done:
         log.info("nothing to do: %d of %d steps are done", plan.step, run.max_steps)
         return EXIT_DONE
     if rank == 0:
-        start_plan.prepare(run, plan)
+        resume_plan.prepare(run, plan)
     if kernels.choose_for(run).layer_spec == "torch":
         # Importing it takes seconds, memory of the GPU, and may bring a cuDNN with which torch doesn't run attention.
         leave_out("transformer_engine")

@@ -28,12 +28,12 @@ def build_parser() -> Parser:
 
 def command(arguments: argparse.Namespace) -> int:
     """Print the summary and draw the picture."""
-    from pretrainkit.training.history import read_history
+    from pretrainkit.run.history import read_history
 
     history = read_history(arguments.experiment)
     picture, problem = None if arguments.no_plot else arguments.plot or arguments.experiment / "run.png", None
     if picture:
-        from pretrainkit.training.history_plot import plot_history
+        from pretrainkit.run.plot import plot_history
 
         try:
             plot_history(history, picture)

@@ -13,7 +13,7 @@ from typing import Any
 
 from pretrainkit.cli import Parser, run_command
 from pretrainkit.errors import EXIT_DONE, EXIT_FAILED
-from pretrainkit.training.records import read_metrics
+from pretrainkit.run.metrics import read_metrics
 
 PROMPT = "The with statement is used to wrap the execution of a block"
 SEQUENCE_LENGTH = 128

@@ -204,13 +204,14 @@ def train_rank(path: str, arguments: argparse.Namespace, folder: str, rank: int,
     }
     try:
         torch.cuda.set_device(rank)
-        from pretrainkit.training import nemo, start_plan
+        from pretrainkit.run import resume_plan
+        from pretrainkit.training import nemo
 
         nemo.Checkpoints._save = lambda *_, **__: None  # this measures steps, not the disk
         run = resolve_run(path, arguments, Path(folder))
-        plan = start_plan.plan_start(run)
+        plan = resume_plan.plan_start(run)
         if rank == 0:
-            start_plan.prepare(run, plan)
+            resume_plan.prepare(run, plan)
         nemo.train(run, plan, rank=rank, local_world_size=arguments.gpus)
     except BaseException:
         traceback.print_exc()
@@ -226,7 +227,7 @@ def resolve_run(path: str, arguments: argparse.Namespace, folder: Path) -> Any:
     from pretrainkit.data.dataset import read_dataset
     from pretrainkit.machine import MachineFacts
     from pretrainkit.models.registry import read_shape
-    from pretrainkit.training import settle
+    from pretrainkit.run import resource_plan
 
     default, change = RunConfig(), dataclasses.replace
     layer_spec, fused_kernels = PATHS[path]
@@ -268,7 +269,7 @@ def resolve_run(path: str, arguments: argparse.Namespace, folder: Path) -> Any:
         dataset_tokenizers=dataset.tokenizers,
     )
     run = resolve(config, facts)
-    return settle.with_estimates(run) if arguments.recompute == "auto" else run
+    return resource_plan.with_estimates(run) if arguments.recompute == "auto" else run
 
 
 def read_measurement(experiment: Path) -> Measurement:

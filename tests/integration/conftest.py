@@ -29,7 +29,7 @@ from pretrainkit.config.schema import (
 )
 from pretrainkit.data.indexed.epoch import count_epoch
 from pretrainkit.models.registry import read_shape
-from pretrainkit.training.records import read_metrics
+from pretrainkit.run.metrics import read_metrics
 
 REPOSITORY = Path(__file__).parents[2]
 

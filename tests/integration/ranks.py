@@ -202,12 +202,13 @@ def train_rank_without_data(rank: int, world_size: int, *, run_file: Path) -> No
 
 def _train(rank: int, world_size: int, run_file: Path) -> bool:
     from pretrainkit.config.run_file import read_run
-    from pretrainkit.training import nemo, start_plan
+    from pretrainkit.run import resume_plan
+    from pretrainkit.training import nemo
 
     run = read_run(run_file)
-    plan = start_plan.plan_start(run)
+    plan = resume_plan.plan_start(run)
     if rank == 0:
-        start_plan.prepare(run, plan)
+        resume_plan.prepare(run, plan)
     return nemo.train(run, plan, rank=rank, local_world_size=world_size)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrainkit.training.records import read_metrics
+from pretrainkit.run.metrics import read_metrics
 
 pytestmark = pytest.mark.integration
 REPOSITORY = Path(__file__).parents[2]

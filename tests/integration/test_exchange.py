@@ -10,7 +10,7 @@ import exchange_ranks
 import pytest
 import ranks
 
-from pretrainkit.training.records import read_metrics
+from pretrainkit.run.metrics import read_metrics
 
 pytestmark = pytest.mark.integration
 

@@ -15,7 +15,7 @@ import fused_ranks
 import pytest
 import ranks
 
-from pretrainkit.training.records import read_metrics
+from pretrainkit.run.metrics import read_metrics
 
 pytestmark = pytest.mark.integration
 LAYERS, BOTH_PASSES = 2, 2

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 
 from pretrainkit.errors import CheckpointError
-from pretrainkit.launch import weights
 from pretrainkit.models.registry import read_shape
+from pretrainkit.run import initial_weights
 
 pytestmark = pytest.mark.integration
 PROVIDE = """
 import sys
 from pathlib import Path
 from pretrainkit import logs
-from pretrainkit.launch import weights
+from pretrainkit.run import initial_weights as weights
 from pretrainkit.models.registry import read_shape
 logs.configure()
 initial = weights.locate(sys.argv[1], Path(sys.argv[2]))
@@ -29,7 +29,7 @@ print(weights.provide(initial, read_shape(initial.source)))
 
 def test_starts_at_the_same_time_share_one_conversion(tmp_path: Path, make_hf_llama) -> None:  # type: ignore[no-untyped-def]
     folder = make_hf_llama()
-    killed = weights.locate(str(folder), tmp_path).checkpoint
+    killed = initial_weights.locate(str(folder), tmp_path).checkpoint
     killed.with_name(f"{killed.name}.tmp-1").mkdir(parents=True)
     command = [sys.executable, "-c", PROVIDE, str(folder), str(tmp_path)]
     starts = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(3)]
@@ -52,6 +52,6 @@ def test_a_checkpoint_without_all_tensors_is_refused_before_the_ranks_start(
     metadata = pickle.loads(metadata_path.read_bytes())
     del metadata.state_dict_metadata["module.decoder.layers.mlp.linear_fc2.weight"]
     metadata_path.write_bytes(pickle.dumps(metadata))
-    initial = weights.locate(str(tmp_path / "nemo"), tmp_path)
+    initial = initial_weights.locate(str(tmp_path / "nemo"), tmp_path)
     with pytest.raises(CheckpointError, match="linear_fc2"):
-        weights.provide(initial, read_shape(folder))
+        initial_weights.provide(initial, read_shape(folder))

@@ -16,7 +16,7 @@ import ranks
 
 from pretrainkit.checkpoint.convert import convert
 from pretrainkit.errors import EXIT_STOPPED_AFTER_SAVING
-from pretrainkit.training.records import read_metrics
+from pretrainkit.run.metrics import read_metrics
 
 pytestmark = pytest.mark.integration
 

@@ -101,7 +101,7 @@ def train_rows(
 
     from pretrainkit.checkpoint.convert import convert
     from pretrainkit.config.run_file import write_run
-    from pretrainkit.training.records import read_metrics
+    from pretrainkit.run.metrics import read_metrics
 
     model, start = make_hf_llama(), tmp_path_factory.mktemp("start") / "nemo"
     convert(model, start)

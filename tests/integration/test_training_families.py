@@ -14,7 +14,7 @@ from pretrainkit.checkpoint.convert import convert
 from pretrainkit.models.registry import read_shape
 from pretrainkit.release.files import verify_files
 from pretrainkit.release.models import RunOptions, check_models
-from pretrainkit.training import resume
+from pretrainkit.run import checkpoints
 
 pytestmark = pytest.mark.integration
 
@@ -45,7 +45,7 @@ def test_a_model_is_trained_stopped_continued_and_released(
     train_tiny(source, "stopped", max_steps=2, **start)
     assert _losses(train_tiny(source, "stopped", max_steps=4, **start)) == _losses(unbroken)
 
-    checkpoint = resume.newest_complete(tmp_path / "stopped" / "checkpoints")
+    checkpoint = checkpoints.newest_complete(tmp_path / "stopped" / "checkpoints")
     assert checkpoint and checkpoint.step == 4
     config, shape = load_context(checkpoint.path / "context", subpath="model").config, read_shape(source)
     assert (config.num_layers, config.hidden_size) == (shape.num_layers, shape.hidden_size)

@@ -16,9 +16,9 @@ import pytest
 import ranks
 
 from pretrainkit.errors import EXIT_STOPPED_AFTER_SAVING
-from pretrainkit.training import resume
-from pretrainkit.training.records import read_metrics
-from pretrainkit.training.restarts import attempts, idle_restarts
+from pretrainkit.run import checkpoints as resume
+from pretrainkit.run.metrics import read_metrics
+from pretrainkit.run.restarts import attempts, idle_restarts
 
 pytestmark = pytest.mark.integration
 TRIALS = int(os.environ.get("PRETRAINKIT_TRIALS", "2"))

@@ -13,8 +13,8 @@ import ranks
 
 from pretrainkit.checkpoint.convert import convert
 from pretrainkit.config.run_file import read_run, write_run
-from pretrainkit.training import resume
-from pretrainkit.training.records import read_metrics
+from pretrainkit.run import checkpoints as resume
+from pretrainkit.run.metrics import read_metrics
 
 pytestmark = pytest.mark.integration
 

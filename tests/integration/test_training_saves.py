@@ -21,9 +21,9 @@ from nemo.lightning.io import load_context
 from pretrainkit.checkpoint.formats import hf
 from pretrainkit.checkpoint.formats.nemo import TOKENIZER_FOLDER
 from pretrainkit.errors import EXIT_STOPPED_AFTER_SAVING
-from pretrainkit.training import resume
-from pretrainkit.training.records import read_metrics
-from pretrainkit.training.restarts import attempts
+from pretrainkit.run import checkpoints
+from pretrainkit.run.metrics import read_metrics
+from pretrainkit.run.restarts import attempts
 
 pytestmark = pytest.mark.integration
 DEADLINE_S = 120
@@ -61,7 +61,7 @@ def train_faulty(
 
 
 def steps_saved(experiment: Path) -> list[int]:
-    return [checkpoint.step for checkpoint in resume.all_complete(experiment / "checkpoints")]
+    return [checkpoint.step for checkpoint in checkpoints.all_complete(experiment / "checkpoints")]
 
 
 def losses(records: list[dict[str, Any]]) -> dict[int, float]:
@@ -79,7 +79,7 @@ def test_a_save_in_the_background_holds_the_step_it_began_at(
     logs = [run_file.parent / f"rank{rank}.log" for rank in range(data_parallel)]
     processes = ranks.start_ranks(save_faults.train_with_faults, data_parallel, logs, run_file=run_file, delay_s=1.5)
     seen = []
-    while not (folder / resume.COMMIT_MARK).exists():
+    while not (folder / checkpoints.COMMIT_MARK).exists():
         assert all(process.is_alive() for process in processes), logs[0].read_text()[-3000:]
         if (folder / "weights" / "common.pt").exists() and (found := attempts(run_file.parent / "metrics.jsonl")):
             seen.append(found[-1].last_step)
@@ -88,7 +88,7 @@ def test_a_save_in_the_background_holds_the_step_it_began_at(
     ranks.kill_with_children(processes)
     # Training went on while files were written: step 4 and 5, until step 6 was to be saved.
     assert max(seen) >= 5 and "training waits for it" in logs[0].read_text()
-    assert resume.read(folder).step == 3 and resume.read(folder).consumed_samples == 12
+    assert checkpoints.read(folder).step == 3 and checkpoints.read(folder).consumed_samples == 12
     resumed = losses(train_tiny(tiny, "background", max_steps=12, **settings))
     assert resumed == unbroken
 
@@ -98,7 +98,7 @@ def test_a_checkpoint_holds_the_tokenizer_but_not_the_models_own_weights(
 ) -> None:
     assert list(tiny.glob("*.safetensors"))
     train_tiny(tiny, "small", max_steps=1)
-    folder = tmp_path / "small" / "checkpoints" / resume.checkpoint_name(1)
+    folder = tmp_path / "small" / "checkpoints" / checkpoints.checkpoint_name(1)
     context = folder / "context"
     assert not [path for path in context.rglob("*") if hf.is_weight_file(path)]
     tokenizer = load_context(folder, "model.tokenizer")
@@ -143,7 +143,7 @@ def test_a_full_disk_ends_the_run_or_is_missed_once(
     tmp_path: Path, train_faulty: Any, where: str, max_missed_saves: int, async_save: str
 ) -> None:
     code, log, records = train_faulty(
-        faults={"where": where, "number": errno.ENOSPC, "folder": resume.checkpoint_name(4)},
+        faults={"where": where, "number": errno.ENOSPC, "folder": checkpoints.checkpoint_name(4)},
         max_steps=10,
         save_interval=2,
         async_save=async_save,
@@ -151,12 +151,12 @@ def test_a_full_disk_ends_the_run_or_is_missed_once(
     )
     saved = steps_saved(tmp_path / "faulty")
     assert [record["step"] for record in records if record.get("event") == "missed_save"] == [4]
-    assert not (tmp_path / "faulty" / "checkpoints" / resume.checkpoint_name(4)).exists()
+    assert not (tmp_path / "faulty" / "checkpoints" / checkpoints.checkpoint_name(4)).exists()
     if max_missed_saves:
         assert code == 0 and saved == [2, 6, 8, 10] and log.count("STEP 4 IS NOT SAVED") == 1
     else:
         assert code == 1 and saved == [2]
-        assert "ENOSPC" in log and "make room" in log and f"{resume.checkpoint_name(2)}" in log
+        assert "ENOSPC" in log and "make room" in log and f"{checkpoints.checkpoint_name(2)}" in log
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_a_checkpoint_has_the_entries_that_transformer_engines_layers_have(
     from torch.distributed.checkpoint import FileSystemReader
 
     train_tiny(tiny, "saved", max_steps=1)
-    weights = tmp_path / "saved" / "checkpoints" / resume.checkpoint_name(1) / "weights"
+    weights = tmp_path / "saved" / "checkpoints" / checkpoints.checkpoint_name(1) / "weights"
     keys = FileSystemReader(str(weights)).read_metadata().state_dict_metadata
     states = {key.partition("/")[0] for key in keys if "_extra_state" in key}
     modules = ["final_layernorm", *(f"layers.self_attention.linear_{name}" for name in ("qkv", "proj"))]
@@ -225,7 +225,7 @@ def test_a_checkpoint_has_the_entries_that_transformer_engines_layers_have(
 
 
 def test_the_last_save_is_never_missed(tmp_path: Path, train_faulty: Any) -> None:
-    faults = {"number": errno.ENOSPC, "folder": resume.checkpoint_name(4)}
+    faults = {"number": errno.ENOSPC, "folder": checkpoints.checkpoint_name(4)}
     code, log, _ = train_faulty(faults=faults, max_steps=4, save_interval=2, async_save="on", max_missed_saves=9)
     assert code == 1 and "step 4 could not be saved" in log
     assert steps_saved(tmp_path / "faulty") == [2]

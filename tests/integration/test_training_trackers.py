@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from pretrainkit.training.restarts import idle_restarts
-from pretrainkit.training.trackers import WANDB_SENT_FILE
+from pretrainkit.run.restarts import idle_restarts
+from pretrainkit.run.trackers import WANDB_SENT_FILE
 
 pytestmark = pytest.mark.integration
 

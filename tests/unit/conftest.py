@@ -23,7 +23,7 @@ from pretrainkit.config.schema import (
     TrainingConfig,
 )
 from pretrainkit.data.indexed.format import IndexedDatasetWriter
-from pretrainkit.training import resume
+from pretrainkit.run import checkpoints
 
 REPOSITORY = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -139,15 +139,15 @@ def make_run(tmp_path: Path) -> Callable[..., ResolvedRun]:
 
 
 @pytest.fixture
-def save(tmp_path: Path) -> Callable[..., resume.Checkpoint]:
+def save(tmp_path: Path) -> Callable[..., checkpoints.Checkpoint]:
     """Write a complete checkpoint of 4 samples a step; keyword arguments change its commit mark."""
 
-    def write(step: int, *, optimizer: bool = True, state: str = "param", **mark: Any) -> resume.Checkpoint:
-        folder = tmp_path / resume.CHECKPOINTS / resume.checkpoint_name(step)
+    def write(step: int, *, optimizer: bool = True, state: str = "param", **mark: Any) -> checkpoints.Checkpoint:
+        folder = tmp_path / checkpoints.CHECKPOINTS / checkpoints.checkpoint_name(step)
         (folder / "weights").mkdir(parents=True)
         names = f"module.w optimizer.state.exp_avg.w optimizer.state.{state}.w" if optimizer else "module.w"
         (folder / "weights" / ".metadata").write_text(names)
-        resume.commit(folder, **({"step": step, "consumed_samples": 4 * step, "global_batch_size": 4} | mark))
-        return resume.read(folder)
+        checkpoints.commit(folder, **({"step": step, "consumed_samples": 4 * step, "global_batch_size": 4} | mark))
+        return checkpoints.read(folder)
 
     return write

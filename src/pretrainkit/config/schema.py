@@ -245,7 +245,7 @@ class Recompute:
 
 @dataclass(frozen=True)
 class Estimates:
-    """What a run will take, computed before it starts; `pretrainkit.training.estimates` says from what."""
+    """What a run will take, computed before it starts; `pretrainkit.run.estimates` says from what."""
 
     parameters: int
     """Of the whole model."""
@@ -300,7 +300,7 @@ class ResolvedRun:
     estimates: Estimates | None = None
     """None on CPU."""
     start_mode: str | None = None
-    """random, weights or continue: how the newest start began (`pretrainkit.training.start_plan`)."""
+    """random, weights or continue: how the newest start began (`pretrainkit.run.resume_plan`)."""
     reset_attention_mask: bool = False
     """Whether attention stays within documents: as asked, or because the dataset has rows of whole documents."""
     hf_weights: str | None = None

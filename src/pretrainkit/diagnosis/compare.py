@@ -65,8 +65,8 @@ def against_experiment(run: ResolvedRun, folder: Path, other_folder: Path) -> di
 
     Raises RequestError when the other has no run.json or no records.
     """
-    from pretrainkit.launch.experiment import changes
-    from pretrainkit.training.history import read_history
+    from pretrainkit.run.folder import changes
+    from pretrainkit.run.history import read_history
 
     other = read_run(other_folder / "run.json")
     rates = [read_history(path).tokens_per_second for path in (folder, other_folder)]
@@ -116,7 +116,7 @@ def agreement(experiment: Path | None, scratch: Path, windows: list[list[int]], 
         windows: first step and number of steps of each window of the run as it is.
         step_s: seconds of a step by our windows.
     """
-    from pretrainkit.training.history import read_history
+    from pretrainkit.run.history import read_history
 
     history = read_history(scratch)
     by_step = {point.step: point.tokens_per_second for point in history.steps}

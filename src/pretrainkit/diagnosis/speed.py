@@ -9,7 +9,7 @@ from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.diagnosis.evidence import Evidence
 from pretrainkit.diagnosis.statistics import Interval
 from pretrainkit.models.flops import training_flops_per_token
-from pretrainkit.training.cards import peak_flops
+from pretrainkit.run.gpu_specs import peak_flops
 
 
 def speed_of(evidence: Evidence, run: ResolvedRun | None) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from pretrainkit import logs
 from pretrainkit.errors import EXIT_FAILED, EXIT_STOPPED_AFTER_SAVING
-from pretrainkit.launch.outcome import SUCCESS, Outcome, outcome_of
+from pretrainkit.run.outcome import SUCCESS, Outcome, outcome_of
 
 _BACKEND = "pretrainkit"
 _STORE_TIMEOUT = timedelta(minutes=30)

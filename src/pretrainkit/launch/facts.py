@@ -11,11 +11,11 @@ from pretrainkit.data.dataset import read_dataset
 from pretrainkit.data.hub import local_folder
 from pretrainkit.data.tokens.tokenizer import load_tokenizer
 from pretrainkit.errors import RequestError
-from pretrainkit.launch import weights
-from pretrainkit.launch.experiment import begun_from
 from pretrainkit.logs import get_logger
 from pretrainkit.machine import read_machine
 from pretrainkit.models.registry import read_shape
+from pretrainkit.run import initial_weights
+from pretrainkit.run.folder import begun_from
 
 log = get_logger(__name__)
 
@@ -70,15 +70,15 @@ def _add_weights(config: RunConfig, facts: RunFacts) -> RunFacts:
     experiment_dir = Path(facts.experiment_dir)
     begun = begun_from(config.nemo_model, experiment_dir)
     try:
-        initial = weights.locate(config.nemo_model, experiment_dir.parent)
+        initial = initial_weights.locate(config.nemo_model, experiment_dir.parent)
     except RequestError as problem:
         if begun is None:
             raise
         log.warning("%s: this run began from it, and having checkpoints doesn't need it any more", problem.found)
         return dataclasses.replace(facts, initial_checkpoint=begun.initial_checkpoint, hf_weights=begun.hf_weights)
     if facts.model:
-        weights.check_shape(initial, facts.model)
-    source = weights.hf_weights(initial, Path(facts.hf_folder)) if facts.hf_folder else None
+        initial_weights.check_shape(initial, facts.model)
+    source = initial_weights.hf_weights(initial, Path(facts.hf_folder)) if facts.hf_folder else None
     known = begun.hf_weights if begun else None
     return dataclasses.replace(
         facts, initial_checkpoint=str(initial.checkpoint), hf_weights=str(source) if source else known

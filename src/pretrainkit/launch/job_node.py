@@ -16,13 +16,14 @@ from pathlib import Path
 
 from pretrainkit import files, logs
 from pretrainkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED_AFTER_SAVING, PretrainkitError, RequestError
-from pretrainkit.launch import agent, allocation, experiment, node_check
+from pretrainkit.launch import agent, allocation, node_check
 from pretrainkit.launch.follow import Follower
 from pretrainkit.launch.meeting import Head, Meeting, own_address
 from pretrainkit.launch.node import NODE_LOG, StopRequests, supervise, write_everything_to
-from pretrainkit.launch.outcome import FILE_NAME as OUTCOME
-from pretrainkit.launch.outcome import Outcome, read_outcome, write_outcome
 from pretrainkit.machine import count_cpus
+from pretrainkit.run import folder as experiment
+from pretrainkit.run.outcome import FILE_NAME as OUTCOME
+from pretrainkit.run.outcome import Outcome, read_outcome, write_outcome
 
 NODE_VARIABLE = "PRETRAINKIT_NODE"
 """Number of this node, from 0."""

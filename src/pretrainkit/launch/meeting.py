@@ -25,7 +25,7 @@ from typing import Any
 
 from pretrainkit import files
 from pretrainkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED_AFTER_SAVING, PretrainkitError
-from pretrainkit.launch.outcome import Outcome
+from pretrainkit.run.outcome import Outcome
 
 MEETING_S = 600
 """Longest wait for the other nodes to come: containers are unpacked meanwhile (assumed)."""

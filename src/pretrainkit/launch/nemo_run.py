@@ -27,11 +27,11 @@ from pretrainkit.imports import heavy_imports
 from pretrainkit.launch import scripts
 from pretrainkit.launch.job import Job, safe_name
 from pretrainkit.launch.node import GRACE_S, KILL_SIGNAL, PID_FILE, StopRequests
-from pretrainkit.launch.outcome import Outcome, read_outcome
 from pretrainkit.launch.plan import LaunchPlan
 from pretrainkit.launch.processes import adopt_orphans, kill_descendants
 from pretrainkit.launch.secrets import passed_on, without_tokens
 from pretrainkit.logs import get_logger
+from pretrainkit.run.outcome import Outcome, read_outcome
 from pretrainkit.signals import STOP_SIGNALS
 
 HOME_NAME = ".nemo_run"

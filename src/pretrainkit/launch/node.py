@@ -29,9 +29,9 @@ from typing import Any
 from pretrainkit import logs
 from pretrainkit.errors import EXIT_FAILED, PretrainkitError
 from pretrainkit.launch.agent import Agent
-from pretrainkit.launch.experiment import RANKS_LOCK, locked
-from pretrainkit.launch.outcome import Outcome, write_outcome
 from pretrainkit.launch.processes import adopt_orphans, kill_descendants
+from pretrainkit.run.folder import RANKS_LOCK, locked
+from pretrainkit.run.outcome import Outcome, write_outcome
 from pretrainkit.signals import STOP_SIGNALS
 
 PID_FILE = "node.pid"

@@ -10,8 +10,14 @@ from pathlib import Path
 
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import EXIT_DONE, RequestError
-from pretrainkit.launch import schedulers, submit, watch, weights
-from pretrainkit.launch.experiment import (
+from pretrainkit.launch import schedulers, submit, watch
+from pretrainkit.launch.job import Job
+from pretrainkit.launch.run_job import job_of
+from pretrainkit.launch.secrets import passed_on
+from pretrainkit.launch.snapshot import copy_source
+from pretrainkit.logs import get_logger
+from pretrainkit.run import initial_weights
+from pretrainkit.run.folder import (
     JOBS,
     LAUNCHER_LOCK,
     RANKS_LOCK,
@@ -20,16 +26,11 @@ from pretrainkit.launch.experiment import (
     will_continue,
     write_run_file,
 )
-from pretrainkit.launch.job import Job
-from pretrainkit.launch.run_job import job_of
-from pretrainkit.launch.secrets import passed_on
-from pretrainkit.launch.snapshot import copy_source
-from pretrainkit.launch.source import describe
-from pretrainkit.logs import get_logger
+from pretrainkit.run.source import describe
 from pretrainkit.signals import STOP_SIGNALS, stopped_by_signals
 
 CONTINUE = "continue"
-"""Start mode of a run that goes on from its own checkpoint (`pretrainkit.training.start_plan`)."""
+"""Start mode of a run that goes on from its own checkpoint (`pretrainkit.run.resume_plan`)."""
 
 log = get_logger(__name__)
 
@@ -93,9 +94,9 @@ def as_read(run: ResolvedRun) -> ResolvedRun:
 def provide_weights(run: ResolvedRun) -> None:
     """Convert the weights that the run starts from, if they are a Hugging Face folder; none are read to continue."""
     if run.config.nemo_model is not None and run.start_mode != CONTINUE:
-        initial = weights.locate(run.config.nemo_model, Path(run.experiment_dir).parent)
+        initial = initial_weights.locate(run.config.nemo_model, Path(run.experiment_dir).parent)
         with stopped_by_signals("give the same command again", STOP_SIGNALS):
-            weights.provide(initial, run.model)
+            initial_weights.provide(initial, run.model)
 
 
 def _refuse_second(experiment_dir: Path, commands: schedulers.Commands) -> None:

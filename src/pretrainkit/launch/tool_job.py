@@ -100,7 +100,7 @@ def _submit(config: RunConfig, script: Path, words: list[str], arguments: argpar
     from pretrainkit.launch.scripts import CODE
     from pretrainkit.launch.secrets import passed_on
     from pretrainkit.launch.snapshot import copy_source
-    from pretrainkit.launch.source import describe_source
+    from pretrainkit.run.source import describe_source
 
     launch = config.launch
     check_environment(launch)

@@ -32,8 +32,13 @@ from pretrainkit.megatron.document_attention import with_document_bounds
 from pretrainkit.megatron.layer_spec import torch_layer_spec
 from pretrainkit.megatron.model_config import recompute_fields, transformer_config_fields
 from pretrainkit.models.flops import training_flops_per_token
-from pretrainkit.training import restarts, restored_weights, start_parity
-from pretrainkit.training.cards import peak_flops
+from pretrainkit.run import restarts
+from pretrainkit.run.gpu_specs import peak_flops
+from pretrainkit.run.lr_schedule import schedule_of
+from pretrainkit.run.metrics import RunRecorder
+from pretrainkit.run.resume_plan import CONTINUE, WEIGHTS, StartPlan
+from pretrainkit.run.trackers import open_trackers
+from pretrainkit.training import restored_weights, start_parity
 from pretrainkit.training.forks import kill_children, watch_forks
 from pretrainkit.training.nemo_callbacks import (
     AsPlanned,
@@ -50,11 +55,7 @@ from pretrainkit.training.nemo_evaluation import Evaluations
 from pretrainkit.training.nemo_loss_guard import LossGuard
 from pretrainkit.training.nemo_readers import Readers
 from pretrainkit.training.nemo_stop import StopEarly
-from pretrainkit.training.records import RunRecorder
-from pretrainkit.training.schedule import schedule_of
-from pretrainkit.training.start_plan import CONTINUE, WEIGHTS, StartPlan
 from pretrainkit.training.stop_requests import StopRequests
-from pretrainkit.training.trackers import open_trackers
 
 log = get_logger(__name__)
 

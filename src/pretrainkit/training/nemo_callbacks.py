@@ -21,11 +21,11 @@ from pretrainkit.logs import get_logger
 from pretrainkit.megatron import cuda_graphs
 from pretrainkit.megatron.dataset import shares_drawn
 from pretrainkit.megatron.kernels import Kernels
+from pretrainkit.run.lr_schedule import Schedule, schedule_of
+from pretrainkit.run.metrics import RunRecorder
+from pretrainkit.run.resume_plan import StartPlan
 from pretrainkit.training.nemo_loss_guard import LossGuard
-from pretrainkit.training.records import RunRecorder
-from pretrainkit.training.schedule import Schedule, schedule_of
 from pretrainkit.training.start_parity import Parity, RefusedWeights, measure
-from pretrainkit.training.start_plan import StartPlan
 
 log = get_logger(__name__)
 

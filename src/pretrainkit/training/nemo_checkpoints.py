@@ -14,11 +14,11 @@ from nemo.utils.callbacks.dist_ckpt_io import AsyncFinalizerCallback
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import CheckpointError, PretrainkitError
 from pretrainkit.logs import get_logger
-from pretrainkit.training import resume
+from pretrainkit.run import checkpoints as resume
+from pretrainkit.run.metrics import RunRecorder
+from pretrainkit.run.retention import clear_away
 from pretrainkit.training.nemo_callbacks import wait_for_device
 from pretrainkit.training.nemo_saving import Save, Saver
-from pretrainkit.training.records import RunRecorder
-from pretrainkit.training.retention import clear_away
 from pretrainkit.training.save_failures import SaveFailure, wait_s
 from pretrainkit.units import format_bytes, format_duration
 

@@ -15,9 +15,9 @@ from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.data.shards.urls import names_shards
 from pretrainkit.megatron.dataset import EpochDataset
 from pretrainkit.megatron.index_files import save_arrays_whole
+from pretrainkit.run.metrics import RunRecorder
+from pretrainkit.run.resume_plan import StartPlan
 from pretrainkit.training.nemo_readers import Readers
-from pretrainkit.training.records import RunRecorder
-from pretrainkit.training.start_plan import StartPlan
 
 
 def data_module(

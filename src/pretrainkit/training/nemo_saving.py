@@ -37,7 +37,7 @@ from pretrainkit.checkpoint.formats.nemo import TOKENIZER_FOLDER, copy_tokenizer
 from pretrainkit.checkpoint.targets import carry_hf_files
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.logs import get_logger
-from pretrainkit.training import resume
+from pretrainkit.run import checkpoints
 from pretrainkit.training.save_failures import SaveFailure, failure_of
 from pretrainkit.units import format_duration, parse_duration
 
@@ -86,7 +86,8 @@ class Saver:
         assert self.current is None
         if self._queue_start.is_alive():
             self._queue_start.join()
-        folder = Path(self._run.experiment_dir) / resume.CHECKPOINTS / resume.checkpoint_name(trainer.global_step)
+        name = checkpoints.checkpoint_name(trainer.global_step)
+        folder = Path(self._run.experiment_dir) / checkpoints.CHECKPOINTS / name
         with self._kept():
             if trainer.is_global_zero:
                 shutil.rmtree(folder, ignore_errors=True)  # of an attempt that failed
@@ -152,7 +153,7 @@ class Saver:
 
     def _commit(self, save: Save) -> None:
         training, dataset = self._run.config.training, self._run.dataset
-        resume.commit(
+        checkpoints.commit(
             save.folder,
             step=save.step,
             consumed_samples=save.consumed_samples,

@@ -21,8 +21,8 @@ from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import CheckpointError
 from pretrainkit.logs import get_logger
 from pretrainkit.release import hf_reference, prompts
+from pretrainkit.run.resume_plan import WEIGHTS, StartPlan
 from pretrainkit.training.host_memory import available_bytes
-from pretrainkit.training.start_plan import WEIGHTS, StartPlan
 from pretrainkit.units import format_bytes
 
 AUTO, OFF, REQUIRE = "auto", "off", "require"

@@ -25,7 +25,7 @@ from pretrainkit.config.run_file import read_run
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.data.indexed.format import bin_path, idx_path, write_index
 from pretrainkit.models.registry import read_shape
-from pretrainkit.training import estimates
+from pretrainkit.run import estimates
 from pretrainkit.units import format_count
 
 REPOSITORY = Path(__file__).parents[3]

@@ -12,7 +12,7 @@ import pytest
 from pretrainkit.config.schema import DataConfig, ModelShape, RunConfig, TrainingConfig
 from pretrainkit.diagnosis import compare
 from pretrainkit.models.flops import training_flops_per_token
-from pretrainkit.training.cards import peak_flops
+from pretrainkit.run.gpu_specs import peak_flops
 
 FOLDER = Path(__file__).parents[3] / "configs" / "baselines"
 

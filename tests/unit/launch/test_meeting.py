@@ -12,7 +12,7 @@ import pytest
 from pretrainkit.errors import PretrainkitError
 from pretrainkit.launch import meeting
 from pretrainkit.launch.meeting import Head, Meeting, combined, own_address
-from pretrainkit.launch.outcome import SUCCESS, Outcome
+from pretrainkit.run.outcome import SUCCESS, Outcome
 
 
 def report(exit_code: int, *, is_consequence: bool = False, reason: str = "r") -> dict[str, Any]:

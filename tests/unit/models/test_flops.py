@@ -4,7 +4,7 @@ import pytest
 
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.models.flops import matmul_parameters, training_flops_per_token
-from pretrainkit.training.cards import peak_flops
+from pretrainkit.run.gpu_specs import peak_flops
 
 LLAMA_32_1B = ModelShape("llama", 16, 2048, 8192, 32, 8, 64, 128256, 131072, 500000.0, 1e-5, True)
 

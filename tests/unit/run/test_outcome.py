@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrainkit.launch.outcome import Outcome, outcome_of, read_outcome, write_outcome
+from pretrainkit.run.outcome import Outcome, outcome_of, read_outcome, write_outcome
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.logs import get_logger
-from pretrainkit.training import optimizer_state, resume
+from pretrainkit.run import checkpoints as resume
+from pretrainkit.run import optimizer_state
 
 log = get_logger(__name__)
 

@@ -9,9 +9,9 @@ from pretrainkit.config import resolve
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import RequestError
 from pretrainkit.megatron import kernels
-from pretrainkit.training import start_plan
-from pretrainkit.training.cards import MEMORY_GIB
-from pretrainkit.training.estimates import Implementation, cheapest_recompute, estimate, fits, gpu_memory
+from pretrainkit.run import resume_plan
+from pretrainkit.run.estimates import Implementation, cheapest_recompute, estimate, fits, gpu_memory
+from pretrainkit.run.gpu_specs import MEMORY_GIB
 
 _NODE_SIZES = (1, 2, 4, 8)
 _OFFERS = 3
@@ -22,7 +22,7 @@ def settle(run: ResolvedRun) -> ResolvedRun:
 
     Raises what the first rank of a start would raise, and RequestError when no GPU has room for the run.
     """
-    mode = start_plan.check_start(run)
+    mode = resume_plan.check_start(run)
     return dataclasses.replace(with_estimates(run), start_mode=mode)
 
 

@@ -11,8 +11,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from pretrainkit.errors import CheckpointError
-from pretrainkit.training import optimizer_state, resume
-from pretrainkit.training.start_plan import plan_start
+from pretrainkit.run import checkpoints as resume
+from pretrainkit.run import optimizer_state
+from pretrainkit.run.resume_plan import plan_start
 
 WEIGHT = torch.arange(6.0).view(2, 3)
 

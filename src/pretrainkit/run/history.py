@@ -10,7 +10,8 @@ from typing import Any
 
 from pretrainkit import files
 from pretrainkit.errors import CheckpointError, RequestError
-from pretrainkit.training import restarts, resume
+from pretrainkit.run import checkpoints as resume
+from pretrainkit.run import restarts
 from pretrainkit.units import format_count
 
 RATE_STEPS = 100
@@ -24,7 +25,7 @@ class Start:
 
     time: str
     mode: str | None
-    """As `pretrainkit.training.start_plan` names it; None in records that don't tell."""
+    """As `pretrainkit.run.resume_plan` names it; None in records that don't tell."""
     first_step: int
     """Steps done before it."""
     last_step: int

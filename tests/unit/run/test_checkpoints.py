@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pretrainkit.errors import CheckpointError
-from pretrainkit.training import resume
+from pretrainkit.run import checkpoints as resume
 
 
 def save(checkpoints: Path, step: int, *, commit: bool = True) -> Path:

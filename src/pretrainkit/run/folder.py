@@ -16,8 +16,8 @@ from pretrainkit import files
 from pretrainkit.config.run_file import read_run, to_json, write_run
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import RequestError
-from pretrainkit.launch.weights import CACHE_NAME, COMMIT_MARK, fingerprints, newest_checkpoint
 from pretrainkit.logs import get_logger
+from pretrainkit.run.initial_weights import CACHE_NAME, COMMIT_MARK, fingerprints, newest_checkpoint
 
 RUN_FILE = "run.json"
 DRY_RUN_FILE = "dry_run.json"

@@ -23,7 +23,7 @@ BEGIN_ANEW = "to begin anew move the experiment's folder away, or take another -
 """What can be done where a run is lost."""
 COMMIT_MARK = "complete.json"
 DATA = "dataset"
-"""Of a commit mark: which data the attempt that saved it learnt (`pretrainkit.launch.experiment` reads it)."""
+"""Of a commit mark: which data the attempt that saved it learnt (`pretrainkit.run.folder` reads it)."""
 INCOMPLETE_SUFFIX = ".incomplete"
 EXPIRED_SUFFIX = ".expired"
 SMALLER_SUFFIX = ".smaller"

@@ -8,13 +8,13 @@ import sys
 import time
 from pathlib import Path
 
-from pretrainkit.training import resume
+from pretrainkit.run import checkpoints
 
 KILLS = 30
 SAVER = """
 import sys
 from pathlib import Path
-from pretrainkit.training import resume
+from pretrainkit.run import checkpoints as resume
 checkpoints = Path(sys.argv[1])
 newest = resume.newest_complete(checkpoints)
 resume.quarantine_incomplete(checkpoints)
@@ -48,10 +48,10 @@ def test_a_complete_checkpoint_is_there_after_every_kill(tmp_path: Path) -> None
         saver.kill()
         saver.wait()
         saver.stdout.close()
-        found = resume.newest_complete(tmp_path)
+        found = checkpoints.newest_complete(tmp_path)
         assert found and found.step > newest
         newest = found.step
-        complete = resume.all_complete(tmp_path)
-        incomplete += any(not (folder / resume.COMMIT_MARK).exists() for folder in tmp_path.glob("step_????????"))
+        complete = checkpoints.all_complete(tmp_path)
+        incomplete += any(not (folder / checkpoints.COMMIT_MARK).exists() for folder in tmp_path.glob("step_????????"))
         assert len(complete) >= min(2, newest)
     assert incomplete  # the kills did come while something was being written

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 from pretrainkit import files
-from pretrainkit.training.history import History
+from pretrainkit.run.history import History
 
 
 def plot_history(history: History, path: Path) -> None:

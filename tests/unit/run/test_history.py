@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from pretrainkit.errors import RequestError
-from pretrainkit.training.history import read_history
-from pretrainkit.training.history_plot import plot_history
-from pretrainkit.training.records import RunRecorder
+from pretrainkit.run.history import read_history
+from pretrainkit.run.metrics import RunRecorder
+from pretrainkit.run.plot import plot_history
 
 REPOSITORY = Path(__file__).parents[3]
 

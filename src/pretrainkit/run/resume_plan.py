@@ -13,10 +13,11 @@ from pretrainkit.config.run_file import write_run
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import CheckpointError, RequestError
 from pretrainkit.logs import get_logger
-from pretrainkit.training import restarts, resume
-from pretrainkit.training.retention import clear_away
-from pretrainkit.training.schedule import schedule_of
-from pretrainkit.training.trackers import check_trackers, wandb_run_id
+from pretrainkit.run import checkpoints as resume
+from pretrainkit.run import restarts
+from pretrainkit.run.lr_schedule import schedule_of
+from pretrainkit.run.retention import clear_away
+from pretrainkit.run.trackers import check_trackers, wandb_run_id
 
 RANDOM, WEIGHTS, CONTINUE = "random", "weights", "continue"
 """Start modes: from nothing, from trained weights with step 0, or with everything from the run's own checkpoint."""

@@ -16,10 +16,10 @@ from pretrainkit.config.load import load_config
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import CheckpointError, RequestError
 from pretrainkit.launch import start_job
-from pretrainkit.launch.experiment import changes_since_last_start, write_run_file
 from pretrainkit.launch.start import resolve_request
-from pretrainkit.launch.weights import CONVERSION_REPORT
-from pretrainkit.training import resume, start_plan
+from pretrainkit.run import checkpoints, resume_plan
+from pretrainkit.run.folder import changes_since_last_start, write_run_file
+from pretrainkit.run.initial_weights import CONVERSION_REPORT
 
 Resolve = Callable[..., ResolvedRun]
 KINDS = ["nemo", "hf"]
@@ -58,11 +58,11 @@ def make_weights(folder: Path, kind: str, hf_folder: Path) -> Path:
 
 
 def save(run: ResolvedRun, *, step: int = 2, is_complete: bool = True) -> Path:
-    folder = Path(run.experiment_dir) / "checkpoints" / resume.checkpoint_name(step)
+    folder = Path(run.experiment_dir) / "checkpoints" / checkpoints.checkpoint_name(step)
     (folder / "weights").mkdir(parents=True)
     (folder / "weights" / ".metadata").write_bytes(b"optimizer.state.param.")
     if is_complete:
-        resume.commit(folder, step=step, consumed_samples=8 * step, global_batch_size=8)
+        checkpoints.commit(folder, step=step, consumed_samples=8 * step, global_batch_size=8)
     return folder
 
 
@@ -84,8 +84,8 @@ def test_a_run_continues_when_its_first_weights_are_gone(
         assert "this run began from it, and having checkpoints doesn't need it any more" in caplog.text
         assert (run.initial_checkpoint, run.hf_weights) == (before.initial_checkpoint, before.hf_weights)
         assert "config.nemo_model" not in changes_since_last_start(run)
-        plan = start_plan.plan_start(run)
-        assert (plan.mode, plan.checkpoint) == (start_plan.CONTINUE, str(saved))
+        plan = resume_plan.plan_start(run)
+        assert (plan.mode, plan.checkpoint) == (resume_plan.CONTINUE, str(saved))
         caplog.clear()
     write_run_file(run)
     assert resolved("first") == before, "and once more"
@@ -134,7 +134,7 @@ def test_damaged_checkpoints_are_no_fresh_start(resolved: Resolve, tmp_path: Pat
     (save(run) / "weights" / ".metadata").write_bytes(b"torn")
     shutil.rmtree(tmp_path / "first")
     with pytest.raises(CheckpointError, match="none of 1 checkpoints is complete"):
-        start_plan.plan_start(resolved("first"))
+        resume_plan.plan_start(resolved("first"))
 
 
 def test_other_weights_are_another_run_whether_the_first_are_there(
@@ -157,13 +157,13 @@ def test_a_conversion_that_was_deleted_is_not_made_again_to_continue(
     resolved: Resolve, tmp_path: Path, hf_folder: Path
 ) -> None:
     make_weights(tmp_path / "first", "hf", hf_folder)
-    run = dataclasses.replace(resolved("first"), start_mode=start_plan.CONTINUE)
+    run = dataclasses.replace(resolved("first"), start_mode=resume_plan.CONTINUE)
     start_job.provide_weights(run)  # these are no weights: a conversion would fail
     assert not (tmp_path / "experiments").exists()
     shutil.rmtree(tmp_path / "first")
     start_job.provide_weights(run)
     with pytest.raises(RequestError, match="no folder first"):
-        start_job.provide_weights(dataclasses.replace(run, start_mode=start_plan.WEIGHTS))
+        start_job.provide_weights(dataclasses.replace(run, start_mode=resume_plan.WEIGHTS))
 
 
 def test_first_weights_that_are_gone_are_not_mounted(resolved: Resolve, tmp_path: Path, hf_folder: Path) -> None:
@@ -178,4 +178,4 @@ def test_first_weights_that_are_gone_are_not_mounted(resolved: Resolve, tmp_path
 
 
 def test_the_start_mode_has_the_trainers_name() -> None:
-    assert start_job.CONTINUE == start_plan.CONTINUE
+    assert start_job.CONTINUE == resume_plan.CONTINUE

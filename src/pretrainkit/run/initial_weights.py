@@ -26,7 +26,7 @@ HF_SOURCE = "hf_source"
 CONVERSION_REPORT = "conversion.json"
 """File in a converted checkpoint that tells what it was made from (`pretrainkit.checkpoint.convert`)."""
 COMMIT_MARK = "complete.json"
-"""Last file of a run's own checkpoint (`pretrainkit.training.resume`)."""
+"""Last file of a run's own checkpoint (`pretrainkit.run.checkpoints`)."""
 _WHERE = "--nemo_model"
 
 log = get_logger(__name__)

@@ -9,8 +9,8 @@ import pytest
 
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import EXIT_FAILED, PretrainkitError
-from pretrainkit.training.records import RunRecorder
-from pretrainkit.training.restarts import (
+from pretrainkit.run.metrics import RunRecorder
+from pretrainkit.run.restarts import (
     Attempt,
     attempts,
     idle_restarts,

@@ -14,7 +14,7 @@ import shutil
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pretrainkit.training import resume
+from pretrainkit.run import checkpoints as resume
 
 PREFIX = "optimizer."
 """Names of the optimizer's tensors begin with it."""

@@ -18,7 +18,8 @@ from pretrainkit.config.resolve import RunFacts, resolve
 from pretrainkit.config.run_file import read_run
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import RequestError
-from pretrainkit.launch.experiment import (
+from pretrainkit.run import checkpoints
+from pretrainkit.run.folder import (
     LAUNCHER_LOCK,
     RANKS_LOCK,
     WEIGHTS_RECORD,
@@ -28,8 +29,7 @@ from pretrainkit.launch.experiment import (
     wait_for_ranks,
     write_run_file,
 )
-from pretrainkit.launch.weights import CONVERSION_REPORT
-from pretrainkit.training import resume
+from pretrainkit.run.initial_weights import CONVERSION_REPORT
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_the_data_of_the_newest_checkpoint_goes_on_whatever_was_tried_since(run:
     save_a_checkpoint(run)
     folder = Path(run.experiment_dir) / "checkpoints" / "step_00000001"
     data = {"weights": run.dataset.weights, "data_hash": run.dataset.data_hash}
-    resume.commit(folder, step=1, consumed_samples=8, data=data)
+    checkpoints.commit(folder, step=1, consumed_samples=8, data=data)
     tried = other(dataclasses.replace(run, dataset=dataclasses.replace(run.dataset, data_hash="b")))
     write_run_file(other(tried, data__allow_data_change=True))
     with pytest.raises(RequestError, match=r"dataset\.data_hash was .*, now b(.|\n)*--allow_data_change"):
@@ -292,7 +292,7 @@ def hold(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
 
     def start(name: str) -> subprocess.Popen[str]:
         code = (
-            "import sys\nfrom pathlib import Path\nfrom pretrainkit.launch.experiment import locked\n"
+            "import sys\nfrom pathlib import Path\nfrom pretrainkit.run.folder import locked\n"
             f"with locked(Path({str(tmp_path)!r}), {name!r}):\n"
             "    print('held', flush=True)\n    sys.stdin.read()\n"
         )

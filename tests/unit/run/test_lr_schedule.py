@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from pretrainkit.training.schedule import SCHEDULES, Schedule
+from pretrainkit.run.lr_schedule import SCHEDULES, Schedule
 
 SETTINGS: Any = {"max_lr": 1e-3, "min_lr": 1e-4, "warmup_steps": 10, "decay_steps": 110}
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from pretrainkit.config.schema import Estimates, ModelShape, Recompute, ResolvedRun
 from pretrainkit.models.flops import layer_parameters, training_flops_per_token
-from pretrainkit.training.cards import memory_gib, peak_flops
+from pretrainkit.run.gpu_specs import memory_gib, peak_flops
 
 GIB = 2**30
 LOGITS_BYTES = {"fused": 2, "plain": 10}

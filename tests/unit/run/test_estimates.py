@@ -20,9 +20,9 @@ from pretrainkit.config.schema import (
 )
 from pretrainkit.errors import RequestError
 from pretrainkit.launch.summary import summarize_estimates
-from pretrainkit.training import cards
-from pretrainkit.training.estimates import Implementation, cheapest_recompute, estimate, fits, parameters
-from pretrainkit.training.settle import with_estimates
+from pretrainkit.run import gpu_specs
+from pretrainkit.run.estimates import Implementation, cheapest_recompute, estimate, fits, parameters
+from pretrainkit.run.resource_plan import with_estimates
 
 LLAMA_1B = ModelShape("llama", 16, 2048, 8192, 32, 8, 64, 128256, 131072, 5e5, 1e-5, True)
 LLAMA_8B = ModelShape("llama", 32, 4096, 14336, 32, 8, 128, 128256, 131072, 5e5, 1e-5, False)
@@ -163,7 +163,7 @@ def test_an_unknown_card_has_no_limit_and_no_time() -> None:
     ],
 )
 def test_a_card_is_known_by_its_name(name: str, memory_gib: float | None, peak_flops: float | None) -> None:
-    assert (cards.memory_gib(name), cards.peak_flops(name)) == (memory_gib, peak_flops)
+    assert (gpu_specs.memory_gib(name), gpu_specs.peak_flops(name)) == (memory_gib, peak_flops)
 
 
 def asked_for(name: str, gpu_memory_gib: float | None = None) -> ResolvedRun:

@@ -8,7 +8,7 @@ import pytest
 
 from pretrainkit.config.schema import ResolvedRun, TrackingConfig
 from pretrainkit.errors import RequestError
-from pretrainkit.training.trackers import check_trackers, numbers_of, open_trackers, wandb_run_id
+from pretrainkit.run.trackers import check_trackers, numbers_of, open_trackers, wandb_run_id
 
 
 def tracked(run: ResolvedRun, tracking: TrackingConfig) -> ResolvedRun:

@@ -11,8 +11,8 @@ import pytest
 from pretrainkit.checkpoint.fingerprint import weights_fingerprint
 from pretrainkit.data import hub
 from pretrainkit.errors import RequestError
-from pretrainkit.launch import weights
 from pretrainkit.models.registry import read_shape
+from pretrainkit.run import initial_weights
 
 
 def test_a_folder_is_taken_as_it_is(hf_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,27 +49,27 @@ def with_weights(hf_folder: Path, folder: Path) -> Path:
 
 def test_a_hugging_face_folder_has_one_conversion_until_it_changes(hf_folder: Path, tmp_path: Path) -> None:
     folder = with_weights(hf_folder, tmp_path / "model")
-    first = weights.locate(str(folder), tmp_path / "experiments")
+    first = initial_weights.locate(str(folder), tmp_path / "experiments")
     assert first.is_hugging_face and first.checkpoint.parent == tmp_path / "experiments" / ".converted"
-    assert weights.locate(str(folder), tmp_path / "experiments") == first
+    assert initial_weights.locate(str(folder), tmp_path / "experiments") == first
     (folder / "model.safetensors").write_bytes(b"changed weights")
-    assert weights.locate(str(folder), tmp_path / "experiments") != first
+    assert initial_weights.locate(str(folder), tmp_path / "experiments") != first
 
 
 def test_a_nemo_checkpoint_is_used_in_place(hf_folder: Path, tmp_path: Path) -> None:
     for name in ("weights", "context"):
         (tmp_path / name).mkdir()
-    shutil.copytree(hf_folder, tmp_path / weights.HF_SOURCE)
-    initial = weights.locate(str(tmp_path), tmp_path / "experiments")
+    shutil.copytree(hf_folder, tmp_path / initial_weights.HF_SOURCE)
+    initial = initial_weights.locate(str(tmp_path), tmp_path / "experiments")
     assert initial.checkpoint == tmp_path and not initial.is_hugging_face
-    weights.check_shape(initial, read_shape(hf_folder))
+    initial_weights.check_shape(initial, read_shape(hf_folder))
 
 
 @pytest.mark.parametrize("name", ["nowhere", "empty"])
 def test_anything_else_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(RequestError, match="--nemo_model"):
-        weights.locate(str(tmp_path / name), tmp_path)
+        initial_weights.locate(str(tmp_path / name), tmp_path)
 
 
 @pytest.mark.parametrize("named", ["run", "run/checkpoints"])
@@ -78,9 +78,9 @@ def test_of_a_run_the_checkpoint_to_name_is_told(tmp_path: Path, named: str) -> 
     for name in ("step_00000002", "step_00000010", "step_00000012.incomplete", "step_00000014"):
         (checkpoints / name).mkdir(parents=True)
     for name in ("step_00000002", "step_00000010", "step_00000012.incomplete"):
-        (checkpoints / name / weights.COMMIT_MARK).write_text("{}")
+        (checkpoints / name / initial_weights.COMMIT_MARK).write_text("{}")
     with pytest.raises(RequestError, match=rf"the newest is {checkpoints}/step_00000010$"):
-        weights.locate(str(tmp_path / named), tmp_path)
+        initial_weights.locate(str(tmp_path / named), tmp_path)
 
 
 def test_weights_of_another_shape_are_refused(hf_folder: Path, tmp_path: Path) -> None:
@@ -88,36 +88,36 @@ def test_weights_of_another_shape_are_refused(hf_folder: Path, tmp_path: Path) -
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
     with pytest.raises(RequestError, match="num_layers 3 and not 2"):
-        weights.check_shape(weights.locate(str(folder), tmp_path), read_shape(hf_folder))
+        initial_weights.check_shape(initial_weights.locate(str(folder), tmp_path), read_shape(hf_folder))
 
 
 def test_the_folder_with_the_source_config_has_the_converters_name() -> None:
     from pretrainkit.checkpoint.detect import HF_SOURCE
 
-    assert weights.HF_SOURCE == HF_SOURCE
+    assert initial_weights.HF_SOURCE == HF_SOURCE
 
 
 def test_the_commit_mark_has_the_trainers_name() -> None:
-    from pretrainkit.training.resume import COMMIT_MARK
+    from pretrainkit.run.checkpoints import COMMIT_MARK
 
-    assert weights.COMMIT_MARK == COMMIT_MARK
+    assert initial_weights.COMMIT_MARK == COMMIT_MARK
 
 
 def test_a_converted_checkpoint_knows_the_weights_it_was_made_from(hf_folder: Path, tmp_path: Path) -> None:
     folder = with_weights(hf_folder, tmp_path / "model")
-    initial = weights.locate(str(folder), tmp_path)
-    assert weights.hf_weights(initial, hf_folder) == folder
+    initial = initial_weights.locate(str(folder), tmp_path)
+    assert initial_weights.hf_weights(initial, hf_folder) == folder
     checkpoint = tmp_path / "checkpoint"
     for name in ("weights", "context"):
         (checkpoint / name).mkdir(parents=True)
-    converted = weights.locate(str(checkpoint), tmp_path)
-    assert weights.hf_weights(converted, folder) is None, "it may have been trained"
+    converted = initial_weights.locate(str(checkpoint), tmp_path)
+    assert initial_weights.hf_weights(converted, folder) is None, "it may have been trained"
     report = {"source_fingerprint": weights_fingerprint(folder)}
-    (checkpoint / weights.CONVERSION_REPORT).write_text(json.dumps(report))
-    assert weights.hf_weights(converted, folder) == folder
-    assert weights.hf_weights(converted, hf_folder) is None, "it has no weights"
+    (checkpoint / initial_weights.CONVERSION_REPORT).write_text(json.dumps(report))
+    assert initial_weights.hf_weights(converted, folder) == folder
+    assert initial_weights.hf_weights(converted, hf_folder) is None, "it has no weights"
     (folder / "model.safetensors").write_bytes(b"changed")
-    assert weights.hf_weights(converted, folder) is None, "it has others"
+    assert initial_weights.hf_weights(converted, folder) is None, "it has others"
 
 
 def test_weights_of_which_files_are_gone_are_those_of_no_checkpoint(hf_folder: Path, tmp_path: Path) -> None:
@@ -127,6 +127,6 @@ def test_weights_of_which_files_are_gone_are_those_of_no_checkpoint(hf_folder: P
     checkpoint = tmp_path / "checkpoint"
     for name in ("weights", "context"):
         (checkpoint / name).mkdir(parents=True)
-    (checkpoint / weights.CONVERSION_REPORT).write_text(json.dumps({"source_fingerprint": "f"}))
-    assert weights.hf_weights(weights.locate(str(checkpoint), tmp_path), folder) is None
-    assert weights.fingerprints(folder) == []
+    (checkpoint / initial_weights.CONVERSION_REPORT).write_text(json.dumps({"source_fingerprint": "f"}))
+    assert initial_weights.hf_weights(initial_weights.locate(str(checkpoint), tmp_path), folder) is None
+    assert initial_weights.fingerprints(folder) == []

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 
 from pretrainkit.logs import get_logger
-from pretrainkit.training.trackers import Tracker, numbers_of
+from pretrainkit.run.trackers import Tracker, numbers_of
 from pretrainkit.units import format_count, format_duration
 
 FINISH_LIMIT_S = 600.0

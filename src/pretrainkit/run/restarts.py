@@ -15,7 +15,7 @@ _START = b'{"event": "start"'
 _STOPPED = b'{"event": "stopped"'
 _SAVED = b'{"event": "checkpoint"'
 _TRAINED = b'{"step":'
-"""How lines of these events begin in metrics.jsonl (`pretrainkit.training.records`)."""
+"""How lines of these events begin in metrics.jsonl (`pretrainkit.run.metrics`)."""
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from pretrainkit.training import records
-from pretrainkit.training.records import RunRecorder, read_metrics
-from pretrainkit.training.trackers import Tracker
+from pretrainkit.run import metrics
+from pretrainkit.run.metrics import RunRecorder, read_metrics
+from pretrainkit.run.trackers import Tracker
 
 
 def recorder(path: Path, trackers: Sequence[Tracker] = ()) -> RunRecorder:
@@ -37,10 +37,10 @@ def test_records_of_several_attempts_follow_each_other(tmp_path: Path) -> None:
         attempt.start(start)
         attempt.train_step(start + 1, consumed_samples=4 * (start + 1), loss=loss, learning_rate=1e-3, grad_norm=None)
         attempt.validation(start + 1, loss=loss + 1)
-    records = read_metrics(path)
-    assert [record.get("loss") for record in records] == [None, 3.0, None, None, 2.0, None]
-    assert [record.get("val_loss") for record in records] == [None, None, 4.0, None, None, 3.0]
-    assert records[4]["tokens"] == 1024
+    metrics = read_metrics(path)
+    assert [record.get("loss") for record in metrics] == [None, 3.0, None, None, 2.0, None]
+    assert [record.get("val_loss") for record in metrics] == [None, None, 4.0, None, None, 3.0]
+    assert metrics[4]["tokens"] == 1024
 
 
 def test_rate_is_the_mean_since_the_last_record(tmp_path: Path) -> None:
@@ -138,8 +138,8 @@ def test_a_full_disk_costs_no_record_and_not_the_run(tmp_path: Path, caplog: pyt
 def test_a_tracker_that_does_not_end_is_left(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(records, "FINISH_LIMIT_S", 0.2)
-    monkeypatch.setattr(records.psutil.Process, "children", lambda *_, **__: [helper])
+    monkeypatch.setattr(metrics, "FINISH_LIMIT_S", 0.2)
+    monkeypatch.setattr(metrics.psutil.Process, "children", lambda *_, **__: [helper])
     helper, slow, good = MagicMock(), MagicMock(), MagicMock()
     slow.finish = lambda: time.sleep(600)
     attempt = recorder(tmp_path / "metrics.jsonl")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrainkit.launch import source
+from pretrainkit.run import source
 
 
 def git(folder: Path, *words: str) -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import CheckpointError, RequestError
-from pretrainkit.training.schedule import schedule_of
-from pretrainkit.training.start_plan import CONTINUE, RANDOM, WEIGHTS, check_start, plan_start, prepare
+from pretrainkit.run.lr_schedule import schedule_of
+from pretrainkit.run.resume_plan import CONTINUE, RANDOM, WEIGHTS, check_start, plan_start, prepare
 
 MakeRun = Callable[..., ResolvedRun]
 Save = Callable[..., Any]
