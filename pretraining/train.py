@@ -18,11 +18,11 @@ from pathlib import Path
 from pretrainkit import logs
 from pretrainkit.cli import Parser, run_command
 from pretrainkit.config.run_file import read_run
+from pretrainkit.engine.stop_requests import StopRequests
 from pretrainkit.errors import EXIT_DONE, EXIT_STOPPED_AFTER_SAVING, RequestError
 from pretrainkit.imports import heavy_imports, leave_out
 from pretrainkit.megatron import kernels
 from pretrainkit.run import resume_plan
-from pretrainkit.training.stop_requests import StopRequests
 
 log = logs.get_logger("train")
 
@@ -66,9 +66,9 @@ def command(arguments: argparse.Namespace) -> int:
             from pretrainkit.megatron import cpu
 
             cpu.bridge()
-        from pretrainkit.training import nemo
+        from pretrainkit.engine import train
     logs.quiet_upstream()
-    done = nemo.train(run, plan, rank=rank, local_world_size=local_world_size, requests=requests)
+    done = train.train(run, plan, rank=rank, local_world_size=local_world_size, requests=requests)
     return EXIT_DONE if done else EXIT_STOPPED_AFTER_SAVING
 
 

@@ -204,15 +204,15 @@ def train_rank(path: str, arguments: argparse.Namespace, folder: str, rank: int,
     }
     try:
         torch.cuda.set_device(rank)
+        from pretrainkit.engine import train
         from pretrainkit.run import resume_plan
-        from pretrainkit.training import nemo
 
-        nemo.Checkpoints._save = lambda *_, **__: None  # this measures steps, not the disk
+        train.Checkpoints._save = lambda *_, **__: None  # this measures steps, not the disk
         run = resolve_run(path, arguments, Path(folder))
         plan = resume_plan.plan_start(run)
         if rank == 0:
             resume_plan.prepare(run, plan)
-        nemo.train(run, plan, rank=rank, local_world_size=arguments.gpus)
+        train.train(run, plan, rank=rank, local_world_size=arguments.gpus)
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()

@@ -9,4 +9,4 @@ from pretrainkit.imports import leave_out
 leave_out("transformer_engine")
 logs.configure()
 
-from pretrainkit.training import nemo  # noqa: E402, F401
+from pretrainkit.engine import train  # noqa: E402, F401

@@ -10,9 +10,9 @@ import ranks
 import torch
 from torch import Tensor
 
+from pretrainkit.engine import train as nemo
 from pretrainkit.megatron import cuda_graphs, kernels
 from pretrainkit.megatron.wgrad import WeightGradientProduct
-from pretrainkit.training import nemo
 
 FUSED = kernels.Kernels(
     layer_spec="torch",

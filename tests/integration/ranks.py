@@ -132,7 +132,7 @@ def train_until_stopped(rank: int, world_size: int, *, run_file: Path, largest_f
 
 def train_rank_whose_forks_stand_still(rank: int, world_size: int, *, run_file: Path) -> None:
     """The same where each first try of a fork, the rank's or one of its processes', never comes back in the child."""
-    from pretrainkit.training import forks
+    from pretrainkit.engine import forks
 
     tries = itertools.count(1)
     stands_still = False
@@ -154,7 +154,7 @@ def train_rank_with_delays(rank: int, world_size: int, *, run_file: Path) -> Non
     """The same where the Hugging Face model, and the processes that read held-out data, take long to come."""
     from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 
-    from pretrainkit.training.start_parity import Parity
+    from pretrainkit.engine.loss_check import Parity
 
     compare, reset = Parity.compare, _EvaluationLoop.reset
 
@@ -175,10 +175,10 @@ def train_rank_without_data(rank: int, world_size: int, *, run_file: Path) -> No
 
     It does so when a sample was announced and the rank hasn't asked for its memory.
     """
+    from pretrainkit.engine import loader_watchdog
     from pretrainkit.megatron.dataset import EpochDataset
-    from pretrainkit.training import nemo_readers
 
-    read, watched, calls = EpochDataset.__getitem__, nemo_readers.Readers.watched, itertools.count(1)
+    read, watched, calls = EpochDataset.__getitem__, loader_watchdog.Readers.watched, itertools.count(1)
 
     def stand_still(dataset: EpochDataset, index: int | None) -> Any:
         if next(calls) == SAMPLES_READ + 1:
@@ -186,7 +186,7 @@ def train_rank_without_data(rank: int, world_size: int, *, run_file: Path) -> No
             ctypes.PyDLL(None).sleep(3600)
         return read(dataset, index)
 
-    def late(readers: nemo_readers.Readers, function: Callable[..., Any]) -> Callable[..., Any]:
+    def late(readers: loader_watchdog.Readers, function: Callable[..., Any]) -> Callable[..., Any]:
         take = watched(readers, function)
 
         def take_late(*arguments: Any) -> Any:
@@ -195,21 +195,21 @@ def train_rank_without_data(rank: int, world_size: int, *, run_file: Path) -> No
 
         return take_late
 
-    EpochDataset.__getitem__, nemo_readers.Readers.watched = stand_still, late
-    nemo_readers.WAIT_LIMIT_S = 2.0
+    EpochDataset.__getitem__, loader_watchdog.Readers.watched = stand_still, late
+    loader_watchdog.WAIT_LIMIT_S = 2.0
     train_rank(rank, world_size, run_file=run_file)
 
 
 def _train(rank: int, world_size: int, run_file: Path) -> bool:
     from pretrainkit.config.run_file import read_run
+    from pretrainkit.engine import train
     from pretrainkit.run import resume_plan
-    from pretrainkit.training import nemo
 
     run = read_run(run_file)
     plan = resume_plan.plan_start(run)
     if rank == 0:
         resume_plan.prepare(run, plan)
-    return nemo.train(run, plan, rank=rank, local_world_size=world_size)
+    return train.train(run, plan, rank=rank, local_world_size=world_size)
 
 
 def norm_gradients_rank(rank: int, world_size: int) -> None:

@@ -6,4 +6,4 @@ with heavy_imports():
     from pretrainkit.megatron import cpu
 
     cpu.bridge()
-    from pretrainkit.training import nemo  # noqa: F401
+    from pretrainkit.engine import train  # noqa: F401

@@ -37,7 +37,7 @@ if mode == "fail":
         sys.exit(7)
 if mode == "die" and rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
-from pretrainkit.training.stop_requests import StopRequests
+from pretrainkit.engine.stop_requests import StopRequests
 requests = StopRequests()
 requests.begin_steps()
 print("ready", flush=True)

@@ -12,14 +12,14 @@ from lightning.pytorch.callbacks import Checkpoint
 from nemo.utils.callbacks.dist_ckpt_io import AsyncFinalizerCallback
 
 from pretrainkit.config.schema import ResolvedRun
+from pretrainkit.engine.callbacks.training import wait_for_device
+from pretrainkit.engine.save_failures import SaveFailure, wait_s
+from pretrainkit.engine.saving import Save, Saver
 from pretrainkit.errors import CheckpointError, PretrainkitError
 from pretrainkit.logs import get_logger
 from pretrainkit.run import checkpoints as resume
 from pretrainkit.run.metrics import RunRecorder
 from pretrainkit.run.retention import clear_away
-from pretrainkit.training.nemo_callbacks import wait_for_device
-from pretrainkit.training.nemo_saving import Save, Saver
-from pretrainkit.training.save_failures import SaveFailure, wait_s
 from pretrainkit.units import format_bytes, format_duration
 
 log = get_logger(__name__)

@@ -10,11 +10,11 @@ import torch
 from megatron.core import parallel_state
 
 from pretrainkit.config.schema import ResolvedRun
+from pretrainkit.engine.agreement import Agreement
+from pretrainkit.engine.loss_judge import LossJudge
 from pretrainkit.errors import PretrainkitError
 from pretrainkit.megatron.dataset import documents_of_samples
 from pretrainkit.run.metrics import RunRecorder
-from pretrainkit.training.agreement import Agreement
-from pretrainkit.training.loss_judge import LossJudge
 
 MAX_SKIPPED_IN_A_ROW = 10
 """Bad steps that are skipped one after another before the run stops: by then it is the weights, not the data."""

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from pretrainkit.config.schema import ResolvedRun
+from pretrainkit.engine.host_memory import available_bytes
 from pretrainkit.errors import CheckpointError
 from pretrainkit.logs import get_logger
 from pretrainkit.release import hf_reference, prompts
 from pretrainkit.run.resume_plan import WEIGHTS, StartPlan
-from pretrainkit.training.host_memory import available_bytes
 from pretrainkit.units import format_bytes
 
 AUTO, OFF, REQUIRE = "auto", "off", "require"

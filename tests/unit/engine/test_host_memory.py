@@ -6,7 +6,7 @@ from pathlib import Path
 
 import psutil
 
-from pretrainkit.training.host_memory import available_bytes
+from pretrainkit.engine.host_memory import available_bytes
 
 
 def write_group(folder: Path, limit: str, used: int, inactive: int) -> None:

@@ -36,9 +36,9 @@ from torch.distributed.checkpoint.api import CheckpointException, _wrap_exceptio
 from pretrainkit.checkpoint.formats.nemo import TOKENIZER_FOLDER, copy_tokenizer
 from pretrainkit.checkpoint.targets import carry_hf_files
 from pretrainkit.config.schema import ResolvedRun
+from pretrainkit.engine.save_failures import SaveFailure, failure_of
 from pretrainkit.logs import get_logger
 from pretrainkit.run import checkpoints
-from pretrainkit.training.save_failures import SaveFailure, failure_of
 from pretrainkit.units import format_duration, parse_duration
 
 _POLL_S = 0.05

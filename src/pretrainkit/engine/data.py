@@ -13,11 +13,11 @@ from nemo.collections.common.tokenizers.huggingface.auto_tokenizer import AutoTo
 
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.data.shards.urls import names_shards
+from pretrainkit.engine.loader_watchdog import Readers
 from pretrainkit.megatron.dataset import EpochDataset
 from pretrainkit.megatron.index_files import save_arrays_whole
 from pretrainkit.run.metrics import RunRecorder
 from pretrainkit.run.resume_plan import StartPlan
-from pretrainkit.training.nemo_readers import Readers
 
 
 def data_module(

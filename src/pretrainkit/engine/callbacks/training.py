@@ -16,6 +16,8 @@ from megatron.core.datasets.blended_dataset import BlendedDataset
 from nemo.lightning.pytorch.optim.base import LRSchedulerModule
 
 from pretrainkit.config.schema import ResolvedRun
+from pretrainkit.engine.callbacks.loss_guard import LossGuard
+from pretrainkit.engine.loss_check import Parity, RefusedWeights, measure
 from pretrainkit.errors import CheckpointError
 from pretrainkit.logs import get_logger
 from pretrainkit.megatron import cuda_graphs
@@ -24,8 +26,6 @@ from pretrainkit.megatron.kernels import Kernels
 from pretrainkit.run.lr_schedule import Schedule, schedule_of
 from pretrainkit.run.metrics import RunRecorder
 from pretrainkit.run.resume_plan import StartPlan
-from pretrainkit.training.nemo_loss_guard import LossGuard
-from pretrainkit.training.start_parity import Parity, RefusedWeights, measure
 
 log = get_logger(__name__)
 

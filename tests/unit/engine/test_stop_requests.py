@@ -10,13 +10,13 @@ import time
 
 import pytest
 
+from pretrainkit.engine.stop_requests import JOB_START_VARIABLE
 from pretrainkit.signals import STOP_SIGNALS
-from pretrainkit.training.stop_requests import JOB_START_VARIABLE
 
 RANK = """
 import os, signal, subprocess, sys, time
 from pretrainkit import logs
-from pretrainkit.training.stop_requests import StopRequests
+from pretrainkit.engine.stop_requests import StopRequests
 logs.configure()
 requests = StopRequests()
 program = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
@@ -59,7 +59,7 @@ def test_before_the_first_step_a_signal_ends_the_rank() -> None:
 
 def test_a_time_that_is_over_before_the_first_step_is_an_error() -> None:
     program = (
-        "from pretrainkit.training.stop_requests import StopRequests, count_time_from_here\n"
+        "from pretrainkit.engine.stop_requests import StopRequests, count_time_from_here\n"
         "count_time_from_here()\n"
         "requests = StopRequests()\n"
         "requests.limit_time('0:30:00', '0:05:00')\n"

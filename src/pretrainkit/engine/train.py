@@ -24,6 +24,24 @@ from nemo.collections.llm.gpt.model.llama import Llama31Config, LlamaConfig, Lla
 from nemo.utils import logging as nemo_logging
 
 from pretrainkit.config.schema import ResolvedRun, RopeScaling
+from pretrainkit.engine import loss_check, restored_weights
+from pretrainkit.engine.callbacks.checkpoints import Checkpoints
+from pretrainkit.engine.callbacks.evaluation import Evaluations
+from pretrainkit.engine.callbacks.loss_guard import LossGuard
+from pretrainkit.engine.callbacks.stop import StopEarly
+from pretrainkit.engine.callbacks.training import (
+    AsPlanned,
+    FrozenStart,
+    GraphedModel,
+    LearningRate,
+    Recording,
+    StartParity,
+    TensorBoard,
+)
+from pretrainkit.engine.data import data_module, watched
+from pretrainkit.engine.forks import kill_children, watch_forks
+from pretrainkit.engine.loader_watchdog import Readers
+from pretrainkit.engine.stop_requests import StopRequests
 from pretrainkit.logs import get_logger
 from pretrainkit.megatron import kernels, optimizer, optimizer_gather
 from pretrainkit.megatron.attention import attention_kernel
@@ -38,24 +56,6 @@ from pretrainkit.run.lr_schedule import schedule_of
 from pretrainkit.run.metrics import RunRecorder
 from pretrainkit.run.resume_plan import CONTINUE, WEIGHTS, StartPlan
 from pretrainkit.run.trackers import open_trackers
-from pretrainkit.training import restored_weights, start_parity
-from pretrainkit.training.forks import kill_children, watch_forks
-from pretrainkit.training.nemo_callbacks import (
-    AsPlanned,
-    FrozenStart,
-    GraphedModel,
-    LearningRate,
-    Recording,
-    StartParity,
-    TensorBoard,
-)
-from pretrainkit.training.nemo_checkpoints import Checkpoints
-from pretrainkit.training.nemo_data import data_module, watched
-from pretrainkit.training.nemo_evaluation import Evaluations
-from pretrainkit.training.nemo_loss_guard import LossGuard
-from pretrainkit.training.nemo_readers import Readers
-from pretrainkit.training.nemo_stop import StopEarly
-from pretrainkit.training.stop_requests import StopRequests
 
 log = get_logger(__name__)
 
@@ -82,7 +82,7 @@ def train(
     optimizer_gather.use_in_megatron()
 
     recorder = _recorder(run, plan, chosen, requests) if rank == 0 else None
-    parity = start_parity.begin(run, plan, rank=rank)
+    parity = loss_check.begin(run, plan, rank=rank)
     readers = Readers(run.config.data.num_workers)
     model = _model(run, chosen, readers, recorder)
     trainer = _trainer(run, plan, local_world_size)

@@ -10,8 +10,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 
+from pretrainkit.engine.forks import kill_children
 from pretrainkit.logs import get_logger
-from pretrainkit.training.forks import kill_children
 from pretrainkit.units import format_duration
 
 WAIT_LIMIT_S = 1800.0

@@ -6,8 +6,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from pretrainkit.training.agreement import Agreement
-from pretrainkit.training.stop_requests import StopRequests
+from pretrainkit.engine.agreement import Agreement
+from pretrainkit.engine.stop_requests import StopRequests
 
 
 class StopEarly(pl.Callback):

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from pretrainkit.training.loss_judge import MIN_STEPS, WINDOW_STEPS, LossJudge
+from pretrainkit.engine.loss_judge import MIN_STEPS, WINDOW_STEPS, LossJudge
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from pretrainkit.training.save_failures import failure_of, wait_s
+from pretrainkit.engine.save_failures import failure_of, wait_s
 
 
 def os_error(number: int) -> OSError:

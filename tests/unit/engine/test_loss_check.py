@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from pretrainkit.config.schema import ParallelConfig, ResolvedRun
-from pretrainkit.training.start_parity import BOUNDS, Deviation, Losses, Parity, judge, sequence_length
+from pretrainkit.engine.loss_check import BOUNDS, Deviation, Losses, Parity, judge, sequence_length
 
 REFERENCE = Losses([5, 6, 7], [2.0, 4.0])
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from pretrainkit.training.forks import fork_seen_to_begin
+from pretrainkit.engine.forks import fork_seen_to_begin
 
 
 def fork_that_stands_still(tries: int) -> Callable[[], int]:
@@ -75,7 +75,7 @@ def test_a_child_killed_before_it_begins_is_not_waited_for() -> None:
 LOADER = """
 import os, time
 import torch
-from pretrainkit.training import forks as watched
+from pretrainkit.engine import forks as watched
 
 forks = 0
 
