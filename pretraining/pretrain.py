@@ -13,7 +13,7 @@ from pretrainkit.cli import Parser, run_command, writing_told
 from pretrainkit.config.flags import add_run_flags, given_flags
 from pretrainkit.config.schema import RunConfig
 from pretrainkit.errors import EXIT_DONE
-from pretrainkit.launch.secrets import hide_token_from_process_list
+from pretrainkit.jobs.secrets import hide_token_from_process_list
 
 TRAIN_SCRIPT = Path(__file__).resolve().with_name("train.py")
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from pretrainkit.cli import Parser, run_command
 from pretrainkit.errors import EXIT_DONE, EXIT_FAILED, RequestError
 from pretrainkit.imports import heavy_imports
-from pretrainkit.launch.tool_job import add_job_flags, or_submit
+from pretrainkit.jobs.tool_job import add_job_flags, or_submit
 from pretrainkit.units import format_bytes, format_duration, parse_bytes
 
 

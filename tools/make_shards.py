@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from pretrainkit.cli import Parser, run_command
-from pretrainkit.launch.tool_job import add_job_flags, or_submit
+from pretrainkit.jobs.tool_job import add_job_flags, or_submit
 
 
 def build_parser() -> Parser:

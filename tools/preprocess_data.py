@@ -12,7 +12,7 @@ import os
 import sys
 
 from pretrainkit.cli import Parser, run_command
-from pretrainkit.launch.tool_job import add_job_flags, or_submit
+from pretrainkit.jobs.tool_job import add_job_flags, or_submit
 
 
 def build_parser() -> Parser:

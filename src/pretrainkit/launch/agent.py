@@ -6,46 +6,19 @@ import logging
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from datetime import timedelta
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pretrainkit import logs
 from pretrainkit.errors import EXIT_FAILED, EXIT_STOPPED_AFTER_SAVING
+from pretrainkit.jobs.rendezvous import Rendezvous
 from pretrainkit.run.outcome import SUCCESS, Outcome, outcome_of
 
 _BACKEND = "pretrainkit"
-_STORE_TIMEOUT = timedelta(minutes=30)
 _TAIL_LINES = 30
 
 log = logs.get_logger(__name__)
-
-
-@dataclass(frozen=True)
-class Rendezvous:
-    """Where the agents of a job with several nodes meet: a store that the head holds open."""
-
-    store: Any
-    """torch.distributed.TCPStore, connected."""
-    address: str
-    port: int
-    node: int
-    num_nodes: int
-
-
-def open_store() -> Any:
-    """A store on a port of the system's choice, held from now on: no other job can take it."""
-    from torch.distributed import TCPStore
-
-    return TCPStore("0.0.0.0", 0, is_master=True, timeout=_STORE_TIMEOUT, wait_for_workers=False)
-
-
-def connect_store(address: str, port: int) -> Any:
-    """The head's store, from another node."""
-    from torch.distributed import TCPStore
-
-    return TCPStore(address, port, is_master=False, timeout=_STORE_TIMEOUT)
 
 
 class Agent(threading.Thread):

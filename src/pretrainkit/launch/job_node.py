@@ -16,10 +16,11 @@ from pathlib import Path
 
 from pretrainkit import files, logs
 from pretrainkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED_AFTER_SAVING, PretrainkitError, RequestError
-from pretrainkit.launch import agent, allocation, node_check
-from pretrainkit.launch.follow import Follower
-from pretrainkit.launch.meeting import Head, Meeting, own_address
-from pretrainkit.launch.node import NODE_LOG, StopRequests, supervise, write_everything_to
+from pretrainkit.jobs import allocation, rendezvous
+from pretrainkit.jobs.follow import Follower
+from pretrainkit.jobs.rendezvous import Head, Meeting, own_address
+from pretrainkit.launch import agent, node_check
+from pretrainkit.launch.supervise import NODE_LOG, StopRequests, supervise, write_everything_to
 from pretrainkit.machine import count_cpus
 from pretrainkit.run import folder as experiment
 from pretrainkit.run.outcome import FILE_NAME as OUTCOME
@@ -71,11 +72,11 @@ def _run_head(arguments: argparse.Namespace, requests: StopRequests, meeting: Me
     log_dir = _new_attempt(arguments.experiment_dir, arguments.job_dir)
     hosts = allocation.read_allocation(os.environ)
     several = arguments.num_nodes > 1
-    store = agent.open_store() if several else None
+    store = rendezvous.open_store() if several else None
     address = own_address([hosts.hosts[0]] if hosts else [])
     meeting.publish(Head(address, store.port if store else 0, str(log_dir)))
     log.info("node 0 of %d, attempt in %s", arguments.num_nodes, log_dir)
-    where = agent.Rendezvous(store, address, store.port, 0, arguments.num_nodes) if store else None
+    where = rendezvous.Rendezvous(store, address, store.port, 0, arguments.num_nodes) if store else None
     if several and address.startswith("127."):
         log.warning("this host's name stands for %s: other machines can't reach it", address)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -100,13 +101,13 @@ def _run_other(arguments: argparse.Namespace, requests: StopRequests, meeting: M
     if head.refused is not None:
         return head.exit_code
     try:
-        store = agent.connect_store(head.address, head.port)
+        store = rendezvous.connect_store(head.address, head.port)
     except Exception as error:  # torch's own kind, which is not public
         _report_ready(meeting, arguments, f"can't reach node 0 at {head.address}:{head.port}: {error}")
         return EXIT_FAILED
     if head.address.startswith("127."):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    where = agent.Rendezvous(store, head.address, head.port, meeting.node, arguments.num_nodes)
+    where = rendezvous.Rendezvous(store, head.address, head.port, meeting.node, arguments.num_nodes)
     _report_ready(meeting, arguments)
     if not meeting.wait_for_go():
         return EXIT_FAILED
@@ -128,7 +129,7 @@ def _report_ready(meeting: Meeting, arguments: argparse.Namespace, problem: str 
     meeting.report_ready(problem)
 
 
-def _check_network(meeting: Meeting, arguments: argparse.Namespace, where: agent.Rendezvous | None) -> str:
+def _check_network(meeting: Meeting, arguments: argparse.Namespace, where: rendezvous.Rendezvous | None) -> str:
     """What is wrong with the connections of the nodes, the same text on all; empty when nothing is."""
     if not arguments.check or where is None:
         return ""
@@ -156,7 +157,7 @@ def _run_ranks(
     requests: StopRequests,
     meeting: Meeting,
     log_dir: Path,
-    where: agent.Rendezvous | None,
+    where: rendezvous.Rendezvous | None,
 ) -> Outcome:
     def poll() -> None:
         meeting.beat()

@@ -1,10 +1,7 @@
-"""Starts a plan, and makes Slurm's job scripts and speaks to Slurm, through NeMo-Run; nothing else knows nemo_run.
+"""Starts a plan on this machine through NeMo-Run.
 
 NeMo-Run's LocalExecutor can't be told to stop: when its process is killed, what it started runs on. So this
 module passes signals to the node process itself, and takes over and ends whatever outlives it.
-
-Of its Slurm side the executor's script and the tunnels are used, not its experiments: those need accounting, and put
-paths, variables and arguments unquoted into commands. Here the script starts one file of ours, by a quoted path.
 """
 
 from __future__ import annotations
@@ -12,24 +9,20 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import shlex
 import signal
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pretrainkit
-from pretrainkit.errors import EXIT_STOPPED_AFTER_SAVING, PretrainkitError
+from pretrainkit.errors import EXIT_STOPPED_AFTER_SAVING
 from pretrainkit.imports import heavy_imports
-from pretrainkit.launch import scripts
-from pretrainkit.launch.job import Job, safe_name
-from pretrainkit.launch.node import GRACE_S, KILL_SIGNAL, PID_FILE, StopRequests
+from pretrainkit.jobs.secrets import passed_on
 from pretrainkit.launch.plan import LaunchPlan
 from pretrainkit.launch.processes import adopt_orphans, kill_descendants
-from pretrainkit.launch.secrets import passed_on, without_tokens
+from pretrainkit.launch.supervise import GRACE_S, KILL_SIGNAL, PID_FILE, StopRequests
 from pretrainkit.logs import get_logger
 from pretrainkit.run.outcome import Outcome, read_outcome
 from pretrainkit.signals import STOP_SIGNALS
@@ -39,7 +32,6 @@ HOME_NAME = ".nemo_run"
 _DELIVERY_INTERVAL_S = 0.1
 _SECOND_CTRL_C_S = 1.0
 """What comes sooner after a Ctrl-C is the same one, sent to every process (assumed: people wait longer)."""
-_CODE_MOUNT, _HIDDEN = "/nemo_run", "/nemo-run-of-a-path"
 
 log = get_logger(__name__)
 
@@ -162,125 +154,3 @@ def _deliver(log_dir: Path, requests: StopRequests, ended: threading.Event) -> N
             with contextlib.suppress(ProcessLookupError, ValueError):
                 os.kill(int(pid_file.read_text()), number)
                 delivered.add(number)
-
-
-def slurm_script(job: Job, *, continues: bool) -> str:
-    """The text of a Slurm job script, as NeMo-Run's executor writes it.
-
-    Args:
-        continues: whether it only goes on where a predecessor's time was over.
-    """
-    with heavy_imports():
-        from nemo_run.core.execution.slurm import SlurmBatchRequest
-
-    # NeMo-Run puts the job's folder for every /nemo_run of a script without container, also of a user's path.
-    job = replace(job, folder=Path(str(job.folder).replace(_CODE_MOUNT, _HIDDEN)))
-    request = SlurmBatchRequest(
-        launch_cmd=["sbatch", "--requeue", "--parsable"],
-        jobs=[safe_name(job.name)],
-        command_groups=[[shlex.join(["bash", str(job.folder / _inner_script(job))])]],
-        executor=_executor(job, continues=continues),
-        max_retries=0,
-        extra_env={},
-    )
-    return str(request.materialize()).replace(_HIDDEN, _CODE_MOUNT)
-
-
-def _inner_script(job: Job) -> str:
-    """What srun starts: with pyxis, srun itself enters the container."""
-    return scripts.RUN if job.container and job.container.runtime == "pyxis" else scripts.NODE
-
-
-def _executor(job: Job, *, continues: bool) -> Any:
-    from nemo_run import LocalTunnel, Packager, SlurmExecutor
-
-    pattern = "%A_%a" if job.array else "%j"
-    log_path = str(job.folder).replace("%", "%%") + f"/slurm-{pattern}.log"
-    parameters: dict[str, Any] = {"output": log_path}
-    if job.warning_s is not None:
-        parameters["signal"] = f"USR1@{job.warning_s}"
-    for option in [*job.resources, *job.scheduler_options]:
-        name, equals, value = option.removeprefix("--").partition("=")
-        parameters[name.replace("-", "_")] = value if equals else True
-    if job.array:
-        parameters["array"] = str(job.array)
-    container = job.container if job.container and job.container.runtime == "pyxis" else None
-    executor = SlurmExecutor(
-        account="",
-        partition=job.partition,
-        time=job.time_limit,
-        nodes=job.num_nodes,
-        ntasks_per_node=1,
-        cpus_per_task=job.config.cpus_per_task,
-        job_name_prefix="pretrainkit.",
-        additional_parameters=parameters,
-        array=str(job.array) if job.array else None,
-        # NeMo-Run quotes what goes to #SBATCH lines, and nothing of srun's.
-        container_image=shlex.quote(container.image) if container else None,
-        container_mounts=[shlex.quote(str(mount)) for mount in container.mounts] if container else [],
-        # Slurm binds a step that doesn't say how many CPUs it needs to one; --output is appended to by both.
-        srun_args=["--open-mode=append", "--cpu-bind=none", *(container.pyxis_options() if container else [])],
-        setup_lines=scripts.slurm_setup(job, continues=continues).replace(_CODE_MOUNT, _HIDDEN),
-        job_details=_job_details(job, log_path),
-        tunnel=LocalTunnel(job_dir=shlex.quote(str(job.folder.parent))),
-        packager=Packager(),
-    )
-    executor.account = job.account  # None: the cluster's default
-    executor.experiment_id = safe_name(job.name)
-    executor.experiment_dir = str(job.folder.parent)
-    executor.job_dir = str(job.folder)
-    executor.job_name = safe_name(job.name)
-    return executor
-
-
-def _job_details(job: Job, log_path: str) -> Any:
-    """Names and places of the job's log: one file for the script and what srun starts."""
-    from nemo_run.core.execution.slurm import SlurmJobDetails
-
-    class OneLog(SlurmJobDetails):
-        @property
-        def srun_stdout(self) -> Any:
-            return shlex.quote(log_path)
-
-    return OneLog(job_name=safe_name(job.name), folder=str(job.folder))
-
-
-class SlurmCommands:
-    """Runs Slurm's commands, here or on the site's login node."""
-
-    def __init__(self, job_config: Any) -> None:
-        from nemo_run import LocalTunnel, SSHTunnel
-        from rich.console import Console
-
-        self._is_local = job_config.login_host is None
-        self._tunnel: Any = LocalTunnel(job_dir="")
-        if not self._is_local:
-            self._tunnel = SSHTunnel(
-                host=job_config.login_host,
-                user=job_config.login_user or _user(),
-                port=job_config.login_port,
-                job_dir="",
-                identity=job_config.login_identity,
-            )
-            self._tunnel.console = Console(stderr=True)  # stdout is for job ids
-
-    def run(self, words: list[str]) -> str:
-        """The output of a command. Raises PretrainkitError with its own words when it fails."""
-        # The tokens of this process are the job's file's business, not that of the scheduler's records.
-        options = {"env": without_tokens(os.environ), "replace_env": True} if self._is_local else {}
-        try:
-            result = self._tunnel.run(shlex.join(words), hide=True, warn=True, in_stream=False, **options)
-        except (SystemExit, OSError) as error:
-            raise PretrainkitError(
-                "no connection to the login node", action="check login_host, login_user and login_identity of the site"
-            ) from error
-        if result.exited:
-            said = (result.stderr or result.stdout).strip()
-            raise PretrainkitError(f"{words[0]} failed with exit code {result.exited}: {said}", where=words[0])
-        return str(result.stdout)
-
-
-def _user() -> str:
-    import getpass
-
-    return getpass.getuser()

@@ -14,9 +14,9 @@ from typing import Any
 
 from pretrainkit import files
 from pretrainkit.errors import RequestError
-from pretrainkit.launch import agent
-from pretrainkit.launch.allocation import read_allocation
-from pretrainkit.launch.meeting import own_address
+from pretrainkit.jobs import rendezvous
+from pretrainkit.jobs.allocation import read_allocation
+from pretrainkit.jobs.rendezvous import own_address
 from pretrainkit.launch.node_check import NodeCheckRequest, NodeReport, check_connections, check_node
 from pretrainkit.launch.node_probes import FAILED, SKIPPED, Check
 
@@ -108,7 +108,7 @@ def _connect(folder: Path, place: Place, request: NodeCheckRequest, hosts: list[
     head = folder / "head.json"
     store: Any = None
     if place.node == 0:
-        store = agent.open_store()
+        store = rendezvous.open_store()
         files.write_json(head, {"address": own_address([hosts[0]]), "port": store.port})
     elif not _wait(head.is_file, request.timeout_s):
         return Check("network", FAILED, f"node 0 ({hosts[0]}) does not say where to meet")

@@ -7,10 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pretrainkit.config.schema import ResolvedRun
-from pretrainkit.launch.container import Container
-
-NODE_MODULE = "pretrainkit.launch.node"
-"""Module that starts the ranks of one node."""
+from pretrainkit.jobs.container import Container
+from pretrainkit.jobs.run_job import NODE_MODULE
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pretrainkit.launch.caches import HOME_CACHES
+from pretrainkit.jobs.caches import HOME_CACHES
 from pretrainkit.launch.node_probes import FAILED, OK, SKIPPED, WARNING, Check
 from pretrainkit.launch.trials import Trial, run_trials
 from pretrainkit.machine import installed_version

@@ -13,16 +13,16 @@ from pretrainkit.config.schema import ResolvedRun, RunConfig
 from pretrainkit.config.validate import problems_of
 from pretrainkit.config.warnings import notes_of
 from pretrainkit.errors import EXIT_DONE, EXIT_STOPPED_AFTER_SAVING, RequestError
+from pretrainkit.jobs.container import Container, container_of
+from pretrainkit.jobs.follow import Follower
+from pretrainkit.jobs.run_job import check_environment, needs_of
+from pretrainkit.jobs.start_job import as_read, planned_job, provide_weights, start_job
+from pretrainkit.jobs.submit import describe as describe_job
 from pretrainkit.launch.agent import rank_log_names
-from pretrainkit.launch.container import Container, container_of
 from pretrainkit.launch.facts import gather
-from pretrainkit.launch.follow import Follower
-from pretrainkit.launch.node import GRACE_S, NODE_LOG
 from pretrainkit.launch.plan import LaunchPlan, plan_launch
-from pretrainkit.launch.run_job import check_environment, needs_of
-from pretrainkit.launch.start_job import as_read, planned_job, provide_weights, start_job
-from pretrainkit.launch.submit import describe as describe_job
 from pretrainkit.launch.summary import summarize
+from pretrainkit.launch.supervise import GRACE_S, NODE_LOG
 from pretrainkit.logs import get_logger, masked
 from pretrainkit.machine import count_cpus
 from pretrainkit.run.folder import LAUNCHER_LOCK, RUN_FILE, locked, new_attempt, wait_for_ranks, write_run_file

@@ -255,7 +255,7 @@ def _max_steps(experiment: Path) -> int | None:
 
 
 def _jobs(experiment: Path) -> list[ScheduledJob]:
-    """The jobs that pretrain.py has recorded (`pretrainkit.launch.submit`)."""
+    """The jobs that pretrain.py has recorded (`pretrainkit.jobs.submit`)."""
     records = experiment / "jobs" / "jobs.jsonl"
     jobs = []
     for record in _records(records) if records.is_file() else []:

@@ -15,7 +15,7 @@ from pretrainkit.checkpoint.fingerprint import weights_fingerprint
 from pretrainkit.config.load import load_config
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import CheckpointError, RequestError
-from pretrainkit.launch import start_job
+from pretrainkit.jobs import start_job
 from pretrainkit.launch.start import resolve_request
 from pretrainkit.run import checkpoints, resume_plan
 from pretrainkit.run.folder import changes_since_last_start, write_run_file

@@ -24,9 +24,9 @@ from pathlib import Path
 
 from pretrainkit import files
 from pretrainkit.errors import PretrainkitError
-from pretrainkit.launch import schedulers, scripts
-from pretrainkit.launch.job import Job
-from pretrainkit.launch.secrets import write_secrets
+from pretrainkit.jobs import schedulers, scripts
+from pretrainkit.jobs.job import Job
+from pretrainkit.jobs.secrets import write_secrets
 from pretrainkit.logs import get_logger
 
 RECORDS = "jobs.jsonl"
@@ -188,7 +188,7 @@ def _parts(job: Job) -> list[_Part]:
 
 def _script(job: Job, name: str, *, continues: bool, is_array: bool = False, index: int | None = None) -> str:
     if job.config.executor == "slurm":
-        from pretrainkit.launch.nemo_run import slurm_script
+        from pretrainkit.jobs.slurm import slurm_script
 
         return slurm_script(job, continues=continues)
     return scripts.batch_script(job, continues=continues, script=job.folder / name, is_array=is_array, index=index)

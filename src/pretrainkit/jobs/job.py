@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pretrainkit.config.launch import DEFAULT_SLURM_ACCOUNT, DEFAULT_SLURM_PARTITION, LaunchConfig
 from pretrainkit.errors import RequestError
-from pretrainkit.launch.container import Container
+from pretrainkit.jobs.container import Container
 
 DEFAULT_ACCOUNT_OPTIONS = {"pbs": "-A", "sge": "-P"}
 _MAX_NAME = 64

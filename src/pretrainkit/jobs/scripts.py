@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pretrainkit.errors import RequestError
-from pretrainkit.launch.caches import CACHES
-from pretrainkit.launch.job import Job, safe_name
+from pretrainkit.jobs.caches import CACHES
+from pretrainkit.jobs.job import Job, safe_name
 from pretrainkit.units import parse_duration
 
 if TYPE_CHECKING:

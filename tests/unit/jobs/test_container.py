@@ -8,7 +8,7 @@ import pytest
 
 from pretrainkit.config.launch import LaunchConfig
 from pretrainkit.errors import RequestError
-from pretrainkit.launch.container import Container, container_of, parse_mount
+from pretrainkit.jobs.container import Container, container_of, parse_mount
 
 
 def container(*needs: Path, on_gpu: bool = True, **settings: object) -> Container | None:

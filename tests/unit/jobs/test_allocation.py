@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pretrainkit.errors import RequestError
-from pretrainkit.launch.allocation import expand_counts, expand_hosts, grid_engine_gpus, read_allocation
+from pretrainkit.jobs.allocation import expand_counts, expand_hosts, grid_engine_gpus, read_allocation
 
 HOSTS = {
     "n1": ["n1"],

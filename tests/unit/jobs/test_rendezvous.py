@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from pretrainkit.errors import PretrainkitError
-from pretrainkit.launch import meeting
-from pretrainkit.launch.meeting import Head, Meeting, combined, own_address
+from pretrainkit.jobs import rendezvous
+from pretrainkit.jobs.rendezvous import Head, Meeting, combined, own_address
 from pretrainkit.run.outcome import SUCCESS, Outcome
 
 
@@ -84,7 +84,7 @@ def test_a_bad_node_is_named(tmp_path: Path) -> None:
 
 
 def test_a_node_that_does_not_come_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "MEETING_S", 0.1)
+    monkeypatch.setattr(rendezvous, "MEETING_S", 0.1)
     head = Meeting(tmp_path, 0, 3)
     head.report_ready()
     with pytest.raises(PretrainkitError, match="node 1, 2 of 3"):
@@ -93,8 +93,8 @@ def test_a_node_that_does_not_come_is_named(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("gone", [0, 1])
 def test_a_node_that_is_gone_is_noticed(gone: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "DEAD_AFTER_S", 0.5)
-    monkeypatch.setattr(meeting, "HEARTBEAT_S", 0)
+    monkeypatch.setattr(rendezvous, "DEAD_AFTER_S", 0.5)
+    monkeypatch.setattr(rendezvous, "HEARTBEAT_S", 0)
     nodes = [Meeting(tmp_path, number, 2) for number in range(2)]
     for node in nodes:
         node.beat()

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import EXIT_DONE, RequestError
-from pretrainkit.launch import schedulers, submit, watch
-from pretrainkit.launch.job import Job
-from pretrainkit.launch.run_job import job_of
-from pretrainkit.launch.secrets import passed_on
-from pretrainkit.launch.snapshot import copy_source
+from pretrainkit.jobs import schedulers, submit, watch
+from pretrainkit.jobs.job import Job
+from pretrainkit.jobs.run_job import job_of
+from pretrainkit.jobs.secrets import passed_on
+from pretrainkit.jobs.snapshot import copy_source
 from pretrainkit.logs import get_logger
 from pretrainkit.run import initial_weights
 from pretrainkit.run.folder import (

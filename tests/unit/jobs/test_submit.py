@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from pretrainkit.errors import PretrainkitError
-from pretrainkit.launch import submit
-from pretrainkit.launch.schedulers import LocalCommands, is_alive, parse_job_id
+from pretrainkit.jobs import submit
+from pretrainkit.jobs.schedulers import LocalCommands, is_alive, parse_job_id
 
 REPOSITORY = Path(__file__).parents[3]
 TOKENS = {"HF_TOKEN": "hf_very_secret_0123456789", "WANDB_API_KEY": "wandb_very_secret_9876543210"}

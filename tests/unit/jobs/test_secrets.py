@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrainkit.launch.secrets import split_token
+from pretrainkit.jobs.secrets import split_token
 from pretrainkit.logs import masked
 
 TOKEN = "hf_very_secret_0123456789"
@@ -44,7 +44,7 @@ def test_the_process_list_shows_no_token_and_the_environment_has_it(tmp_path: Pa
     script.write_text(
         "import os, sys\n"
         "from pathlib import Path\n"
-        "from pretrainkit.launch.secrets import hide_token_from_process_list\n"
+        "from pretrainkit.jobs.secrets import hide_token_from_process_list\n"
         "hide_token_from_process_list()\n"
         "print(Path('/proc/self/cmdline').read_bytes().split(bytes(1)))\n"
         "print(sys.flags.no_user_site, sys.argv[1:], os.environ['HF_TOKEN'])\n"

@@ -12,8 +12,8 @@ from typing import Protocol
 
 from pretrainkit.config.launch import LaunchConfig
 from pretrainkit.errors import PretrainkitError
-from pretrainkit.launch.job import Job
-from pretrainkit.launch.secrets import without_tokens
+from pretrainkit.jobs.job import Job
+from pretrainkit.jobs.secrets import without_tokens
 from pretrainkit.logs import masked
 
 _PLAIN_PATH = re.compile(r"[A-Za-z0-9_./+@=-]+")
@@ -56,7 +56,7 @@ class LocalCommands:
 def commands_of(config: LaunchConfig) -> Commands:
     """How the scheduler of a site is spoken to."""
     if config.executor == "slurm":
-        from pretrainkit.launch.nemo_run import SlurmCommands
+        from pretrainkit.jobs.slurm import SlurmCommands
 
         return SlurmCommands(config)
     return LocalCommands()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pretrainkit.launch import job_time
+from pretrainkit.jobs import job_time
 
 PBS = """Job Id: 12.server
     Job_Name = x

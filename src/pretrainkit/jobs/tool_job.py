@@ -93,13 +93,13 @@ def _load(given: dict[str, object]) -> RunConfig:
 
 
 def _submit(config: RunConfig, script: Path, words: list[str], arguments: argparse.Namespace) -> int:
-    from pretrainkit.launch import schedulers, submit, watch
-    from pretrainkit.launch.container import container_of
-    from pretrainkit.launch.job import Job, parse_array
-    from pretrainkit.launch.run_job import check_environment, python_of
-    from pretrainkit.launch.scripts import CODE
-    from pretrainkit.launch.secrets import passed_on
-    from pretrainkit.launch.snapshot import copy_source
+    from pretrainkit.jobs import schedulers, submit, watch
+    from pretrainkit.jobs.container import container_of
+    from pretrainkit.jobs.job import Job, parse_array
+    from pretrainkit.jobs.run_job import check_environment, python_of
+    from pretrainkit.jobs.scripts import CODE
+    from pretrainkit.jobs.secrets import passed_on
+    from pretrainkit.jobs.snapshot import copy_source
     from pretrainkit.run.source import describe_source
 
     launch = config.launch

@@ -10,10 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from pretrainkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED_AFTER_SAVING, PretrainkitError
-from pretrainkit.launch import schedulers
-from pretrainkit.launch.follow import Follower
-from pretrainkit.launch.scripts import CHAIN
-from pretrainkit.launch.submit import SubmittedJob
+from pretrainkit.jobs import schedulers
+from pretrainkit.jobs.follow import Follower
+from pretrainkit.jobs.scripts import CHAIN
+from pretrainkit.jobs.submit import SubmittedJob
 from pretrainkit.logs import get_logger
 
 _POLL_S = 0.5

@@ -20,6 +20,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,33 @@ HEARTBEAT_S = 10
 DEAD_AFTER_S = 180
 """A node that has been silent so long is gone (assumed: far above what a shared disk caches)."""
 _POLL_S = 0.2
+_STORE_TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where the agents of a job with several nodes meet: a store that the head holds open."""
+
+    store: Any
+    """torch.distributed.TCPStore, connected."""
+    address: str
+    port: int
+    node: int
+    num_nodes: int
+
+
+def open_store() -> Any:
+    """A store on a port of the system's choice, held from now on: no other job can take it."""
+    from torch.distributed import TCPStore
+
+    return TCPStore("0.0.0.0", 0, is_master=True, timeout=_STORE_TIMEOUT, wait_for_workers=False)
+
+
+def connect_store(address: str, port: int) -> Any:
+    """The head's store, from another node."""
+    from torch.distributed import TCPStore
+
+    return TCPStore(address, port, is_master=False, timeout=_STORE_TIMEOUT)
 
 
 @dataclass(frozen=True)

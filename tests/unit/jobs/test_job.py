@@ -8,7 +8,7 @@ import pytest
 
 from pretrainkit.config.launch import LaunchConfig
 from pretrainkit.errors import RequestError
-from pretrainkit.launch.job import Job, parse_array, safe_name
+from pretrainkit.jobs.job import Job, parse_array, safe_name
 
 ARRAYS = {
     "0-9": (range(10), 10, None),

@@ -16,9 +16,9 @@ import pytest
 
 from pretrainkit.config.load import load_config
 from pretrainkit.errors import RequestError
-from pretrainkit.launch import submit
-from pretrainkit.launch.container import Container, Mount
-from pretrainkit.launch.job import Job, parse_array
+from pretrainkit.jobs import submit
+from pretrainkit.jobs.container import Container, Mount
+from pretrainkit.jobs.job import Job, parse_array
 
 NASTY = [
     "a b",

@@ -10,13 +10,15 @@ from pretrainkit.config.launch import LaunchConfig
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.data.shards.urls import is_url
 from pretrainkit.errors import RequestError
-from pretrainkit.launch.container import container_of
-from pretrainkit.launch.job import Job
-from pretrainkit.launch.plan import NODE_MODULE
-from pretrainkit.launch.scripts import CODE
-from pretrainkit.launch.secrets import is_secret, passed_on
-from pretrainkit.launch.submit import SECRETS
+from pretrainkit.jobs.container import container_of
+from pretrainkit.jobs.job import Job
+from pretrainkit.jobs.scripts import CODE
+from pretrainkit.jobs.secrets import is_secret, passed_on
+from pretrainkit.jobs.submit import SECRETS
 from pretrainkit.units import parse_duration
+
+NODE_MODULE = "pretrainkit.launch.node"
+"""Module that starts the ranks of one node."""
 
 _LEAST_WARNING_S = 60
 _MOST_WARNING_S = 65535
