@@ -20,9 +20,9 @@ from pathlib import Path
 
 from pretrainkit.cli import Parser, run_command
 from pretrainkit.errors import EXIT_DONE, EXIT_FAILED, RequestError
-from pretrainkit.launch.node_check import NodeCheckRequest
-from pretrainkit.launch.node_probes import CONSTRAINTS
 from pretrainkit.machine import count_gpus
+from pretrainkit.preflight.node_check import NodeCheckRequest
+from pretrainkit.preflight.node_probes import CONSTRAINTS
 from pretrainkit.units import parse_bytes, parse_duration
 
 
@@ -67,7 +67,7 @@ def build_parser() -> Parser:
 
 def command(arguments: argparse.Namespace) -> int:
     """Look, print the reports of all nodes (on node 0), and tell by the exit code."""
-    from pretrainkit.launch.nodes_check import check_nodes, find_place
+    from pretrainkit.preflight.nodes_check import check_nodes, find_place
 
     place = find_place(os.environ, num_nodes=arguments.num_nodes, node=arguments.node_rank, meeting=arguments.meeting)
     reports, network = check_nodes(make_request(arguments), place)

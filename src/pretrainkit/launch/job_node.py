@@ -19,9 +19,10 @@ from pretrainkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED_AFTER_SAVING
 from pretrainkit.jobs import allocation, rendezvous
 from pretrainkit.jobs.follow import Follower
 from pretrainkit.jobs.rendezvous import Head, Meeting, own_address
-from pretrainkit.launch import agent, node_check
+from pretrainkit.launch import agent
 from pretrainkit.launch.supervise import NODE_LOG, StopRequests, supervise, write_everything_to
 from pretrainkit.machine import count_cpus
+from pretrainkit.preflight import node_check
 from pretrainkit.run import folder as experiment
 from pretrainkit.run.outcome import FILE_NAME as OUTCOME
 from pretrainkit.run.outcome import Outcome, read_outcome, write_outcome

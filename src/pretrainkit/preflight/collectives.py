@@ -13,12 +13,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pretrainkit.launch.links import Link, active_infiniband, link_between
-from pretrainkit.launch.node_probes import FAILED, OK, SKIPPED, WARNING, Check, visible_gpus
-from pretrainkit.launch.trials import Trial, run_trials
+from pretrainkit.preflight.links import Link, active_infiniband, link_between
+from pretrainkit.preflight.node_probes import FAILED, OK, SKIPPED, WARNING, Check, visible_gpus
+from pretrainkit.preflight.trials import Trial, run_trials
 from pretrainkit.units import format_bytes
 
-RANK_MODULE = "pretrainkit.launch.collectives_rank"
+RANK_MODULE = "pretrainkit.preflight.collectives_rank"
 SLOW_SHARE = 0.8
 """Share of the median speed of a node's GPUs below which one is called slow (assumed; equal GPUs differ by 3%)."""
 SLOW_LINK_SHARES = {"NVLink": 0.25, "PCIe": 0.1}

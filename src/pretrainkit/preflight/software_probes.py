@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from pretrainkit.jobs.caches import HOME_CACHES
-from pretrainkit.launch.node_probes import FAILED, OK, SKIPPED, WARNING, Check
-from pretrainkit.launch.trials import Trial, run_trials
 from pretrainkit.machine import installed_version
+from pretrainkit.preflight.node_probes import FAILED, OK, SKIPPED, WARNING, Check
+from pretrainkit.preflight.trials import Trial, run_trials
 from pretrainkit.units import format_bytes
 
-RANK_MODULE = "pretrainkit.launch.software_rank"
+RANK_MODULE = "pretrainkit.preflight.software_rank"
 SMALL_HOME = 50 * 10**9
 """Bytes free in a home below which caches don't belong there (assumed; the weights of an 8B model take 16 GB)."""
 _NO_DRIVER = re.compile(r"libcuda|libnvidia|NVIDIA driver|CUDA driver|No CUDA GPUs|CUDA-capable", re.IGNORECASE)

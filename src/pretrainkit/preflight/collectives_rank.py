@@ -1,4 +1,4 @@
-"""One process of a trial: computes and all-reduces, and writes what it found (`pretrainkit.launch.collectives`)."""
+"""One process of a trial: computes and all-reduces, and writes what it found (`pretrainkit.preflight.collectives`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 from pretrainkit.errors import one_line
-from pretrainkit.launch.trials import Findings, Trial
+from pretrainkit.preflight.trials import Findings, Trial
 
 NUM_BYTES = {"gpu": 64 * 2**20, "cpu": 4 * 2**20}
 """Size of the all-reduce that is timed: large enough to be about bandwidth."""

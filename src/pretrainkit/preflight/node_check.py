@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pretrainkit.launch import collectives, software_probes
-from pretrainkit.launch.node_probes import (
+from pretrainkit.preflight import collectives, software_probes
+from pretrainkit.preflight.node_probes import (
     CONSTRAINTS,
     ENGINE,
     FAILED,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pretrainkit.launch import collectives, links
-from pretrainkit.launch.links import Link
+from pretrainkit.preflight import collectives, links
+from pretrainkit.preflight.links import Link
 
 NVLINK = """\t\x1b[4mGPU0\tGPU1\tGPU2\tmlx5_0\tCPU Affinity\x1b[0m
 GPU0\t X \tNV18\tSYS\tPIX\t0-15

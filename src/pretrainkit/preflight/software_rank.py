@@ -1,6 +1,6 @@
 """The process of a look at the software: imports the engine, then runs kernels of each library once and compares.
 
-What it imports and runs is written before it is tried: a crash then has a name (`pretrainkit.launch.software_probes`).
+What it imports and runs is written before it is tried: a crash then has a name (`pretrainkit.preflight.software_probes`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pretrainkit.errors import one_line
-from pretrainkit.launch.trials import Findings, Trial
+from pretrainkit.preflight.trials import Findings, Trial
 
 REQUIRED = (
     "numpy",

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from pretrainkit.launch import software_probes, software_rank
-from pretrainkit.launch.node_check import NodeCheckRequest, check_node
-from pretrainkit.launch.node_probes import FAILED, OK, SKIPPED, WARNING
-from pretrainkit.launch.trials import Findings
 from pretrainkit.machine import installed_version
+from pretrainkit.preflight import software_probes, software_rank
+from pretrainkit.preflight.node_check import NodeCheckRequest, check_node
+from pretrainkit.preflight.node_probes import FAILED, OK, SKIPPED, WARNING
+from pretrainkit.preflight.trials import Findings
 
 
 def test_a_replaced_package_of_the_image_is_named(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from pretrainkit.errors import RequestError
 from pretrainkit.jobs import rendezvous
 from pretrainkit.jobs.allocation import read_allocation
 from pretrainkit.jobs.rendezvous import own_address
-from pretrainkit.launch.node_check import NodeCheckRequest, NodeReport, check_connections, check_node
-from pretrainkit.launch.node_probes import FAILED, SKIPPED, Check
+from pretrainkit.preflight.node_check import NodeCheckRequest, NodeReport, check_connections, check_node
+from pretrainkit.preflight.node_probes import FAILED, SKIPPED, Check
 
 _POLL_S = 0.2
 

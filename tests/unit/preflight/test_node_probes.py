@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from pretrainkit.launch import node_probes
-from pretrainkit.launch.node_check import NodeCheckRequest, NodeReport, check_node
-from pretrainkit.launch.node_probes import FAILED, OK, SKIPPED, WARNING
+from pretrainkit.preflight import node_probes
+from pretrainkit.preflight.node_check import NodeCheckRequest, NodeReport, check_node
+from pretrainkit.preflight.node_probes import FAILED, OK, SKIPPED, WARNING
 
 NVIDIA_SMI = """#!/bin/bash
 echo '0, GPU-aaaa, NVIDIA H100 80GB HBM3, 550.54.15, 81559, 4, 0'

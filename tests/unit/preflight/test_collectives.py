@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from pretrainkit.launch import collectives
-from pretrainkit.launch.collectives_rank import judge, pair_of
+from pretrainkit.preflight import collectives
+from pretrainkit.preflight.collectives_rank import judge, pair_of
 
 
 @pytest.mark.parametrize("num_nodes", [2, 3, 4, 7])
