@@ -20,7 +20,7 @@ def messages() -> tuple[str, ...]:
     for folder in ("src/pretrainkit", "tools", "pretraining"):
         for path in sorted((REPOSITORY / folder).rglob("*.py")):
             found += _texts_of(ast.parse(path.read_text(encoding="utf-8")))
-    scripts = [*REPOSITORY.glob("src/pretrainkit/launch/templates/*.j2"), *REPOSITORY.glob("scripts/*.sh")]
+    scripts = [*REPOSITORY.glob("src/pretrainkit/jobs/templates/*.j2"), *REPOSITORY.glob("scripts/*.sh")]
     for path in sorted(scripts):
         found += path.read_text(encoding="utf-8").splitlines()
     return tuple(dict.fromkeys(found))

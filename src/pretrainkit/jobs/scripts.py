@@ -232,7 +232,7 @@ def _environment() -> Environment:
     import jinja2
 
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("pretrainkit.launch"),
+        loader=jinja2.PackageLoader("pretrainkit.jobs"),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -19,7 +19,7 @@ from pretrainkit.jobs.run_job import check_environment, needs_of
 from pretrainkit.jobs.start_job import as_read, planned_job, provide_weights, start_job
 from pretrainkit.jobs.submit import describe as describe_job
 from pretrainkit.launch.agent import rank_log_names
-from pretrainkit.launch.facts import gather
+from pretrainkit.launch.inputs import gather
 from pretrainkit.launch.plan import LaunchPlan, plan_launch
 from pretrainkit.launch.summary import summarize
 from pretrainkit.launch.supervise import GRACE_S, NODE_LOG
@@ -118,7 +118,7 @@ def _plan(
 
 
 def _follow(plan: LaunchPlan) -> int:
-    from pretrainkit.launch.nemo_run import run_local
+    from pretrainkit.launch.local import run_local
 
     followed = [plan.log_dir / name for name in (NODE_LOG, *rank_log_names(0))]
     with Follower(followed, sys.stderr.buffer):

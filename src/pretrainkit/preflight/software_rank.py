@@ -1,6 +1,6 @@
 """The process of a look at the software: imports the engine, then runs kernels of each library once and compares.
 
-What it imports and runs is written before it is tried: a crash then has a name (`pretrainkit.preflight.software_probes`).
+What it imports and runs is written before it is tried: a crash then has a name (`software_probes`).
 """
 
 from __future__ import annotations

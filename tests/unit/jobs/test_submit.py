@@ -82,7 +82,7 @@ def test_a_run_is_submitted_to_pbs_as_a_chain_and_its_tokens_stay_with_its_owner
     assert (job / "chain").read_text() == "1001\n1002\n1003\n"
     assert [record.job_id for record in submit.read_records(job.parent)] == ["1001", "1002", "1003"]
     assert (job / "code" / "pretraining" / "train.py").exists()
-    assert (job / "code" / "src" / "pretrainkit" / "launch" / "templates" / "pbs.sh.j2").exists()
+    assert (job / "code" / "src" / "pretrainkit" / "jobs" / "templates" / "pbs.sh.j2").exists()
 
     secrets = job / "secrets.sh"
     assert stat.S_IMODE(secrets.stat().st_mode) == 0o600

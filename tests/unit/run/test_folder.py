@@ -35,7 +35,7 @@ from pretrainkit.run.initial_weights import CONVERSION_REPORT
 @pytest.fixture
 def run(tmp_path: Path, hf_folder: Path, dataset_folder: Path) -> ResolvedRun:
     from pretrainkit.config.load import load_config
-    from pretrainkit.launch.facts import gather
+    from pretrainkit.launch.inputs import gather
 
     flags: dict[str, Any] = {
         "hf_model_id": str(hf_folder),
