@@ -47,5 +47,5 @@ def quiet_upstream() -> None:
     for name in (*upstream, "megatron", "nv_one_logger", "torch"):
         logging.getLogger(name).setLevel(logging.ERROR)
     # On CPU every torch call passes through pretrainkit.megatron.cpu, whose lines their warnings then carry.
-    modules = r"(torch|nemo|megatron|lightning|transformers|pydantic|pretrainkit\.training\.cpu)\b"
+    modules = r"(torch|nemo|megatron|lightning|transformers|pydantic|pretrainkit\.megatron\.cpu)\b"
     warnings.filterwarnings("ignore", module=modules)

@@ -3,5 +3,5 @@
 import sys
 from pathlib import Path
 
-for folder in ("bench", "integration"):
+for folder in ("bench", "support"):
     sys.path.insert(0, str(Path(__file__).parents[1] / folder))

@@ -18,7 +18,7 @@ import pytest
 from preprocess_runs import end, finish, wait_for
 
 pytestmark = pytest.mark.integration
-HERE = Path(__file__).parent
+SUPPORT = Path(__file__).parents[1] / "support"
 StartTask = Callable[..., "subprocess.Popen[str]"]
 STEP = os.environ.get("PRETRAINKIT_FAULT_STEP", "7")
 """Every which change is tried; 1: all of them."""
@@ -27,7 +27,7 @@ STEP = os.environ.get("PRETRAINKIT_FAULT_STEP", "7")
 @pytest.fixture(scope="module")
 def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
     library = tmp_path_factory.mktemp("shim") / "faults.so"
-    subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", library, HERE / "faults.c", "-ldl"], check=True)
+    subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", library, SUPPORT / "faults.c", "-ldl"], check=True)
     return library
 
 
@@ -41,7 +41,7 @@ def test_outputs_are_whole_or_absent_and_a_rerun_completes_them(
     source.write_text("".join(jsonl_file.read_text().splitlines(keepends=True)[:8]) + '{"text": 5}\n')
     words = [form, kind, STEP, source, tokenizer_folder, tmp_path]
     done = subprocess.run(
-        [sys.executable, HERE / "shard_faults.py", *map(str, words)],
+        [sys.executable, SUPPORT / "shard_faults.py", *map(str, words)],
         env={**os.environ, "LD_PRELOAD": str(shim)},
         capture_output=True,
         text=True,
@@ -69,7 +69,7 @@ def start_task(tmp_path: Path, tokenizer_folder: Path) -> Iterator[StartTask]:
         common = ["--shard_id", 0, "--input_dir", source, "--output_dir", tmp_path / "out", "--verify_tokens", "off"]
         task = subprocess.Popen(
             [sys.executable, "tools/make_shards.py", *map(str, [*common, "--model_id", tokenizer_folder, *words])],
-            cwd=HERE.parents[1],
+            cwd=SUPPORT.parents[1],
             env={**os.environ, **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

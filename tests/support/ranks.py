@@ -57,7 +57,7 @@ def start_ranks(target: Callable[..., None], world_size: int, outputs: list[Path
 def fork_server() -> Any:
     """The context of the process that has NeMo imported; each test process starts one, for all that forks ranks."""
     # The fork server looks for modules to preload on PYTHONPATH alone.
-    os.environ["PYTHONPATH"] = str(Path(__file__).parent)
+    os.environ["PYTHONPATH"] = os.pathsep.join((str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")))
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["ranks_preload"])
     multiprocessing.forkserver.ensure_running()

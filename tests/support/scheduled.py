@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-REPOSITORY = Path(__file__).parents[3]
+REPOSITORY = Path(__file__).parents[2]
 DEADLINE_S = 240
 
 
