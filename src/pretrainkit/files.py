@@ -1,21 +1,29 @@
-"""Files and folders that appear whole or not at all.
+"""Atomic writes of files and folders, the file lock, and the loop that polls for what other processes write.
 
-Everything is written under a temporary name beside its final one, flushed to disk, and renamed; so a
+Everything is written under a temporary name next to its final one, flushed to disk, and renamed; so a
 kill, a full disk or a power cut leaves either the old state or the new one.
 """
 
 from __future__ import annotations
 
+import fcntl
 import glob
 import hashlib
 import json
+import math
 import os
 import shutil
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from pretrainkit.logs import get_logger
+
+LOGGER = get_logger(__name__)
+T = TypeVar("T")
 
 TEMPORARY_MARK = ".tmp-"
 """Part of every temporary name, so that leftovers of a killed process can be recognised."""
@@ -64,6 +72,61 @@ class WrittenThrough:
                 begin = max(0, self._told - self.WINDOW_BYTES)
                 # It begins to write what isn't on disk yet, and lets go of what is.
                 os.posix_fadvise(self._file.fileno(), begin, self._told - begin, os.POSIX_FADV_DONTNEED)
+
+
+class LockHeldError(Exception):
+    """Another process holds a lock; `holder` names it as far as the lock file does."""
+
+    def __init__(self, path: Path, holder: str) -> None:
+        super().__init__(f"{path} is locked by {holder}")
+        self.path, self.holder = path, holder
+
+
+@contextmanager
+def locked(path: Path, *, wait: bool = False) -> Iterator[bool]:
+    """Hold an exclusive lock on the file `path` (created if missing) while the block runs.
+
+    The kernel releases the lock when the process dies, however it dies. Some cluster file systems keep such locks on
+    one node only. The lock file says which process took it last, and stays there: removing it would let two processes
+    lock two files of one name.
+
+    Args:
+        path: the lock file, in an existing folder.
+        wait: wait while another process holds the lock.
+
+    Yields:
+        True with the lock held; False, after a warning, where the file system has no locks.
+
+    Raises:
+        LockHeldError: another process holds the lock, and `wait` is False.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        is_held = True
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(descriptor, 1000, 0).decode(errors="replace").strip()
+            raise LockHeldError(path, holder or "an unknown process") from None
+        except OSError as error:
+            LOGGER.warning("%s: no file locks here (%s): don't start this twice at once", path, error.strerror)
+            is_held = False
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        yield is_held
+    finally:
+        os.close(descriptor)
+
+
+def wait_until(condition: Callable[[], T], *, timeout_s: float = math.inf, poll_s: float = 0.2) -> T:
+    """Call `condition` every `poll_s` seconds until it gives something true, at most for `timeout_s`.
+
+    Gives what `condition` gave last, so a false value means a timeout.
+    """
+    end_s = time.monotonic() + timeout_s
+    while not (found := condition()) and time.monotonic() < end_s:
+        time.sleep(poll_s)
+    return found
 
 
 def temporary_name(final: Path) -> Path:

@@ -243,7 +243,7 @@ dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_
 def prepare():
     time.sleep(7)
     final.mkdir()
-prepared = preparer.prepare_once(final, final.exists, prepare, environment={"RANK": str(rank)})
+prepared = preparer.build_once(final, final.exists, prepare, environment={"RANK": str(rank)})
 total = torch.tensor(int(prepared))
 dist.all_reduce(total)
 print(int(total))
@@ -260,4 +260,4 @@ def test_a_preparation_longer_than_the_groups_timeout_is_waited_for(tmp_path: Pa
     ]
     told = [process.communicate(timeout=120) for process in processes]
     assert [output.strip() for output, _ in told] == ["1", "1"], told
-    assert sum(errors.count("waits for") for _, errors in told) >= 3
+    assert sum(errors.count("has waited") for _, errors in told) >= 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import signal
@@ -120,3 +121,51 @@ def test_a_file_written_through_is_whole_and_its_pages_are_given_to_the_disk(
         assert file.num_bytes == 6300
     assert (tmp_path / "x").read_bytes() == b"".join(parts)
     assert told == [(0, 1400), (300, 2800), (1700, 4200), (3100, 5600)]
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from pretrainkit import files
+with files.locked(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def hold(lock: Path) -> subprocess.Popen[str]:
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(lock)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "held\n"
+    return process
+
+
+def test_a_held_lock_names_its_holder_and_is_free_once_that_is_killed(tmp_path: Path) -> None:
+    lock = tmp_path / "lock"
+    process = hold(lock)
+    with pytest.raises(files.LockHeldError, match=f"process {process.pid} on "), files.locked(lock):
+        pass
+    process.kill()
+    with files.locked(lock, wait=True) as is_held:
+        assert is_held
+    process.wait()
+    with files.locked(lock) as is_held:
+        assert is_held and lock.read_text().startswith(f"process {os.getpid()} on ")
+
+
+def test_without_locks_the_block_runs_and_a_warning_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(files.fcntl, "flock", flock)
+    with files.locked(tmp_path / "lock") as is_held:
+        assert not is_held
+    assert "no file locks here (No locks available)" in caplog.text
+
+
+def test_polling_gives_what_was_waited_for_or_the_last_value() -> None:
+    answers = iter([0, "", "there", "not asked"])
+    assert files.wait_until(lambda: next(answers), poll_s=0.01) == "there"
+    assert next(answers) == "not asked"
+    assert files.wait_until(lambda: False, timeout_s=0.05, poll_s=0.01) is False

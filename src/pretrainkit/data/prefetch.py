@@ -8,7 +8,6 @@ HF_TOKEN or `hf auth login`.
 
 from __future__ import annotations
 
-import fcntl
 import fnmatch
 import hashlib
 import os
@@ -120,6 +119,8 @@ def fetch(source: Source, base: Path) -> Path:
         return verify(source, folder)
     commit, wanted = list_files(source)
     with _locked(folder.with_name(f".{folder.name}.lock"), source):
+        if folder.exists():
+            return verify(source, folder)
         # The name stays the same, so that the next start goes on with it.
         partial = folder.with_name(f".{folder.name}.partial")
         partial.mkdir(parents=True, exist_ok=True)
@@ -196,14 +197,11 @@ def verify(source: Source, folder: Path) -> Path:
 
 @contextmanager
 def _locked(path: Path, source: Source) -> Iterator[None]:
-    """Only one process fetches a source. Disks without locks go without."""
+    """Only one process fetches a source."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise PretrainkitError(f"another process fetches {source.repository}: {path}") from None
-        except OSError:
-            log.warning("%s can't be locked on this disk", path)
-        yield
-    path.unlink(missing_ok=True)
+    try:
+        with files.locked(path):
+            yield
+        path.unlink(missing_ok=True)  # whoever locks another file of this name now finds the folder complete
+    except files.LockHeldError as error:
+        raise PretrainkitError(f"another process fetches {source.repository}: {error}") from None

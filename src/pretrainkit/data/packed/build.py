@@ -21,7 +21,7 @@ from pretrainkit.data.indexed.format import IndexedDataset
 from pretrainkit.data.indexed.manifest import Manifest, read_manifest
 from pretrainkit.data.indexed.request import Request
 from pretrainkit.data.packed.format import MARK, PackedFile, PackedManifest, manifest_to_json
-from pretrainkit.data.packed.once import prepare_once
+from pretrainkit.data.packed.once import build_once
 from pretrainkit.data.packed.packing import Packing, pack
 from pretrainkit.data.packed.request import HUB, PackPlan
 from pretrainkit.data.token_documents import DOCUMENTS
@@ -45,16 +45,16 @@ def pack_dataset(plan: PackPlan, *, timeout_s: float = 24 * 3600.0) -> tuple[Pac
     made: list[bool] = []
     pool = WorkerPool(plan.machine.num_proc)
 
-    def prepare() -> None:
+    def build() -> None:
         with stopped_by_signals("run the same command again: it continues where it was"):
             made.append(_prepare(plan, pool))
 
-    prepare_once(
+    build_once(
         plan.request.output_dir,
         lambda: plan.finished() is not None,
-        prepare,
+        build,
         leftovers=lambda: _unfinished(plan),
-        helpers=pool,
+        pool=pool,
         timeout_s=timeout_s,
     )
     manifest = plan.finished()

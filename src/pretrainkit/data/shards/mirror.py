@@ -14,7 +14,7 @@ import xxhash
 
 from pretrainkit import files
 from pretrainkit.data.byte_progress import ByteProgress
-from pretrainkit.data.packed.once import prepare_once
+from pretrainkit.data.packed.once import build_once
 from pretrainkit.data.shards.format import record_to_json, shard_name
 from pretrainkit.data.shards.shard_set import Shard, ShardSet, open_shards
 from pretrainkit.data.shards.urls import is_url
@@ -38,7 +38,7 @@ def local_shards(name: str, cache: Path) -> str:
         return name
     shards = open_shards(name)
     folder = cache / shards.data_hash[:16]
-    prepare_once(folder, lambda: not _missing(shards, folder), lambda: _copy(shards, folder))
+    build_once(folder, lambda: not _missing(shards, folder), lambda: _copy(shards, folder))
     return str(folder / "shard-*.tar")
 
 

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from pretrainkit.data.packed import once
-from pretrainkit.data.packed.once import prepare_once
+from pretrainkit.data.packed.once import build_once
 from pretrainkit.errors import DataError
 
 
 def prepare(final: Path, **settings: float) -> bool:
-    return prepare_once(final, final.exists, final.mkdir, environment={}, **settings)
+    return build_once(final, final.exists, final.mkdir, environment={}, **settings)
 
 
 def test_the_first_prepares_and_the_next_finds_it_ready(tmp_path: Path) -> None:
@@ -27,17 +27,17 @@ def test_the_first_prepares_and_the_next_finds_it_ready(tmp_path: Path) -> None:
     assert not (tmp_path / "set.preparing").exists()
 
 
-def test_helpers_may_fork_since_the_heartbeat_begins_after_them(tmp_path: Path) -> None:
+def test_a_pool_may_fork_since_the_heartbeat_begins_after_it(tmp_path: Path) -> None:
     final = tmp_path / "set"
     threads: list[int] = []
 
     @contextmanager
-    def helpers() -> Iterator[None]:
+    def pool() -> Iterator[None]:
         threads.append(threading.active_count())
         yield
         assert final.exists() and threading.active_count() == threads[0]
 
-    assert prepare_once(final, final.exists, final.mkdir, helpers=helpers(), environment={})
+    assert build_once(final, final.exists, final.mkdir, pool=pool(), environment={})
     assert threads == [threading.active_count()]
 
 
@@ -70,10 +70,10 @@ def test_what_a_preparer_left_that_died_after_its_work_is_cleared(tmp_path: Path
 
     def again() -> bool:
         staging.mkdir(exist_ok=True)
-        return prepare_once(final, final.exists, final.rmdir, leftovers=lambda: [staging], environment={})
+        return build_once(final, final.exists, final.rmdir, leftovers=lambda: [staging], environment={})
 
     heartbeat.write_text(json.dumps({"host": socket.gethostname(), "pid": 1}))
-    with once._locked(tmp_path / "set.lock") as got:
+    with once._try_lock(final) as got:
         assert got and not again()
         assert heartbeat.exists() and staging.exists()  # it lives, and clears them itself
     assert not again()
@@ -85,5 +85,5 @@ def test_what_a_preparer_left_that_died_after_its_work_is_cleared(tmp_path: Path
 
 def test_waiting_ends(tmp_path: Path) -> None:
     (tmp_path / "set.preparing").write_text(json.dumps({"host": "another-node", "pid": 1}))
-    with pytest.raises(DataError, match="not prepared after"):
+    with pytest.raises(DataError, match="not ready after"):
         prepare(tmp_path / "set", timeout_s=0.3)
