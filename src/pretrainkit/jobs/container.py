@@ -50,8 +50,9 @@ class Container:
         return ["--cleanenv", "--no-home", *(["--nv"] if self.nv else []), *binds]
 
     def pyxis_options(self) -> list[str]:
-        """Options of `srun` beside image, mounts and work folder."""
-        return ["--no-container-mount-home"]
+        """Options of `srun`."""
+        mounts = ",".join(str(mount) for mount in self.mounts)
+        return ["--container-image", self.image, "--container-mounts", mounts, "--no-container-mount-home"]
 
 
 def container_of(config: LaunchConfig, *, needs: Iterable[Path], on_gpu: bool) -> Container | None:
@@ -71,7 +72,7 @@ def container_of(config: LaunchConfig, *, needs: Iterable[Path], on_gpu: bool) -
         image = DEFAULT_PYXIS_IMAGE
     if not image:
         raise RequestError(f"none for {runtime}", needed="a file, folder or registry name", where="--container_image")
-    if runtime == "pyxis" and config.executor != "slurm":
+    if runtime == "pyxis" and not _has_pyxis(config):
         raise RequestError(
             "pyxis is a part of Slurm", needed="apptainer or none", where=f"--container_runtime with {config.executor}"
         )
@@ -88,9 +89,13 @@ def _runtime(config: LaunchConfig) -> str:
         return config.container_runtime
     if config.container_image == "":
         return "none"
-    if config.executor == "slurm":
+    if _has_pyxis(config):
         return "pyxis"
     return "apptainer" if config.container_image else "none"
+
+
+def _has_pyxis(config: LaunchConfig) -> bool:
+    return config.executor == "slurm"  # pyxis is a plugin of Slurm
 
 
 def _image(image: str, runtime: str) -> str:

@@ -1,4 +1,4 @@
-"""A job for a scheduler: everything its scripts are rendered from, whatever the scheduler. Pure."""
+"""A job for a scheduler: what its scripts are rendered from. Pure."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pretrainkit.config.launch import DEFAULT_SLURM_ACCOUNT, DEFAULT_SLURM_PARTITION, LaunchConfig
+from pretrainkit.config.launch import LaunchConfig
 from pretrainkit.errors import RequestError
 from pretrainkit.jobs.container import Container
 
-DEFAULT_ACCOUNT_OPTIONS = {"pbs": "-A", "sge": "-P"}
 _MAX_NAME = 64
 
 
@@ -68,44 +67,22 @@ class Job:
     """File with mode 600 that exports tokens."""
 
     @property
-    def account(self) -> str | None:
-        """Who pays; an empty one is none."""
-        default = DEFAULT_SLURM_ACCOUNT if self.config.executor == "slurm" else None
-        return (default if self.config.account is None else self.config.account) or None
+    def script_name(self) -> str:
+        """The job's name as every scheduler accepts it."""
+        return safe_name(self.name)
 
     @property
-    def account_words(self) -> list[str]:
-        """Words of the submit command of PBS and Grid Engine that name the account."""
-        option = self.config.account_option or DEFAULT_ACCOUNT_OPTIONS[self.config.executor]
-        return [option, self.account] if self.account else []
-
-    @property
-    def partition(self) -> str | None:
-        """Partition or queue; an empty one is none."""
-        asked = self.config.partition
-        if not self.on_gpu and self.config.cpu_partition is not None:
-            asked = self.config.cpu_partition
-        default = DEFAULT_SLURM_PARTITION if self.config.executor == "slurm" else None
-        return (default if asked is None else asked) or None
-
-    @property
-    def resources(self) -> list[str]:
-        """Resource requests with their numbers filled in; the scheduler's own where the site names none."""
-        config = self.config
-        texts = config.resources if self.on_gpu else config.cpu_resources
-        if not texts and self.on_gpu and config.executor == "slurm":
-            texts = ("gpus-per-node={num_gpus}",)
-        if not texts and config.executor == "pbs":
-            cpus = ":ncpus={num_cpus}" if config.cpus_per_task else ""
-            texts = (f"select={{num_nodes}}{cpus}" + (":ngpus={num_gpus}" if self.on_gpu else ""),)
-        return [self._filled(text, "resources") for text in texts]
+    def in_pyxis(self) -> bool:
+        """Whether srun enters the container."""
+        return self.container is not None and self.container.runtime == "pyxis"
 
     @property
     def scheduler_options(self) -> list[str]:
         """Further lines of the header."""
-        return [self._filled(text, "scheduler_options") for text in self.config.scheduler_options]
+        return [self.filled(text, "scheduler_options") for text in self.config.scheduler_options]
 
-    def _filled(self, text: str, where: str) -> str:
+    def filled(self, text: str, where: str) -> str:
+        """A text of the site with {num_nodes} and the like replaced. Raises RequestError for another name."""
         numbers = {
             "num_nodes": self.num_nodes,
             "num_gpus": self.ranks_per_node,
@@ -122,7 +99,7 @@ class Job:
 
 
 def safe_name(text: str) -> str:
-    """A job name that every scheduler takes: letters, digits, '_', '-', '.', with a letter in front."""
+    """A job name that every scheduler accepts: letters, digits, '_', '-' and '.', beginning with a letter."""
     name = re.sub(r"[^A-Za-z0-9_.-]+", "_", text).strip("_.-") or "job"
     return (name if name[0].isalpha() else f"j{name}")[:_MAX_NAME]
 

@@ -10,9 +10,11 @@ from pathlib import Path
 
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import EXIT_DONE, RequestError
-from pretrainkit.jobs import schedulers, submit, watch
+from pretrainkit.jobs import submit, watch
 from pretrainkit.jobs.job import Job
+from pretrainkit.jobs.registry import scheduler_of
 from pretrainkit.jobs.run_job import job_of
+from pretrainkit.jobs.scheduler import Run
 from pretrainkit.jobs.secrets import passed_on
 from pretrainkit.jobs.snapshot import copy_source
 from pretrainkit.logs import get_logger
@@ -56,7 +58,7 @@ def start_job(
     """
     experiment_dir = Path(run.experiment_dir)
     is_new = not experiment_dir.exists()
-    commands = schedulers.commands_of(run.config.launch)
+    commands = scheduler_of(run.config.launch).runner(run.config.launch)
     try:
         with locked(experiment_dir, LAUNCHER_LOCK):
             with locked(experiment_dir, RANKS_LOCK):
@@ -99,13 +101,9 @@ def provide_weights(run: ResolvedRun) -> None:
             initial_weights.provide(initial, run.model)
 
 
-def _refuse_second(experiment_dir: Path, commands: schedulers.Commands) -> None:
+def _refuse_second(experiment_dir: Path, commands: Run) -> None:
     """Two jobs of one experiment would train the same steps: refuse while an earlier one waits or runs."""
-    alive = [
-        job
-        for job in submit.read_records(experiment_dir / JOBS)[-1:]
-        if schedulers.is_alive(job.scheduler, job.job_id, commands)
-    ]
+    alive = [job for job in submit.read_records(experiment_dir / JOBS)[-1:] if job.is_alive(commands)]
     if alive:
         raise RequestError(
             f"job {alive[0].job_id} of this experiment waits or runs",

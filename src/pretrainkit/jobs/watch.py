@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
-from pretrainkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED_AFTER_SAVING, PretrainkitError
-from pretrainkit.jobs import schedulers
+from pretrainkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED_AFTER_SAVING
 from pretrainkit.jobs.follow import Follower
+from pretrainkit.jobs.registry import SCHEDULERS
+from pretrainkit.jobs.scheduler import Run
 from pretrainkit.jobs.scripts import CHAIN
 from pretrainkit.jobs.submit import SubmittedJob
 from pretrainkit.logs import get_logger
@@ -25,7 +24,7 @@ _LATE_S = 15
 log = get_logger(__name__)
 
 
-def follow(submitted: Sequence[SubmittedJob], commands: schedulers.Commands, *, is_chain: bool, requeues: bool) -> int:
+def follow(submitted: Sequence[SubmittedJob], run: Run, *, is_chain: bool, requeues: bool) -> int:
     """Show the logs until the jobs end.
 
     The exit code is that of the jobs: of a chain the last that ran, of an array the first that isn't 0. When this is
@@ -37,8 +36,8 @@ def follow(submitted: Sequence[SubmittedJob], commands: schedulers.Commands, *, 
         with Follower(logs, sys.stderr.buffer):
             waiting = list(submitted)
             for job in waiting:
-                codes = [_wait(job, number, commands, requeues=requeues) for number in range(len(job.logs))]
-                if requeues and codes[0] == EXIT_STOPPED_AFTER_SAVING and (successor := _resubmitted(job)):
+                codes = [_wait(job, number, run, requeues=requeues) for number in range(len(job.logs))]
+                if requeues and codes[0] == EXIT_STOPPED_AFTER_SAVING and (successor := _successor(job)):
                     waiting.append(successor)
                     logs.append(Path(successor.logs[0]))
                 if is_chain or requeues:
@@ -54,22 +53,17 @@ def follow(submitted: Sequence[SubmittedJob], commands: schedulers.Commands, *, 
     return code
 
 
-def _resubmitted(job: SubmittedJob) -> SubmittedJob | None:
-    """The job that a PBS job has submitted to go on with; the others keep their id."""
-    if job.scheduler != "pbs":
+def _successor(job: SubmittedJob) -> SubmittedJob | None:
+    """The job that a requeued PBS job has submitted to go on with; other schedulers keep the id."""
+    if not SCHEDULERS[job.scheduler].resubmits:
         return None
-    last = (Path(job.folder) / CHAIN).read_text(encoding="utf-8").splitlines()[-1]
-    job_id = schedulers.parse_job_id("pbs", last)
-    if job_id == job.job_id:
-        return None
-    logs, exit_files = (
-        tuple(str(Path(path).with_name(Path(path).name.replace(job.job_id, job_id))) for path in paths)
-        for paths in (job.logs, job.exit_files)
-    )
-    return replace(job, job_id=job_id, logs=logs, exit_files=exit_files)
+    folder = Path(job.folder)
+    last = (folder / CHAIN).read_text(encoding="utf-8").splitlines()[-1]
+    job_id = SCHEDULERS[job.scheduler].parse_job_id(last)
+    return None if job_id == job.job_id else SubmittedJob.of(job.scheduler, job_id, folder, (), job.command)
 
 
-def _wait(job: SubmittedJob, number: int, commands: schedulers.Commands, *, requeues: bool) -> int:
+def _wait(job: SubmittedJob, number: int, run: Run, *, requeues: bool) -> int:
     """The exit code of a job, or of one task of an array."""
     path = Path(job.exit_files[number])
     asked_s, gone_s = time.monotonic(), None
@@ -80,12 +74,17 @@ def _wait(job: SubmittedJob, number: int, commands: schedulers.Commands, *, requ
         now_s = time.monotonic()
         if gone_s is None and now_s - asked_s > _ASK_S:
             asked_s = now_s
-            if not schedulers.is_alive(job.scheduler, job.job_id, commands):
+            if not job.is_alive(run):
                 gone_s = now_s
         if gone_s is not None and now_s - gone_s > _LATE_S:
             if code is not None:
                 return code
-            log.error("job %s ended without an exit code: %s", job.job_id, _reason(job, commands))
+            reason = SCHEDULERS[job.scheduler].end_reason(job.job_id, run)
+            log.error(
+                "job %s ended without an exit code: killed, cancelled or lost%s",
+                job.job_id,
+                f" ({reason})" if reason else "",
+            )
             return EXIT_FAILED
         time.sleep(_POLL_S)
 
@@ -95,23 +94,3 @@ def _read_code(path: Path) -> int | None:
         return int(path.read_text(encoding="ascii"))
     except (OSError, ValueError):
         return None
-
-
-def _reason(job: SubmittedJob, commands: schedulers.Commands) -> str:
-    """What the scheduler remembers of a job that it ended itself."""
-    unknown = "killed, cancelled or lost"
-    words = {
-        "slurm": ["scontrol", "show", "job", job.job_id],
-        "sge": ["qacct", "-j", job.job_id],
-        "pbs": ["qstat", "-x", "-f", job.job_id],
-    }[job.scheduler]
-    try:
-        said = commands.run(words)
-    except PretrainkitError:
-        return unknown
-    found = re.findall(
-        r"(?:JobState|Reason|ExitCode)=\S+|^(?:failed|exit_status|maxvmem) +.*$|Exit_status = .*|comment = .*",
-        said,
-        re.MULTILINE,
-    )
-    return f"{unknown} ({'; '.join(' '.join(item.split()) for item in found)})" if found else unknown

@@ -16,9 +16,12 @@ from pathlib import Path
 
 from pretrainkit import files, logs
 from pretrainkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED_AFTER_SAVING, PretrainkitError, RequestError
-from pretrainkit.jobs import allocation, rendezvous
+from pretrainkit.jobs import rendezvous
 from pretrainkit.jobs.follow import Follower
+from pretrainkit.jobs.registry import read_allocation
 from pretrainkit.jobs.rendezvous import Head, Meeting, own_address
+from pretrainkit.jobs.sge import visible_gpus
+from pretrainkit.jobs.slurm import expand_counts
 from pretrainkit.launch import agent
 from pretrainkit.launch.supervise import NODE_LOG, StopRequests, supervise, write_everything_to
 from pretrainkit.machine import count_cpus
@@ -71,7 +74,7 @@ def _run_head(arguments: argparse.Namespace, requests: StopRequests, meeting: Me
         return refusal.exit_code
     _check_allocation(arguments)
     log_dir = _new_attempt(arguments.experiment_dir, arguments.job_dir)
-    hosts = allocation.read_allocation(os.environ)
+    hosts = read_allocation(os.environ)
     several = arguments.num_nodes > 1
     store = rendezvous.open_store() if several else None
     address = own_address([hosts.hosts[0]] if hosts else [])
@@ -226,7 +229,7 @@ def _newest_checkpoint(experiment_dir: Path) -> str:
 
 
 def _check_allocation(arguments: argparse.Namespace) -> None:
-    found = allocation.read_allocation(os.environ)
+    found = read_allocation(os.environ)
     if found is None:
         return
     if len(found.hosts) != arguments.num_nodes:
@@ -236,10 +239,9 @@ def _check_allocation(arguments: argparse.Namespace) -> None:
             action="let the resource request (resources of the site's file) follow {num_nodes}",
             where="--num_nodes",
         )
-    tasks = allocation.expand_counts(os.environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
-    if max(tasks) > 1:
+    if max(expand_counts(found.tasks)) > 1:
         raise RequestError(
-            f"srun started {os.environ['SLURM_STEP_TASKS_PER_NODE']} tasks on the nodes",
+            f"srun started {found.tasks} tasks on the nodes",
             needed="one on each: it starts the node's ranks itself",
             where="--ntasks-per-node",
         )
@@ -273,7 +275,7 @@ def _set_defaults(ranks: int) -> None:
     """Variables of the ranks that only the node can know; what the user or the site has set wins."""
     # torchrun would set 1: far too few where a rank computes on the CPU.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, count_cpus() // ranks)))
-    if "CUDA_VISIBLE_DEVICES" not in os.environ and (gpus := allocation.grid_engine_gpus(os.environ)):
+    if "CUDA_VISIBLE_DEVICES" not in os.environ and (gpus := visible_gpus(os.environ)):
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus
 
 

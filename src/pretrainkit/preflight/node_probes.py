@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrainkit import files
-from pretrainkit.jobs.job_time import time_left
+from pretrainkit.jobs.registry import time_left
 from pretrainkit.machine import count_gpus, installed_version
 from pretrainkit.units import format_bytes, format_duration
 

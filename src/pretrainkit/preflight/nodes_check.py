@@ -15,7 +15,7 @@ from typing import Any
 from pretrainkit import files
 from pretrainkit.errors import RequestError
 from pretrainkit.jobs import rendezvous
-from pretrainkit.jobs.allocation import read_allocation
+from pretrainkit.jobs.registry import read_allocation
 from pretrainkit.jobs.rendezvous import own_address
 from pretrainkit.preflight.node_check import NodeCheckRequest, NodeReport, check_connections, check_node
 from pretrainkit.preflight.node_probes import FAILED, SKIPPED, Check

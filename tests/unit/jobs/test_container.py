@@ -104,4 +104,4 @@ def test_the_home_and_the_environment_stay_outside() -> None:
     assert made and made.apptainer_options()[:3] == ["--cleanenv", "--no-home", "--nv"]
     made = container(executor="sge", container_image="docker://a/b", on_gpu=False)
     assert made and "--nv" not in made.apptainer_options()
-    assert made.pyxis_options() == ["--no-container-mount-home"]
+    assert "--no-container-mount-home" in made.pyxis_options()

@@ -9,6 +9,7 @@ import pytest
 from pretrainkit.config.launch import LaunchConfig
 from pretrainkit.errors import RequestError
 from pretrainkit.jobs.job import Job, parse_array, safe_name
+from pretrainkit.jobs.registry import SCHEDULERS
 
 ARRAYS = {
     "0-9": (range(10), 10, None),
@@ -59,16 +60,21 @@ def job(**settings: object) -> Job:
 
 def test_numbers_are_filled_into_requests() -> None:
     made = job(executor="sge", resources=("node_f={num_nodes}",), scheduler_options=("-pe mpi {num_ranks}",))
-    assert (made.resources, made.scheduler_options) == (["node_f=2"], ["-pe mpi 8"])
+    assert (SCHEDULERS["sge"].resources(made), made.scheduler_options) == (["node_f=2"], ["-pe mpi 8"])
     with pytest.raises(RequestError, match=r"\{nodes\}"):
-        _ = job(executor="sge", resources=("x={nodes}",)).resources
+        SCHEDULERS["sge"].resources(job(executor="sge", resources=("x={nodes}",)))
 
 
 def test_what_is_unset_is_the_schedulers_own_default() -> None:
-    slurm, pbs, sge = (job(executor=executor) for executor in ("slurm", "pbs", "sge"))
-    assert (slurm.account, slurm.partition, slurm.resources) == ("root", "defq", ["gpus-per-node=4"])
-    assert (pbs.account_words, pbs.partition, pbs.resources) == ([], None, ["select=2:ngpus=4"])
-    assert (sge.account_words, sge.partition, sge.resources) == ([], None, [])
-    assert job(executor="slurm", account="", partition="").account is None
-    assert job(executor="pbs", account="g").account_words == ["-A", "g"]
-    assert job(executor="sge", account="g", account_option="-g").account_words == ["-g", "g"]
+    def requested(executor: str) -> tuple[str | None, str | None, list[str]]:
+        scheduler, made = SCHEDULERS[executor], job(executor=executor)
+        return scheduler.account(made), scheduler.partition(made), scheduler.resources(made)
+
+    assert requested("slurm") == ("root", "defq", ["gpus-per-node=4"])
+    assert requested("pbs") == (None, None, ["select=2:ngpus=4"])
+    assert requested("sge") == (None, None, [])
+    slurm, pbs, sge = SCHEDULERS.values()
+    assert slurm.account(job(executor="slurm", account="", partition="")) is None
+    assert pbs.account_words(job(executor="pbs")) == []
+    assert pbs.account_words(job(executor="pbs", account="g")) == ["-A", "g"]
+    assert sge.account_words(job(executor="sge", account="g", account_option="-g")) == ["-g", "g"]

@@ -381,11 +381,10 @@ def test_the_scripts_of_a_site_are_good_bash(site: str, tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
     for path in tmp_path.glob("*.sh"):
         subprocess.run(["bash", "-n", str(path)], check=True)
-        if "slurm" not in path.name:  # most of that text is NeMo-Run's
-            check = [
-                str(Path(sys.executable).with_name("shellcheck")),
-                "--exclude=SC1090,SC1091,SC2317,SC2154,SC2034,SC2329",
-                str(path),
-            ]
-            done = subprocess.run(check, capture_output=True, text=True)
-            assert done.returncode == 0, done.stdout
+        check = [
+            str(Path(sys.executable).with_name("shellcheck")),
+            "--exclude=SC1090,SC1091,SC2317,SC2154,SC2034,SC2329",
+            str(path),
+        ]
+        done = subprocess.run(check, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout

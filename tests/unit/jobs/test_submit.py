@@ -18,7 +18,8 @@ import pytest
 
 from pretrainkit.errors import PretrainkitError
 from pretrainkit.jobs import submit
-from pretrainkit.jobs.schedulers import LocalCommands, is_alive, parse_job_id
+from pretrainkit.jobs.registry import SCHEDULERS
+from pretrainkit.jobs.scheduler import run_here
 
 REPOSITORY = Path(__file__).parents[3]
 TOKENS = {"HF_TOKEN": "hf_very_secret_0123456789", "WANDB_API_KEY": "wandb_very_secret_9876543210"}
@@ -139,7 +140,7 @@ def test_a_submit_command_that_says_nothing_is_a_failure(
 ) -> None:
     programs(qsub="true")
     done = pretrain(tmp_path, hf_folder, dataset_folder, "--executor", "pbs")
-    assert done.returncode == 1 and "it said no job id" in done.stderr
+    assert done.returncode == 1 and "it printed no job id" in done.stderr
 
 
 def test_a_second_job_of_an_experiment_is_refused_while_the_first_is_there(
@@ -226,18 +227,18 @@ IDS = {
 
 @pytest.mark.parametrize(("executor", "said"), IDS)
 def test_the_jobs_id_is_found_in_what_the_scheduler_says(executor: str, said: str) -> None:
-    assert parse_job_id(executor, said) == IDS[executor, said]
-    assert parse_job_id(executor, f"some notice of the site\n{said}") == IDS[executor, said]
+    assert SCHEDULERS[executor].parse_job_id(said) == IDS[executor, said]
+    assert SCHEDULERS[executor].parse_job_id(f"some notice of the site\n{said}") == IDS[executor, said]
 
 
 def test_whether_a_job_is_there_is_the_schedulers_word(programs: Callable[..., Path]) -> None:
     programs()
-    assert not is_alive("pbs", "1", LocalCommands())
-    assert not is_alive("slurm", "1", LocalCommands())
+    assert not SCHEDULERS["pbs"].is_alive("1", run_here)
+    assert not SCHEDULERS["slurm"].is_alive("1", run_here)
     programs(qstat="echo job", squeue="echo PENDING")
-    assert is_alive("pbs", "1", LocalCommands()) and is_alive("sge", "1", LocalCommands())
-    assert is_alive("slurm", "1", LocalCommands())
+    assert SCHEDULERS["pbs"].is_alive("1", run_here) and SCHEDULERS["sge"].is_alive("1", run_here)
+    assert SCHEDULERS["slurm"].is_alive("1", run_here)
     programs(qstat='echo "server is down" >&2; exit 1', squeue="echo COMPLETED")
-    assert not is_alive("slurm", "1", LocalCommands())
+    assert not SCHEDULERS["slurm"].is_alive("1", run_here)
     with pytest.raises(PretrainkitError, match="server is down"):
-        is_alive("sge", "1", LocalCommands())
+        SCHEDULERS["sge"].is_alive("1", run_here)

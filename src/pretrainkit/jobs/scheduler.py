@@ -1,0 +1,199 @@
+"""What this project needs to know about a scheduler: the base class of slurm.py, pbs.py and sge.py."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pretrainkit.config.launch import LaunchConfig
+from pretrainkit.errors import PretrainkitError
+from pretrainkit.jobs.job import Job
+from pretrainkit.jobs.secrets import without_tokens
+from pretrainkit.logs import masked
+
+Run = Callable[[list[str]], str]
+"""Runs a command and returns its output; raises PretrainkitError with the command's own message when it fails."""
+
+_TIMEOUT_S = 120
+_QUERY_TIMEOUT_S = 20
+_NO_SUCH_JOB = re.compile(r"Invalid job id|do not exist|Unknown [Jj]ob|has finished")
+
+
+def run_here(words: list[str], *, timeout_s: float = _TIMEOUT_S) -> str:
+    """Run a command on this machine, without a shell."""
+    try:
+        done = subprocess.run(
+            words,
+            capture_output=True,
+            text=True,
+            stdin=subprocess.DEVNULL,
+            timeout=timeout_s,
+            env=without_tokens(os.environ),
+        )
+    except FileNotFoundError:
+        raise PretrainkitError(
+            f"no command {words[0]} here", action="submit from a login node of the cluster", where=words[0]
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise PretrainkitError(f"no answer within {timeout_s} s", where=words[0]) from None
+    if done.returncode:
+        said = masked((done.stderr or done.stdout).strip())
+        raise PretrainkitError(f"{words[0]} failed with exit code {done.returncode}: {said}", where=words[0])
+    return done.stdout
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """The nodes of the job that this process runs in."""
+
+    hosts: tuple[str, ...]
+    """Each host once, in the scheduler's order; the first is the head."""
+    slots: tuple[int, ...] = ()
+    """Slots on each host under Grid Engine and PBS; empty under Slurm."""
+    tasks: str = "1"
+    """Tasks that srun has started on each node, in Slurm's form ('1(x2)')."""
+
+
+class Scheduler(ABC):
+    """One scheduler: its words in job scripts, its commands, and what its variables say inside a job."""
+
+    name: str
+    """Value of --executor, and name of the script's template."""
+
+    # Expressions of bash for the job's script.
+    job_id: str
+    array_job_id: str
+    start: str
+    """Name of this start of the job: a requeued job gets another one."""
+    array_index: str
+    """Index of an array's task, from 0."""
+    is_first_start: str
+    """A test that fails in a job that was requeued."""
+    host_list = ""
+    """A command that prints the job's hosts, each once."""
+
+    requeue_line = ""
+    cancel_program = "qdel"
+    account_option = ""
+    """Option of the submit command that takes the account, unless the site names another."""
+    default_account: str | None = None
+    default_partition: str | None = None
+    takes_task_lists = False
+    """Whether one array can have any tasks; otherwise each range of tasks is submitted as an array."""
+    takes_arrays_of_one = True
+    resubmits = False
+    """Whether --requeue submits a new job, with another id."""
+
+    query: tuple[str, ...]
+    """Command that, with a job's id behind, lists the job while it waits or runs."""
+    history: tuple[str, ...]
+    """Command that, with a job's id behind, shows what is recorded about its end."""
+    history_facts: str
+    """Pattern of what is worth showing of that."""
+    job_id_pattern: str
+    """What the submit command prints: the whole line, with the id as the first group."""
+
+    def account(self, job: Job) -> str | None:
+        """The account that pays for a job; None: the cluster's default."""
+        return (self.default_account if job.config.account is None else job.config.account) or None
+
+    def account_words(self, job: Job) -> list[str]:
+        """Words of qsub that name the account."""
+        account = self.account(job)
+        return [job.config.account_option or self.account_option, account] if account else []
+
+    def partition(self, job: Job) -> str | None:
+        """Partition or queue of a job; None: the cluster's default."""
+        asked = job.config.partition
+        if not job.on_gpu and job.config.cpu_partition is not None:
+            asked = job.config.cpu_partition
+        return (self.default_partition if asked is None else asked) or None
+
+    def resources(self, job: Job) -> list[str]:
+        """Resource requests with their numbers filled in; the scheduler's default where the site names none."""
+        texts = job.config.resources if job.on_gpu else job.config.cpu_resources
+        return [job.filled(text, "resources") for text in texts or self.default_resources(job)]
+
+    def default_resources(self, job: Job) -> tuple[str, ...]:
+        """Resource requests of a job whose site names none."""
+        return ()
+
+    @abstractmethod
+    def submit_command(
+        self, job: Job, script: Path, *, after: str | None = None, tasks: tuple[int, int] | None = None
+    ) -> list[str]:
+        """Words of the command that submits a script.
+
+        Args:
+            after: id of the job that has to end before this one starts.
+            tasks: first and last task of an array, from 0.
+        """
+
+    def requeue(self, job: Job, script: Path) -> str:
+        """What the job's script does to get back into the queue."""
+        return self.requeue_line
+
+    def template_values(self, job: Job) -> dict[str, object]:
+        """Values that only this scheduler's template uses."""
+        return {}
+
+    def is_listed(self, output: str) -> bool:
+        """Whether the output of `query` has a job that waits or runs."""
+        return bool(output.strip())
+
+    @abstractmethod
+    def allocation(self, environment: Mapping[str, str]) -> Allocation | None:
+        """The nodes of this process's job; None outside of this scheduler's jobs."""
+
+    @abstractmethod
+    def time_left(self, environment: Mapping[str, str]) -> float | None:
+        """Seconds until this process's job is ended; None without a limit, or outside of this scheduler's jobs."""
+
+    def runner(self, config: LaunchConfig) -> Run:
+        """What runs this scheduler's commands."""
+        return run_here
+
+    def cancel_command(self, job_ids: Sequence[str]) -> list[str]:
+        """Words of the command that cancels jobs."""
+        return [self.cancel_program, *job_ids]
+
+    def parse_job_id(self, output: str) -> str:
+        """The job's id in what the submit command printed. Raises PretrainkitError when there is none."""
+        for line in reversed(output.splitlines()):
+            if match := re.fullmatch(self.job_id_pattern, line.strip()):
+                return match[1]
+        raise PretrainkitError(
+            f"it printed no job id but {output.strip()!r}",
+            action="check with the scheduler's own tools whether the job was submitted",
+            where="the submit command",
+        )
+
+    def is_alive(self, job_id: str, run: Run) -> bool:
+        """Whether a job waits or runs. Raises PretrainkitError when the scheduler doesn't answer."""
+        try:
+            return self.is_listed(run([*self.query, job_id]))
+        except PretrainkitError as error:
+            if _NO_SUCH_JOB.search(str(error)):
+                return False
+            raise
+
+    def end_reason(self, job_id: str, run: Run) -> str:
+        """What the scheduler has recorded about the end of a job; empty when nothing is known."""
+        try:
+            found = re.findall(self.history_facts, run([*self.history, job_id]), re.MULTILINE)
+        except PretrainkitError:
+            return ""
+        return "; ".join(" ".join(item.split()) for item in found)
+
+
+def ask(words: list[str]) -> str:
+    """The output of a command that asks the scheduler about the own job; empty when it fails."""
+    try:
+        return run_here(words, timeout_s=_QUERY_TIMEOUT_S)
+    except (PretrainkitError, OSError):
+        return ""

@@ -1,0 +1,94 @@
+"""Grid Engine: Altair, Univa, Son of Grid Engine."""
+
+from __future__ import annotations
+
+import re
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+
+from pretrainkit.jobs.job import Job
+from pretrainkit.jobs.pbs import scheduler_log
+from pretrainkit.jobs.scheduler import Allocation, Scheduler, ask
+
+
+class GridEngine(Scheduler):
+    """Grid Engine, whose array tasks count from 1."""
+
+    name = "sge"
+    job_id = array_job_id = '"$JOB_ID"'
+    start = '"${JOB_ID}_$(date +%s)"'
+    array_index = '"$((SGE_TASK_ID - 1))"'
+    is_first_start = '[ "${RESTARTED:-0}" = 0 ]'
+    host_list = "awk '!seen[$1]++ { print $1 }' \"$PE_HOSTFILE\""
+    account_option = "-P"
+    job_id_pattern = r"(?:Your job(?:-array)? )?(\d+)(?:\..*|[ (].*)?"
+    requeue_line = "code=99 # Grid Engine starts a job with this exit code again"
+    query = ("qstat", "-j")
+    history = ("qacct", "-j")
+    history_facts = r"^(?:failed|exit_status|maxvmem) +.*$"
+
+    def submit_command(
+        self, job: Job, script: Path, *, after: str | None = None, tasks: tuple[int, int] | None = None
+    ) -> list[str]:
+        """Words of qsub."""
+        words = ["qsub", *self.account_words(job), "-terse", "-o", scheduler_log(job)]
+        words += ["-hold_jid", after] if after else []
+        if tasks:
+            words += ["-t", f"{tasks[0] + 1}-{tasks[1] + 1}"]
+            words += ["-tc", str(job.array.at_once)] if job.array and job.array.at_once else []
+        return [*words, str(script)]
+
+    def allocation(self, environment: Mapping[str, str]) -> Allocation | None:
+        """From PE_HOSTFILE: lines 'host slots queue processors', one for each queue that a host is in."""
+        path = Path(environment.get("PE_HOSTFILE", ""))
+        if not path.is_file():
+            return None
+        slots: dict[str, int] = {}
+        for line in path.read_text(encoding="utf-8").splitlines():
+            words = line.split()
+            if len(words) >= 2:
+                slots[words[0]] = slots.get(words[0], 0) + int(words[1])
+        return Allocation(tuple(slots), tuple(slots.values()))
+
+    def time_left(self, environment: Mapping[str, str]) -> float | None:
+        """From h_rt and the time at which the job, or the array's task, was started."""
+        job = environment.get("JOB_ID")
+        if "SGE_ROOT" not in environment or not job:
+            return None
+        running = ask(["qstat", "-s", "r", "-u", "*", "-xml"])
+        start_s = parse_start(running, job, environment.get("SGE_TASK_ID", ""))
+        limit_s = parse_limit(ask(["qstat", "-j", job]))
+        return start_s + limit_s - time.time() if start_s and limit_s else None
+
+
+def parse_limit(text: str) -> float | None:
+    """h_rt in seconds, from the output of `qstat -j`."""
+    limit = re.search(r"^hard[ _]resource_list:.*\bh_rt=(\d+)", text, re.MULTILINE)
+    return float(limit[1]) if limit else None
+
+
+def parse_start(text: str, job: str, task: str) -> float | None:
+    """When a job or an array's task was started, in seconds since 1970, from `qstat -xml`, which has local time."""
+    try:
+        jobs = ElementTree.fromstring(text).iter("job_list")
+    except ElementTree.ParseError:
+        return None
+    for item in jobs:
+        if item.findtext("JB_job_number") != job or item.findtext("tasks", task) != task:
+            continue
+        try:
+            return datetime.fromisoformat((item.findtext("JAT_start_time") or "").partition(".")[0]).timestamp()
+        except ValueError:
+            return None
+    return None
+
+
+def visible_gpus(environment: Mapping[str, str]) -> str | None:
+    """CUDA_VISIBLE_DEVICES of a job that got its GPUs from a resource map: SGE_HGR_gpu='GPU2 GPU3'."""
+    for name, value in environment.items():
+        if name.startswith("SGE_HGR_") and "gpu" in name.lower():
+            return ",".join(re.findall(r"\d+(?=\s|$)", value)) or None
+    return None
