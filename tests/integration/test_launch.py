@@ -213,7 +213,7 @@ def test_a_second_ctrl_c_kills(launcher: Callable[[str], Attempt]) -> None:
     attempt = launcher("hang")
     attempt.wait_for_ranks()
     attempt.process.send_signal(signal.SIGINT)
-    attempt.wait_until(lambda: "told to save" in (attempt.log_dir / "node.log").read_text(), "the first signal")
+    attempt.wait_until(lambda: "sending SIGTERM" in (attempt.log_dir / "node.log").read_text(), "the first signal")
     time.sleep(1)
     attempt.process.send_signal(signal.SIGINT)
     assert attempt.wait() == 1

@@ -1,16 +1,16 @@
-"""How the nodes of one start of a job find each other and agree on its end: small files on the shared disk.
+"""How the nodes of one start of a job find each other, and end with one exit code: small files on the shared disk.
 
-The head (node 0) opens a store on a port that the system chooses, so that no two jobs on a machine meet, and tells
-the others. Whoever has to stop, or failed, tells all. Every folder belongs to one start of one job.
+torchrun's own rendezvous needs an address and a port that all nodes know before. Here node 0, the head, opens a store
+on a free port and publishes it, so two jobs on a machine never share one. Every start of a job has its own folder:
 
-    head.json       address and port of the head, and the folder of the attempt's logs; or why nothing starts
-    ready_K.json    node K may start its ranks, or why not
-    go              all nodes are ready
-    stop            the ranks are to save and end (the job script makes it when the scheduler sends a signal)
-    failed          a node has failed: the others end
-    node_K.json     how node K ended
-    outcome.json    how the attempt ended
-    alive_K         written again and again by node K as long as it lives
+    head_0.json      address and port of the store, and the attempt's log folder; or why nothing starts
+    ready_K.json     node K may start its ranks, or why not
+    go               all nodes are ready
+    stop             all ranks save and end; the job's script creates it when the scheduler sends a signal
+    failed           a node has failed: the others end
+    end_K.json       how node K ended
+    outcome_0.json   how the attempt ended
+    alive_K          heartbeat of node K
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -26,220 +26,211 @@ from typing import Any
 
 from pretrainkit import files
 from pretrainkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED_AFTER_SAVING, PretrainkitError
-from pretrainkit.run.outcome import Outcome
+from pretrainkit.run.outcome import SUCCESS, Outcome
 
-MEETING_S = 600
-"""Longest wait for the other nodes to come: containers are unpacked meanwhile (assumed)."""
+RENDEZVOUS_S = 600
+"""Longest wait for the other nodes at the start, while containers are unpacked (assumed)."""
 END_S = 90
-"""Longest wait for the other nodes' ends."""
+"""Longest wait for the other nodes at the end."""
 HEARTBEAT_S = 10
 DEAD_AFTER_S = 180
-"""A node that has been silent so long is gone (assumed: far above what a shared disk caches)."""
-_POLL_S = 0.2
-_STORE_TIMEOUT = timedelta(minutes=30)
+"""A node without a heartbeat for so long is lost (assumed: far above what a shared disk caches)."""
+BAD_NODE_ACTION = "exclude the node from the job, and report it to the cluster's administrators"
+_STOP, _GO, _FAILED = "stop", "go", "failed"
 
 
 @dataclass(frozen=True)
-class Rendezvous:
-    """Where the agents of a job with several nodes meet: a store that the head holds open."""
+class Endpoint:
+    """The store through which torchrun's agents and ranks communicate, and this node's place among them."""
 
-    store: Any
-    """torch.distributed.TCPStore, connected."""
     address: str
     port: int
-    node: int
-    num_nodes: int
+    node: int = 0
+    num_nodes: int = 1
 
 
 def open_store() -> Any:
-    """A store on a port of the system's choice, held from now on: no other job can take it."""
+    """A TCPStore on a free port; the port is taken for as long as the store exists."""
     from torch.distributed import TCPStore
 
-    return TCPStore("0.0.0.0", 0, is_master=True, timeout=_STORE_TIMEOUT, wait_for_workers=False)
+    # With multi_tenant the agent of this process uses the same server instead of opening a second one.
+    return TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
 
 
 def connect_store(address: str, port: int) -> Any:
     """The head's store, from another node."""
     from torch.distributed import TCPStore
 
-    return TCPStore(address, port, is_master=False, timeout=_STORE_TIMEOUT)
+    return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=RENDEZVOUS_S))
 
 
 @dataclass(frozen=True)
-class Head:
-    """What the head tells the other nodes."""
+class HeadInfo:
+    """What the head publishes for the other nodes."""
 
-    address: str
-    port: int
-    log_dir: str
+    address: str = ""
+    port: int = 0
+    log_dir: str = ""
     refused: str | None = None
     """Why nothing starts."""
     exit_code: int = EXIT_DONE
-    """With which all nodes end then."""
+    """Exit code of all nodes in that case."""
 
 
-class Meeting:
+class Rendezvous:
     """One node's view of the folder of a start."""
 
     def __init__(self, folder: Path, node: int, num_nodes: int) -> None:
         self.folder, self.node, self.num_nodes = folder, node, num_nodes
-        self._last_beat_s = 0.0
-        self._seen_beats: dict[int, tuple[str, float]] = {}
+        self._heartbeat_s = 0.0
+        self._heartbeats: dict[int, tuple[str, float]] = {}
         folder.mkdir(parents=True, exist_ok=True)
 
     @property
     def is_head(self) -> bool:
-        """Whether this node leads."""
+        """Whether this is node 0."""
         return self.node == 0
 
-    def publish(self, head: Head) -> None:
-        """Tell the other nodes where to come, or that nothing starts."""
-        files.write_json(self.folder / "head.json", asdict(head))
+    def publish(self, head: HeadInfo) -> None:
+        """Publish where the store and the logs are, or that nothing starts."""
+        self._post("head", asdict(head))
 
-    def wait_for_head(self) -> Head:
-        """What the head tells. Raises PretrainkitError when it doesn't come."""
-        self._wait(lambda: self._has("head.json"), MEETING_S, "node 0 has not come")
-        return Head(**files.read_json(self.folder / "head.json"))
+    def wait_for_head(self) -> HeadInfo:
+        """What the head has published. Raises PretrainkitError when it doesn't in time."""
+        reports = self._collect("head", [0], RENDEZVOUS_S)
+        if not reports:
+            raise PretrainkitError(f"node 0 has not started in {RENDEZVOUS_S} s", where=str(self.folder))
+        return HeadInfo(**reports[0])
 
     def report_ready(self, problem: str = "") -> None:
-        """Say that this node may start, or why not."""
-        files.write_json(self.folder / f"ready_{self.node}.json", {"host": socket.gethostname(), "problem": problem})
+        """Report that this node may start its ranks, or why not."""
+        self._post("ready", {"host": socket.gethostname(), "problem": problem})
 
-    def wait_for_all(self) -> None:
-        """The head's wait until every node is ready. Raises PretrainkitError that names the nodes that aren't."""
-        nodes = range(self.num_nodes)
-        try:
-            self._wait(lambda: all(self._has(f"ready_{node}.json") for node in nodes), MEETING_S, "nodes are missing")
-        except PretrainkitError:
-            missing = [str(node) for node in nodes if not self._has(f"ready_{node}.json")]
+    def wait_until_all_ready(self) -> None:
+        """The head's wait for all nodes. Raises PretrainkitError with the nodes that are missing or not ready."""
+        reports = self._collect("ready", range(self.num_nodes), RENDEZVOUS_S)
+        if missing := sorted(set(range(self.num_nodes)) - set(reports)):
             raise PretrainkitError(
-                f"node {', '.join(missing)} of {self.num_nodes} (counted from 0) has not come in {MEETING_S} s",
-                action="read the job's log for what its start said",
-            ) from None
-        reports = {node: files.read_json(self.folder / f"ready_{node}.json") for node in nodes}
-        bad = [
-            f"node {node} ({report['host']}): {report['problem']}"
-            for node, report in reports.items()
-            if report["problem"]
-        ]
+                f"node {', '.join(map(str, missing))} of {self.num_nodes} (counted from 0) has not started in "
+                f"{RENDEZVOUS_S} s",
+                action="read the beginning of the job's log",
+            )
+        bad = [f"node {node} ({one['host']}): {one['problem']}" for node, one in reports.items() if one["problem"]]
         if bad:
-            raise PretrainkitError("; ".join(bad), action="exclude the node from the job, or tell its administrators")
-        (self.folder / "go").touch()
+            raise PretrainkitError("; ".join(bad), action=BAD_NODE_ACTION)
+        self._mark(_GO)
+
+    def wait_for_go(self) -> bool:
+        """Another node's wait until all are ready; False when nothing starts."""
+        if not self._wait(lambda: self._has(_GO) or self._has(_FAILED), 2 * RENDEZVOUS_S):
+            raise PretrainkitError(f"node 0 has not started in {2 * RENDEZVOUS_S} s", where=str(self.folder))
+        return not self._has(_FAILED)
 
     @property
     def hosts(self) -> list[str]:
-        """The nodes' names, once all are ready."""
+        """Names of the nodes, once all are ready."""
         return [str(files.read_json(self.folder / f"ready_{node}.json")["host"]) for node in range(self.num_nodes)]
 
-    def wait_for_go(self) -> bool:
-        """Another node's wait until all are ready; False when the start was given up."""
-        self._wait(lambda: self._has("go") or self._has("failed"), 2 * MEETING_S, "node 0 has not said go")
-        return not self._has("failed")
-
-    def ask_to_stop(self) -> None:
-        """Let the ranks of all nodes save and end."""
-        (self.folder / "stop").touch()
+    def request_stop(self) -> None:
+        """Make the ranks of all nodes save and end."""
+        self._mark(_STOP)
 
     @property
-    def must_stop(self) -> bool:
-        """Whether somebody asked for it."""
-        return self._has("stop")
+    def stop_requested(self) -> bool:
+        """Whether a node, or the job's script, has requested it."""
+        return self._has(_STOP)
 
     def report_failure(self) -> None:
-        """Let all nodes end at once: one has failed."""
-        (self.folder / "failed").touch()
+        """Make all nodes end: this one has failed."""
+        self._mark(_FAILED)
 
     @property
-    def has_failed(self) -> bool:
-        """Whether a node has failed, or is gone: the head looks at all others, they at the head."""
-        return self._has("failed") or bool(self._gone())
+    def should_abort(self) -> bool:
+        """Whether another node has failed or is lost: the head watches all others, and they watch the head."""
+        now_s = time.monotonic()
+        return self._has(_FAILED) or any(now_s - last_s > DEAD_AFTER_S for _, last_s in self._heartbeats.values())
 
-    def beat(self) -> None:
-        """Show that this node lives; cheap enough for every poll."""
-        if time.monotonic() - self._last_beat_s > HEARTBEAT_S:
-            self._last_beat_s = time.monotonic()
-            (self.folder / f"alive_{self.node}").write_text(f"{time.time()}\n")
+    def heartbeat(self) -> None:
+        """Show that this node is alive, and note whether the others are; cheap enough for every poll."""
+        now_s = time.monotonic()
+        if now_s - self._heartbeat_s < HEARTBEAT_S:
+            return
+        self._heartbeat_s = now_s
+        (self.folder / f"alive_{self.node}").write_text(f"{time.time()}\n")
+        for node in range(1, self.num_nodes) if self.is_head else [0]:
+            path = self.folder / f"alive_{node}"
+            # Only a change counts, whatever the clock of the other machine says.
+            if path.exists() and (text := path.read_text()) != self._heartbeats.get(node, ("no file", 0))[0]:
+                self._heartbeats[node] = (text, now_s)
 
     def report_end(self, outcome: Outcome, *, is_consequence: bool) -> None:
-        """Say how this node ended, and whether that followed from another node's failure."""
-        path = self.folder / f"node_{self.node}.json"
-        files.write_json(path, {**asdict(outcome), "host": socket.gethostname(), "is_consequence": is_consequence})
+        """Report how this node ended, and whether another node's failure was the cause."""
+        self._post("end", {**asdict(outcome), "host": socket.gethostname(), "is_consequence": is_consequence})
 
-    def agree(self) -> Outcome:
-        """The outcome of the attempt: the head waits for the others' ends, the others for the head's word."""
-        if not self.is_head:
-            self._wait(lambda: self._has("outcome.json"), 2 * END_S, "node 0 has not said how it ended")
-            return Outcome(**files.read_json(self.folder / "outcome.json"))
-        names = {node: f"node_{node}.json" for node in range(self.num_nodes)}
-        end_s = time.monotonic() + END_S
-        while not all(self._has(name) for name in names.values()) and time.monotonic() < end_s:
-            self.beat()
-            time.sleep(_POLL_S)
-        reports = {
-            node: files.read_json(self.folder / name) if self._has(name) else None for node, name in names.items()
-        }
-        outcome = combined(reports)
-        files.write_json(self.folder / "outcome.json", asdict(outcome))
-        return outcome
+    def agree_on_outcome(self) -> Outcome:
+        """The outcome of the attempt, the same on all nodes: the head combines those of the nodes."""
+        if self.is_head:
+            ends = self._collect("end", range(self.num_nodes), END_S)
+            outcome = combine_outcomes({node: ends.get(node) for node in range(self.num_nodes)})
+            self._post("outcome", asdict(outcome))
+            return outcome
+        reports = self._collect("outcome", [0], 2 * END_S)
+        if not reports:
+            raise PretrainkitError(f"node 0 has not reported how it ended in {2 * END_S} s", where=str(self.folder))
+        return Outcome(**reports[0])
+
+    def _post(self, key: str, value: dict[str, Any]) -> None:
+        files.write_json(self.folder / f"{key}_{self.node}.json", value)
+
+    def _collect(self, key: str, nodes: Iterable[int], timeout_s: float) -> dict[int, dict[str, Any]]:
+        """What nodes have posted, by node, as soon as all have; without those that haven't in time."""
+        paths = {node: self.folder / f"{key}_{node}.json" for node in nodes}
+        self._wait(lambda: {path.name for path in paths.values()} <= self._names(), timeout_s)
+        return {node: files.read_json(path) for node, path in paths.items() if path.name in self._names()}
+
+    def _mark(self, name: str) -> None:
+        (self.folder / name).touch()
 
     def _has(self, name: str) -> bool:
+        return name in self._names()
+
+    def _names(self) -> set[str]:
         # Listing the folder makes network file systems look again.
-        return name in os.listdir(self.folder)  # noqa: PTH208
+        return set(os.listdir(self.folder))  # noqa: PTH208
 
-    def _gone(self) -> list[int]:
-        """Nodes whose signs of life have not changed for too long; clocks of other machines don't matter."""
-        now_s, gone = time.monotonic(), []
-        for node in range(1, self.num_nodes) if self.is_head else [0]:
-            try:
-                beat = (self.folder / f"alive_{node}").read_text()
-            except OSError:
-                continue
-            # It may be empty: just being written.
-            if node not in self._seen_beats or beat != self._seen_beats[node][0]:
-                self._seen_beats[node] = (beat, now_s)
-            if now_s - self._seen_beats[node][1] > DEAD_AFTER_S:
-                gone.append(node)
-        return gone
+    def _wait(self, condition: Callable[[], bool], timeout_s: float) -> bool:
+        def is_fulfilled() -> bool:
+            self.heartbeat()
+            return condition()
 
-    def _wait(self, condition: Callable[[], bool], longest_s: float, found: str) -> None:
-        end_s = time.monotonic() + longest_s
-        while not condition():
-            if time.monotonic() > end_s:
-                raise PretrainkitError(f"{found} in {longest_s:.0f} s", where=str(self.folder))
-            self.beat()
-            time.sleep(_POLL_S)
+        return files.wait_until(is_fulfilled, timeout_s=timeout_s)
 
 
-def combined(reports: dict[int, dict[str, Any] | None]) -> Outcome:
-    """The outcome of an attempt from those of its nodes (None: the node did not say): a first cause comes first."""
-    silent = [node for node, report in reports.items() if report is None]
-    told = {node: report for node, report in reports.items() if report is not None}
-    failed = {node: report for node, report in told.items() if report["exit_code"] not in (EXIT_DONE, 85)}
-    causes = {node: report for node, report in failed.items() if not report["is_consequence"]}
+def combine_outcomes(reports: dict[int, dict[str, Any] | None]) -> Outcome:
+    """The outcome of an attempt from those of its nodes (None: no report); a first cause wins over its consequences."""
+    silent = [str(node) for node, report in reports.items() if report is None]
+    ends = {node: report for node, report in reports.items() if report is not None}
+    failed = {n: end for n, end in ends.items() if end["exit_code"] not in (EXIT_DONE, EXIT_STOPPED_AFTER_SAVING)}
+    causes = {n: end for n, end in failed.items() if not end["is_consequence"]}
     if silent and not causes:
-        return Outcome(EXIT_FAILED, None, f"node {', '.join(map(str, silent))} ended without a word: killed, or lost")
-    for node, report in (causes or failed).items():
-        return Outcome(
-            report["exit_code"], report["failed_rank"], f"node {node} ({report['host']}): {report['reason']}"
-        )
-    for report in told.values():
-        if report["exit_code"] == EXIT_STOPPED_AFTER_SAVING:
-            return Outcome(report["exit_code"], report["failed_rank"], report["reason"])
-    return Outcome(EXIT_DONE)
+        return Outcome(EXIT_FAILED, None, f"node {', '.join(silent)} ended without a report: killed, or lost")
+    for node, end in (causes or failed).items():
+        return Outcome(end["exit_code"], end["failed_rank"], f"node {node} ({end['host']}): {end['reason']}")
+    saved = (end for end in ends.values() if end["exit_code"] == EXIT_STOPPED_AFTER_SAVING)
+    return next((Outcome(end["exit_code"], end["failed_rank"], end["reason"]) for end in saved), SUCCESS)
 
 
 def own_address(names: list[str]) -> str:
-    """An address of this machine that others reach: the first of the names, or else the host's own, that isn't local.
+    """An address of this machine that others reach: the first that isn't local of the names, or of the host's own.
 
-    On a machine whose name stands for the loopback that is the answer: then all nodes must be this machine.
+    On a machine whose name resolves to the loopback it is that: then all nodes must be this machine.
     """
-    fallback = "127.0.0.1"
-    own = {item[4][0] for item in _addresses(socket.gethostname())} | {"127.0.0.1"}
+    own = {item[4][0] for item in _addresses(socket.gethostname())}
     for name in [*names, socket.gethostname(), socket.getfqdn()]:
         for *_, address in _addresses(name):
             if not address[0].startswith("127.") and (address[0] in own or name == socket.gethostname()):
                 return str(address[0])
-    return fallback
+    return "127.0.0.1"
 
 
 def _addresses(name: str) -> list[Any]:

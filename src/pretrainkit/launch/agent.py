@@ -12,21 +12,20 @@ from typing import Any
 
 from pretrainkit import logs
 from pretrainkit.errors import EXIT_FAILED, EXIT_STOPPED_AFTER_SAVING
-from pretrainkit.jobs.rendezvous import Rendezvous
+from pretrainkit.jobs.rendezvous import Endpoint
 from pretrainkit.run.outcome import SUCCESS, Outcome, outcome_of
 
-_BACKEND = "pretrainkit"
 _TAIL_LINES = 30
 
 log = logs.get_logger(__name__)
 
 
 class Agent(threading.Thread):
-    """torchrun's agent. In a thread it installs no signal handlers of its own."""
+    """torchrun's agent. In a thread it installs no signal handlers."""
 
-    def __init__(self, ranks: int, log_dir: Path, command: Sequence[str], rendezvous: Rendezvous | None = None) -> None:
+    def __init__(self, ranks: int, log_dir: Path, command: Sequence[str], endpoint: Endpoint) -> None:
         super().__init__(name="torchrun agent", daemon=True)
-        self._ranks, self._log_dir, self._command, self._rendezvous = ranks, log_dir, command, rendezvous
+        self._ranks, self._log_dir, self._command, self._endpoint = ranks, log_dir, command, endpoint
         self.outcome = Outcome(EXIT_FAILED, None, "torchrun's agent ended without a result")
 
     def run(self) -> None:
@@ -34,10 +33,10 @@ class Agent(threading.Thread):
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
         from torch.distributed.launcher.api import elastic_launch
 
-        # That there are no signal handlers in a thread is what we want, and no warning.
+        # It warns that a thread can't install signal handlers, which is what we want.
         elastic_log = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
         elastic_log.addFilter(lambda record: "register signal handlers" not in record.getMessage())
-        # The agent fills in $names in arguments.
+        # The agent replaces $names in arguments.
         command = [word.replace("$", "$$") for word in self._command]
         try:
             elastic_launch(self._config(), sys.executable)(*command)
@@ -52,27 +51,19 @@ class Agent(threading.Thread):
     def _config(self) -> Any:
         from torch.distributed.launcher.api import LaunchConfig
 
-        meeting = self._rendezvous
-        if meeting is None:
-            # A free port of the loopback: several runs on one machine don't meet.
-            where: dict[str, Any] = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "local_addr": "localhost"}
-        else:
-            _register_backend()
-            where = {
-                "rdzv_backend": _BACKEND,
-                "rdzv_endpoint": f"{meeting.address}:{meeting.port}",
-                "rdzv_configs": {"meeting": meeting},
-                "local_addr": meeting.address,
-            }
-        num_nodes = meeting.num_nodes if meeting else 1
+        endpoint = self._endpoint
         return LaunchConfig(
-            min_nodes=num_nodes,
-            max_nodes=num_nodes,
+            min_nodes=endpoint.num_nodes,
+            max_nodes=endpoint.num_nodes,
             nproc_per_node=self._ranks,
             run_id=self._log_dir.name,
             max_restarts=0,
             logs_specs=_rank_logs(self._log_dir),
-            **where,
+            # The order of nodes is the scheduler's, and the ranks use the store that is open already.
+            rdzv_backend="static",
+            rdzv_endpoint=f"{endpoint.address}:{endpoint.port}",
+            rdzv_configs={"rank": endpoint.node},
+            local_addr=endpoint.address,
         )
 
     def _explain(self, failures: dict[int, Any]) -> Outcome:
@@ -82,7 +73,7 @@ class Agent(threading.Thread):
         return outcome
 
     def _show_end_of_log(self, rank: int) -> None:
-        """Repeat the last lines of a rank that failed; rank 0's are on the terminal already."""
+        """Log the last lines of a rank that failed; rank 0's output is on the terminal already."""
         path = self._log_dir / rank_log_names(rank)[1]
         if rank == 0 or not path.is_file():
             return
@@ -93,52 +84,6 @@ class Agent(threading.Thread):
 def rank_log_names(rank: int) -> tuple[str, str]:
     """Names of the files with a rank's stdout and stderr in an attempt's folder."""
     return f"rank_{rank}.out", f"rank_{rank}.err"
-
-
-def _register_backend() -> None:
-    """Make torchrun know a rendezvous whose order of nodes is the scheduler's and whose store is open already."""
-    from torch.distributed import PrefixStore
-    from torch.distributed.elastic.rendezvous import (
-        RendezvousHandler,
-        RendezvousInfo,
-        RendezvousStoreInfo,
-        rendezvous_handler_registry,
-    )
-
-    class Handler(RendezvousHandler):
-        use_agent_store = True  # the ranks meet at the agents' store too: no second port
-
-        def __init__(self, run_id: str, meeting: Rendezvous) -> None:
-            self._run_id, self._meeting = run_id, meeting
-
-        def get_backend(self) -> str:
-            return _BACKEND
-
-        def next_rendezvous(self) -> RendezvousInfo:
-            meeting = self._meeting
-            store = PrefixStore(self._run_id, meeting.store)
-            where = RendezvousStoreInfo(meeting.address, meeting.port)
-            return RendezvousInfo(store, meeting.node, meeting.num_nodes, where)
-
-        def is_closed(self) -> bool:
-            return False
-
-        def set_closed(self) -> None:
-            pass
-
-        def num_nodes_waiting(self) -> int:
-            return 0
-
-        def get_run_id(self) -> str:
-            return self._run_id
-
-        def shutdown(self) -> bool:
-            return True
-
-    def make(parameters: Any) -> RendezvousHandler:
-        return Handler(parameters.run_id, parameters.config["meeting"])
-
-    rendezvous_handler_registry.register(_BACKEND, make)
 
 
 def _rank_logs(log_dir: Path) -> Any:

@@ -1,7 +1,7 @@
-"""One node of a scheduler's job: it meets the others, starts its ranks, and all nodes end with the same code.
+"""One node of a scheduler's job: it finds the other nodes, starts its ranks, and all nodes end with one exit code.
 
-The job's scripts (`scripts.py`) start this on every node, in the container if there is one, and say which node it is
-and which start of which job in the variables below. All else is known from its arguments.
+The job's scripts (`jobs/scripts.py`) start this on every node, in the container if there is one. The variables below
+say which node it is, and which start of which job; its arguments say the rest.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from pretrainkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED_AFTER_SAVING
 from pretrainkit.jobs import rendezvous
 from pretrainkit.jobs.follow import Follower
 from pretrainkit.jobs.registry import read_allocation
-from pretrainkit.jobs.rendezvous import Head, Meeting, own_address
+from pretrainkit.jobs.rendezvous import BAD_NODE_ACTION, Endpoint, HeadInfo, Rendezvous, own_address
 from pretrainkit.jobs.sge import visible_gpus
 from pretrainkit.jobs.slurm import expand_counts
 from pretrainkit.launch import agent
-from pretrainkit.launch.supervise import NODE_LOG, StopRequests, supervise, write_everything_to
+from pretrainkit.launch.supervise import NODE_LOG, GracefulStop, redirect_output, supervise
 from pretrainkit.machine import count_cpus
 from pretrainkit.preflight import node_check
 from pretrainkit.run import folder as experiment
@@ -42,111 +42,112 @@ CONTINUES_VARIABLE = "PRETRAINKIT_CONTINUES"
 JOB_FILE = "job.json"
 """File of an attempt that says which job it belongs to, and at which checkpoint it began."""
 MAX_IDLE_JOBS = 3
-"""Jobs in a row without a new checkpoint, after which no further one begins: the bound of --restart_limit."""
+"""Jobs in a row without a new checkpoint before a chain ends: the bound of --restart_limit."""
 NODES_FOLDER = "nodes"
-"""Folder in the job's, with one folder for each start (`meeting.py`)."""
+"""Folder in the job's folder, with one folder for each start (`jobs/rendezvous.py`)."""
 
 log = logs.get_logger(__name__)
 
 
-def run_in_job(arguments: argparse.Namespace, requests: StopRequests) -> int:
+def run_in_job(arguments: argparse.Namespace, stop: GracefulStop) -> int:
     """Run this node's ranks; the exit code is the attempt's, on all nodes. Raises PretrainkitError."""
     environment = os.environ
     node = int(environment.get(NODE_VARIABLE, "0"))
     start = environment.get(START_VARIABLE, f"{os.getpid()}")
-    meeting = Meeting(arguments.job_dir / NODES_FOLDER / start, node, arguments.num_nodes)
+    nodes = Rendezvous(arguments.job_dir / NODES_FOLDER / start, node, arguments.num_nodes)
     _set_defaults(arguments.ranks)
-    if not meeting.is_head:
-        return _run_other(arguments, requests, meeting)
+    if not nodes.is_head:
+        return _run_other(arguments, stop, nodes)
     try:
         with experiment.locked(arguments.experiment_dir, experiment.RANKS_LOCK):
-            return _run_head(arguments, requests, meeting)
+            return _run_head(arguments, stop, nodes)
     except PretrainkitError as error:
-        meeting.report_failure()
-        meeting.publish(Head("", 0, "", refused=str(error), exit_code=error.exit_code))
+        nodes.report_failure()
+        nodes.publish(HeadInfo(refused=str(error), exit_code=error.exit_code))
         raise
 
 
-def _run_head(arguments: argparse.Namespace, requests: StopRequests, meeting: Meeting) -> int:
-    if (refusal := _end_of_chain(arguments.experiment_dir)) is not None:
-        meeting.publish(refusal)
+def _run_head(arguments: argparse.Namespace, stop: GracefulStop, nodes: Rendezvous) -> int:
+    if refusal := _end_of_chain(arguments.experiment_dir):
+        nodes.publish(refusal)
         log.warning("%s", refusal.refused)
         return refusal.exit_code
-    _check_allocation(arguments)
+    hosts = _check_allocation(arguments)
     log_dir = _new_attempt(arguments.experiment_dir, arguments.job_dir)
-    hosts = read_allocation(os.environ)
-    several = arguments.num_nodes > 1
-    store = rendezvous.open_store() if several else None
-    address = own_address([hosts.hosts[0]] if hosts else [])
-    meeting.publish(Head(address, store.port if store else 0, str(log_dir)))
+    store = rendezvous.open_store()  # open until all ranks have ended
+    endpoint = Endpoint(own_address(list(hosts[:1])), store.port, 0, arguments.num_nodes)
+    nodes.publish(HeadInfo(endpoint.address, endpoint.port, str(log_dir)))
     log.info("node 0 of %d, attempt in %s", arguments.num_nodes, log_dir)
-    where = rendezvous.Rendezvous(store, address, store.port, 0, arguments.num_nodes) if store else None
-    if several and address.startswith("127."):
-        log.warning("this host's name stands for %s: other machines can't reach it", address)
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if arguments.num_nodes > 1 and endpoint.address.startswith("127."):
+        log.warning("this host's name resolves to %s: other machines can't reach it", endpoint.address)
+    _use_loopback(endpoint)
     try:
-        _report_ready(meeting, arguments)
-        meeting.wait_for_all()
-        if problem := _check_network(meeting, arguments, where):
-            raise PretrainkitError(problem, action="exclude the node from the job, or tell its administrators")
+        _report_ready(nodes, arguments)
+        nodes.wait_until_all_ready()
+        if problem := _check_network(nodes, arguments, endpoint):
+            raise PretrainkitError(problem, action=BAD_NODE_ACTION)
     except PretrainkitError as error:
-        meeting.report_failure()
+        nodes.report_failure()
         write_outcome(log_dir, Outcome(EXIT_FAILED, None, str(error)))
         raise
     with _mirrored(log_dir):
-        outcome = _run_ranks(arguments, requests, meeting, log_dir, where)
+        outcome = _run_ranks(arguments, stop, nodes, log_dir, endpoint)
         write_outcome(log_dir, outcome)
-    _tell(outcome, log_dir)
+    _log_outcome(outcome, log_dir)
     return outcome.exit_code
 
 
-def _run_other(arguments: argparse.Namespace, requests: StopRequests, meeting: Meeting) -> int:
-    head = meeting.wait_for_head()
+def _run_other(arguments: argparse.Namespace, stop: GracefulStop, nodes: Rendezvous) -> int:
+    head = nodes.wait_for_head()
     if head.refused is not None:
         return head.exit_code
     try:
-        store = rendezvous.connect_store(head.address, head.port)
-    except Exception as error:  # torch's own kind, which is not public
-        _report_ready(meeting, arguments, f"can't reach node 0 at {head.address}:{head.port}: {error}")
+        rendezvous.connect_store(head.address, head.port)
+    except Exception as error:  # torch's own class, which is not public
+        nodes.report_ready(f"can't reach node 0 at {head.address}:{head.port}: {error}")
         return EXIT_FAILED
-    if head.address.startswith("127."):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    where = rendezvous.Rendezvous(store, head.address, head.port, meeting.node, arguments.num_nodes)
-    _report_ready(meeting, arguments)
-    if not meeting.wait_for_go():
-        return EXIT_FAILED
-    if _check_network(meeting, arguments, where):
+    endpoint = Endpoint(head.address, head.port, nodes.node, arguments.num_nodes)
+    _use_loopback(endpoint)
+    _report_ready(nodes, arguments)
+    if not nodes.wait_for_go() or _check_network(nodes, arguments, endpoint):
         return EXIT_FAILED
     log_dir = Path(head.log_dir)
-    write_everything_to(log_dir / f"node_{meeting.node}.log")
+    redirect_output(log_dir / f"node_{nodes.node}.log")
     logs.configure()
-    return _run_ranks(arguments, requests, meeting, log_dir, where).exit_code
+    return _run_ranks(arguments, stop, nodes, log_dir, endpoint).exit_code
 
 
-def _report_ready(meeting: Meeting, arguments: argparse.Namespace, problem: str = "") -> None:
-    """Say what the preflight finds wrong with this node, or that it may start its ranks."""
-    if arguments.check and not problem:
+def _use_loopback(endpoint: Endpoint) -> None:
+    """gloo looks up the host's name otherwise, which fails where the nodes are one machine that doesn't know it."""
+    if endpoint.num_nodes > 1 and endpoint.address.startswith("127."):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+def _report_ready(nodes: Rendezvous, arguments: argparse.Namespace) -> None:
+    """Report that this node may start its ranks, or what the preflight has found."""
+    problems: list[str] = []
+    if arguments.check:
         report = node_check.check_node(_check_request(arguments))
         for line in report.describe().splitlines():
             log.info("%s", line)
-        problem = "; ".join(report.problems)
-    meeting.report_ready(problem)
+        problems = report.problems
+    nodes.report_ready("; ".join(problems))
 
 
-def _check_network(meeting: Meeting, arguments: argparse.Namespace, where: rendezvous.Rendezvous | None) -> str:
+def _check_network(nodes: Rendezvous, arguments: argparse.Namespace, endpoint: Endpoint) -> str:
     """What is wrong with the connections of the nodes, the same text on all; empty when nothing is."""
-    if not arguments.check or where is None:
+    if not arguments.check or endpoint.num_nodes == 1:
         return ""
     check = node_check.check_connections(
-        _check_request(arguments), where.address, where.port, node=where.node, hosts=meeting.hosts
+        _check_request(arguments), endpoint.address, endpoint.port, node=endpoint.node, hosts=nodes.hosts
     )
-    if meeting.is_head:
+    if nodes.is_head:
         log.info("%s", check.describe())
     return check.found if check.is_failed else ""
 
 
 def _check_request(arguments: argparse.Namespace) -> node_check.NodeCheckRequest:
-    # Ranks on the CPU need no fabric of a machine: that a small all-reduce works is then no news.
+    # An all-reduce of ranks on the CPU would prove nothing about the machine.
     return node_check.NodeCheckRequest(
         ranks=arguments.ranks,
         accelerator=arguments.accelerator,
@@ -157,59 +158,41 @@ def _check_request(arguments: argparse.Namespace) -> node_check.NodeCheckRequest
 
 
 def _run_ranks(
-    arguments: argparse.Namespace,
-    requests: StopRequests,
-    meeting: Meeting,
-    log_dir: Path,
-    where: rendezvous.Rendezvous | None,
+    arguments: argparse.Namespace, stop: GracefulStop, nodes: Rendezvous, log_dir: Path, endpoint: Endpoint
 ) -> Outcome:
     def poll() -> None:
-        meeting.beat()
-        if requests.asked and not meeting.must_stop:
-            meeting.ask_to_stop()
-        elif meeting.must_stop and not requests.asked:
-            log.warning("the job is to stop: the ranks save and end")
-            requests.add()
+        nodes.heartbeat()
+        if stop.requested and not nodes.stop_requested:
+            nodes.request_stop()
+        elif nodes.stop_requested and not stop.requested:
+            log.warning("stop requested: sending SIGTERM to the ranks (save and exit)")
+            stop.request()
 
-    outcome = supervise(
-        agent.Agent(arguments.ranks, log_dir, arguments.command, where),
-        requests,
-        poll=poll,
-        must_end=lambda: meeting.has_failed,
-    )
-    is_consequence = meeting.has_failed
+    ranks = agent.Agent(arguments.ranks, log_dir, arguments.command, endpoint)
+    outcome = supervise(ranks, stop, poll=poll, should_abort=lambda: nodes.should_abort)
+    is_consequence = nodes.should_abort
     if outcome.exit_code not in (EXIT_DONE, EXIT_STOPPED_AFTER_SAVING):
-        meeting.report_failure()
-    meeting.report_end(outcome, is_consequence=is_consequence)
-    return meeting.agree()
+        nodes.report_failure()
+    nodes.report_end(outcome, is_consequence=is_consequence)
+    return nodes.agree_on_outcome()
 
 
-def _end_of_chain(experiment_dir: Path) -> Head | None:
+def _end_of_chain(experiment_dir: Path) -> HeadInfo | None:
     """Why a job that only continues has nothing to do: its predecessor finished or failed. None: it goes on."""
-    if os.environ.get(CONTINUES_VARIABLE) != "1":
-        return None
     last = experiment.newest_attempt(experiment_dir)
-    if last is None or not (last / OUTCOME).is_file():
-        return None  # it was killed, at the end of its time or with its node: go on from its last checkpoint
+    if os.environ.get(CONTINUES_VARIABLE) != "1" or last is None or not (last / OUTCOME).is_file():
+        return None  # without an outcome the predecessor was killed: go on from its last checkpoint
     outcome = read_outcome(last)
-    if outcome.exit_code == EXIT_STOPPED_AFTER_SAVING:
-        return _end_of_idle_jobs(experiment_dir)
     if outcome.exit_code == EXIT_DONE:
-        return Head("", 0, "", refused=f"the run is done ({last}): this job ends", exit_code=EXIT_DONE)
-    return Head(
-        "", 0, "", refused=f"the run failed ({last}: {outcome.reason}): this job ends", exit_code=outcome.exit_code
-    )
-
-
-def _end_of_idle_jobs(experiment_dir: Path) -> Head | None:
-    """Why jobs that only continue should end: the last ones all began at the checkpoint that is still the newest."""
-    begun = [_checkpoint_of(folder) for folder in experiment.attempts(experiment_dir)[-MAX_IDLE_JOBS:]]
-    if len(begun) < MAX_IDLE_JOBS or set(begun) != {_newest_checkpoint(experiment_dir)}:
+        return HeadInfo(refused=f"the run is done ({last}): this job ends")
+    if outcome.exit_code != EXIT_STOPPED_AFTER_SAVING:
+        return HeadInfo(
+            refused=f"the run failed ({last}: {outcome.reason}): this job ends", exit_code=outcome.exit_code
+        )
+    starts = [_checkpoint_of(folder) for folder in experiment.attempts(experiment_dir)[-MAX_IDLE_JOBS:]]
+    if len(starts) < MAX_IDLE_JOBS or set(starts) != {_newest_checkpoint(experiment_dir)}:
         return None
-    return Head(
-        "",
-        0,
-        "",
+    return HeadInfo(
         refused=f"{MAX_IDLE_JOBS} jobs in a row ended without a new checkpoint: from start to --time_margin before "
         "--time_limit there was no time for a step",
         exit_code=EXIT_FAILED,
@@ -224,19 +207,20 @@ def _checkpoint_of(attempt: Path) -> str | None:
 
 
 def _newest_checkpoint(experiment_dir: Path) -> str:
-    """Name of the newest checkpoint's folder, '' before the first; only for telling whether there is a new one."""
+    """Name of the newest checkpoint's folder, '' before the first; only for noticing a new one."""
     return max((path.name for path in (experiment_dir / experiment.CHECKPOINTS).glob("step_*")), default="")
 
 
-def _check_allocation(arguments: argparse.Namespace) -> None:
+def _check_allocation(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """Hosts of the job, where the scheduler says them. Raises RequestError unless they are those of the request."""
     found = read_allocation(os.environ)
     if found is None:
-        return
+        return ()
     if len(found.hosts) != arguments.num_nodes:
         raise RequestError(
             f"the job has {len(found.hosts)} nodes: {', '.join(found.hosts)}",
             needed=f"{arguments.num_nodes}, as the run was resolved for",
-            action="let the resource request (resources of the site's file) follow {num_nodes}",
+            action="use {num_nodes} in the resource request (resources of the site's file)",
             where="--num_nodes",
         )
     if max(expand_counts(found.tasks)) > 1:
@@ -253,10 +237,11 @@ def _check_allocation(arguments: argparse.Namespace) -> None:
             needed=f"{needed} on each node: {arguments.slots_per_gpu} for each of {arguments.ranks} GPUs",
             where="slots_per_gpu",
         )
+    return found.hosts
 
 
 def _new_attempt(experiment_dir: Path, job_dir: Path) -> Path:
-    """The folder of the attempt's logs, with what it runs and the job that it belongs to."""
+    """The folder of the attempt's logs, with run.json, source.txt and the job that it belongs to."""
     _, log_dir = experiment.new_attempt(experiment_dir)
     for source in (experiment_dir / experiment.RUN_FILE, job_dir / "source.txt"):
         if source.is_file():
@@ -272,8 +257,8 @@ def _new_attempt(experiment_dir: Path, job_dir: Path) -> Path:
 
 
 def _set_defaults(ranks: int) -> None:
-    """Variables of the ranks that only the node can know; what the user or the site has set wins."""
-    # torchrun would set 1: far too few where a rank computes on the CPU.
+    """Set variables of the ranks that depend on the node; those of the user or the site win."""
+    # torchrun would set 1, far too few where a rank computes on the CPU.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, count_cpus() // ranks)))
     if "CUDA_VISIBLE_DEVICES" not in os.environ and (gpus := visible_gpus(os.environ)):
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus
@@ -282,7 +267,7 @@ def _set_defaults(ranks: int) -> None:
 @contextlib.contextmanager
 def _mirrored(log_dir: Path) -> Iterator[None]:
     """Write the node's log to a file of the attempt, and repeat it and rank 0's output in the job's log."""
-    job_log = os.fdopen(write_everything_to(log_dir / NODE_LOG), "wb")
+    job_log = os.fdopen(redirect_output(log_dir / NODE_LOG), "wb")
     logs.configure()
     followed = [log_dir / name for name in (NODE_LOG, *agent.rank_log_names(0))]
     with job_log:
@@ -292,7 +277,7 @@ def _mirrored(log_dir: Path) -> Iterator[None]:
     logs.configure()
 
 
-def _tell(outcome: Outcome, log_dir: Path) -> None:
+def _log_outcome(outcome: Outcome, log_dir: Path) -> None:
     if outcome.exit_code == EXIT_DONE:
         log.info("done")
     elif outcome.exit_code == EXIT_STOPPED_AFTER_SAVING:

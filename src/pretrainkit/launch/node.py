@@ -1,9 +1,9 @@
-"""Starts the ranks of one node with torchrun's elastic agent, and sees to it that none is left behind.
+"""Starts the ranks of one node with torchrun's elastic agent, and leaves none of them behind.
 
     python -m pretrainkit.launch.node --ranks 2 --experiment_dir DIR --log_dir DIR -- train.py --run run.json
     python -m pretrainkit.launch.node --ranks 8 --experiment_dir DIR --job_dir DIR --num_nodes 2 -- train.py --run ...
 
-The second form is that of a scheduler's job (`job_node.py`). How it ended is written to outcome.json.
+The second form is for a scheduler's job (`job_node.py`). outcome.json says how the ranks ended.
 """
 
 from __future__ import annotations
@@ -18,9 +18,17 @@ from pathlib import Path
 
 from pretrainkit import logs
 from pretrainkit.errors import PretrainkitError
+from pretrainkit.jobs.rendezvous import Endpoint, open_store
 from pretrainkit.launch.agent import Agent
-from pretrainkit.launch.processes import adopt_orphans
-from pretrainkit.launch.supervise import KILL_SIGNAL, NODE_LOG, PID_FILE, StopRequests, supervise, write_everything_to
+from pretrainkit.launch.supervise import (
+    KILL_SIGNAL,
+    NODE_LOG,
+    PID_FILE,
+    GracefulStop,
+    adopt_orphans,
+    redirect_output,
+    supervise,
+)
 from pretrainkit.run.folder import RANKS_LOCK, locked
 from pretrainkit.run.outcome import write_outcome
 from pretrainkit.signals import STOP_SIGNALS
@@ -30,34 +38,35 @@ log = logs.get_logger(__name__)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one node's ranks to their end; the exit code is the attempt's."""
-    requests = StopRequests()
+    stop = GracefulStop()
     for number in (*STOP_SIGNALS, KILL_SIGNAL):
-        signal.signal(number, requests.add)
+        signal.signal(number, stop.request)
     adopt_orphans()
     try:
-        return _run(build_parser().parse_args(argv), requests)
+        return _run(build_parser().parse_args(argv), stop)
     finally:
-        # While the interpreter ends, a late signal would kill it, and its exit code would no longer be the ranks'.
+        # A signal that comes while the interpreter shuts down would replace the ranks' exit code.
         for number in (*STOP_SIGNALS, KILL_SIGNAL):
             signal.signal(number, signal.SIG_IGN)
 
 
-def _run(arguments: argparse.Namespace, requests: StopRequests) -> int:
+def _run(arguments: argparse.Namespace, stop: GracefulStop) -> int:
     if arguments.job_dir is not None:
         from pretrainkit.launch.job_node import run_in_job
 
         logs.configure()
         try:
-            return run_in_job(arguments, requests)
+            return run_in_job(arguments, stop)
         except PretrainkitError as error:
             log.error("%s", error)
             return error.exit_code
-    write_everything_to(arguments.log_dir / NODE_LOG)
+    redirect_output(arguments.log_dir / NODE_LOG)
     logs.configure()
     (arguments.log_dir / PID_FILE).write_text(f"{os.getpid()}\n")
     with locked(arguments.experiment_dir, RANKS_LOCK):
-        agent = Agent(arguments.ranks, arguments.log_dir, arguments.command)
-        outcome = supervise(agent, requests)
+        store = open_store()
+        agent = Agent(arguments.ranks, arguments.log_dir, arguments.command, Endpoint("localhost", store.port))
+        outcome = supervise(agent, stop)
         write_outcome(arguments.log_dir, outcome)
     return outcome.exit_code
 
@@ -72,7 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
     where.add_argument("--job_dir", type=Path, help="folder of the scheduler's job; node 0 makes the attempt's")
     parser.add_argument("--num_nodes", type=int, default=1, help="nodes of the job")
     parser.add_argument("--accelerator", choices=("cpu", "gpu"), default="cpu", help="what the ranks compute on")
-    parser.add_argument("--no_check", dest="check", action="store_false", help="leave out the preflight of the nodes")
+    parser.add_argument("--no_check", dest="check", action="store_false", help="skip the preflight of the nodes")
     parser.add_argument("--needed_time_s", type=float, default=0.0, help="job time that saving takes")
     parser.add_argument("--slots_per_gpu", type=int, help="Grid Engine slots that each rank needs")
     parser.add_argument("command", nargs="+", help="Python script of a rank, and its arguments")
@@ -80,7 +89,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _exit(code: int) -> None:
-    """End this process. An agent that still waits for other nodes would be torn down in the middle, and abort it."""
+    """End this process. Interpreter shutdown would abort while an agent's thread still waits for other nodes."""
     if any(isinstance(thread, Agent) for thread in threading.enumerate()):
         sys.stdout.flush()
         sys.stderr.flush()

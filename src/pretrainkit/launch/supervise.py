@@ -1,15 +1,16 @@
-"""Waits for a node's ranks, and passes on to them what asks them to stop.
+"""Supervises a node's ranks: forwards stop requests to them, and leaves no process behind.
 
-torchrun itself ends with 1 whatever its ranks ended with, waits 30 s at most for a rank that saves, and lets ranks live
-when it is killed. So its agent runs in a thread (`agent.py`), and the main thread
-- passes the first signal that asks to stop on to the ranks once, so that they save and end; at SIGQUIT, or when they
-  take longer than `GRACE_S`, it kills them;
-- takes the death of the launcher for such a signal.
+torchrun itself ends with 1 whatever its ranks ended with, waits at most 30 s for a rank that saves, and leaves ranks
+running when it is killed. So its agent runs in a thread (`agent.py`), and the main thread
+- forwards the first stop signal to the ranks once, so that they save and end; at SIGQUIT, or when they take longer than
+  `GRACE_S`, it kills them;
+- treats the death of the launcher as a stop signal.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import sys
@@ -22,7 +23,6 @@ from typing import Any
 from pretrainkit import logs
 from pretrainkit.errors import EXIT_FAILED
 from pretrainkit.launch.agent import Agent
-from pretrainkit.launch.processes import kill_descendants
 from pretrainkit.run.outcome import Outcome
 from pretrainkit.signals import STOP_SIGNALS
 
@@ -31,40 +31,98 @@ NODE_LOG = "node.log"
 GRACE_S = 1800
 """Longest wait for ranks to save and end after a signal (assumed: a large model on a slow file system)."""
 KILL_SIGNAL = signal.SIGQUIT
-"""Means: kill the ranks, saved or not."""
+"""Kills the ranks, whether they have saved or not."""
 _POLL_S = 0.1
 _AGENT_S = 5
-"""How long the agent may take to see that its ranks have been killed."""
+"""Longest wait for the agent to notice that its ranks were killed."""
+_KILL_WAIT_S = 10
+_PR_SET_CHILD_SUBREAPER = 36
+"""prctl option (linux/prctl.h): orphaned descendants become our children, so that we can end them."""
 
 log = logs.get_logger(__name__)
 
 
-class StopRequests:
-    """Notes the signals that ask this process to stop.
+class GracefulStop:
+    """The stop signals that this process has received.
 
-    The same request comes more than once: schedulers, cgroups and `timeout` signal every process, each of which passes
-    it on. So repeating it changes nothing.
+    One request arrives several times: schedulers, cgroups and `timeout` signal every process, and each forwards it. So
+    repeating it changes nothing.
     """
 
     def __init__(self) -> None:
-        self.asked = False
+        self.requested = False
         self._first_s = 0.0
-        self._kill_asked = False
+        self._kill_requested = False
 
-    def add(self, number: int = signal.SIGTERM, _: Any = None) -> None:
+    def request(self, number: int = signal.SIGTERM, _: Any = None) -> None:
         """Note a request; also usable as a signal handler."""
         self._first_s = self._first_s or time.monotonic()
-        self.asked = True
-        self._kill_asked |= number == KILL_SIGNAL
+        self.requested = True
+        self._kill_requested |= number == KILL_SIGNAL
 
     @property
-    def is_urgent(self) -> bool:
-        """Whether ranks are to be killed: asked for, or waited for too long."""
-        return self._kill_asked or (self.asked and time.monotonic() - self._first_s > GRACE_S)
+    def should_kill(self) -> bool:
+        """Whether to kill the ranks: on request, or because they have taken too long to save."""
+        return self._kill_requested or (self.requested and time.monotonic() - self._first_s > GRACE_S)
 
 
-def write_everything_to(path: Path) -> int:
-    """Send this process's stdout and stderr, and those of its children, to a file; gives the former stderr."""
+def supervise(
+    agent: Agent,
+    stop: GracefulStop,
+    *,
+    poll: Callable[[], None] = lambda: None,
+    should_abort: Callable[[], bool] = lambda: False,
+) -> Outcome:
+    """Start the ranks and wait for their end, forwarding stop requests.
+
+    Args:
+        poll: called some times a second; may request a stop.
+        should_abort: whether to kill the ranks because another node has failed.
+    """
+    launcher = os.getppid()
+    # The agent's thread and its ranks inherit the mask: a signal stays pending until they listen, and kills none.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    agent.start()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    signalled: set[int] = set()
+    killed_s = None
+    while agent.is_alive():
+        agent.join(_POLL_S)
+        poll()
+        if os.getppid() != launcher and not stop.requested:
+            log.warning("the launcher has died: sending SIGTERM to the ranks")
+            stop.request()
+        if stop.should_kill or should_abort():
+            kill_descendants()
+            killed_s = killed_s or time.monotonic()
+            if time.monotonic() - killed_s > _AGENT_S:
+                break  # it waits for the agents of other nodes
+        elif stop.requested:
+            _signal_ranks(signalled)
+    kill_descendants()
+    if stop.should_kill:
+        return Outcome(EXIT_FAILED, None, "killed before the ranks had saved")
+    if agent.is_alive():
+        return Outcome(EXIT_FAILED, None, "ended because another node had failed")
+    if stop.requested and agent.outcome.exit_code == EXIT_FAILED:
+        return replace(agent.outcome, reason=f"stopped before the ranks had saved: {agent.outcome.reason}")
+    return agent.outcome
+
+
+def _signal_ranks(signalled: set[int]) -> None:
+    """Send SIGTERM to each rank once, but not to a rank's own children, which it needs for saving."""
+    import psutil
+
+    for rank in psutil.Process().children():
+        if rank.pid not in signalled:
+            signalled.add(rank.pid)
+            log.info("sending SIGTERM to rank process %d (save and exit)", rank.pid)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                rank.terminate()
+
+
+def redirect_output(path: Path) -> int:
+    """Send this process's stdout and stderr, and those of its children, to a file; returns the former stderr."""
     former = os.dup(sys.stderr.fileno())
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (sys.stdout, sys.stderr):
@@ -74,56 +132,22 @@ def write_everything_to(path: Path) -> int:
     return former
 
 
-def supervise(
-    agent: Agent,
-    requests: StopRequests,
-    *,
-    poll: Callable[[], None] = lambda: None,
-    must_end: Callable[[], bool] = lambda: False,
-) -> Outcome:
-    """Start the ranks and wait for their end, passing on what asks them to stop.
-
-    Args:
-        poll: called some times a second; may add a request.
-        must_end: whether the ranks are to be ended though nobody asked, because another node has failed.
-    """
-    launcher = os.getppid()
-    # The agent's thread and its ranks inherit what is blocked: a signal waits until they listen, and doesn't end them.
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    agent.start()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    told: set[int] = set()
-    ended_s = None
-    while agent.is_alive():
-        agent.join(_POLL_S)
-        poll()
-        if os.getppid() != launcher and not requests.asked:
-            log.warning("the launcher has died: the ranks are told to save and end")
-            requests.add()
-        if requests.is_urgent or must_end():
-            kill_descendants()
-            ended_s = ended_s or time.monotonic()
-            if time.monotonic() - ended_s > _AGENT_S:
-                break  # without ranks it still waits for the agents of other nodes
-        elif requests.asked:
-            _tell_ranks(told)
-    kill_descendants()
-    if requests.is_urgent:
-        return Outcome(EXIT_FAILED, None, "killed before the ranks had saved")
-    if agent.is_alive():
-        return Outcome(EXIT_FAILED, None, "ended because another node had failed")
-    if requests.asked and agent.outcome.exit_code == EXIT_FAILED:
-        return replace(agent.outcome, reason=f"stopped before the ranks had saved: {agent.outcome.reason}")
-    return agent.outcome
+def adopt_orphans() -> None:
+    """Make this process the parent of descendants whose parent dies, where the system supports it (Linux)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def _tell_ranks(told: set[int]) -> None:
-    """Pass SIGTERM on, once to each rank; not to a rank's own children, which it needs for saving."""
+def kill_descendants() -> list[int]:
+    """Kill every descendant of this process and wait for their end; returns the ids of those that were alive."""
     import psutil
 
-    for rank in psutil.Process().children():
-        if rank.pid not in told:
-            told.add(rank.pid)
-            log.info("process %d is told to save and end", rank.pid)
-            with contextlib.suppress(psutil.NoSuchProcess):
-                rank.terminate()
+    killed = []
+    descendants = psutil.Process().children(recursive=True)
+    for process in descendants:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                process.kill()
+                killed.append(process.pid)
+    psutil.wait_procs(descendants, timeout=_KILL_WAIT_S)
+    return killed

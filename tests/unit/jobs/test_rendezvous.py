@@ -11,7 +11,7 @@ import pytest
 
 from pretrainkit.errors import PretrainkitError
 from pretrainkit.jobs import rendezvous
-from pretrainkit.jobs.rendezvous import Head, Meeting, combined, own_address
+from pretrainkit.jobs.rendezvous import HeadInfo, Rendezvous, combine_outcomes, own_address
 from pretrainkit.run.outcome import SUCCESS, Outcome
 
 
@@ -34,83 +34,83 @@ REPORTS = {
         7,
         "node 1 (h): cause",
     ),
-    "a node died": ({0: report(1, is_consequence=True), 1: None}, 1, "node 1 ended without a word"),
-    "a node died after the others had saved": ({0: report(85), 1: None}, 1, "without a word"),
+    "a node died": ({0: report(1, is_consequence=True), 1: None}, 1, "node 1 ended without a report"),
+    "a node died after the others had saved": ({0: report(85), 1: None}, 1, "without a report"),
 }
 
 
 @pytest.mark.parametrize(("reports", "exit_code", "reason"), REPORTS.values(), ids=list(REPORTS))
 def test_the_first_cause_is_the_outcome(reports: dict, exit_code: int, reason: str) -> None:  # type: ignore[type-arg]
-    outcome = combined(reports)
+    outcome = combine_outcomes(reports)
     assert outcome.exit_code == exit_code and reason in outcome.reason
 
 
 def test_nodes_meet_and_end_together(tmp_path: Path) -> None:
-    nodes = [Meeting(tmp_path, number, 3) for number in range(3)]
+    nodes = [Rendezvous(tmp_path, number, 3) for number in range(3)]
     ends: dict[int, Outcome] = {}
 
-    def other(node: Meeting) -> None:
+    def other(node: Rendezvous) -> None:
         assert node.wait_for_head().port == 17
         node.report_ready()
         assert node.wait_for_go()
         node.report_end(SUCCESS, is_consequence=False)
-        ends[node.node] = node.agree()
+        ends[node.node] = node.agree_on_outcome()
 
     threads = [threading.Thread(target=other, args=(node,)) for node in nodes[1:]]
     for thread in threads:
         thread.start()
     head = nodes[0]
-    head.publish(Head("127.0.0.1", 17, "/logs"))
+    head.publish(HeadInfo("127.0.0.1", 17, "/logs"))
     head.report_ready()
-    head.wait_for_all()
+    head.wait_until_all_ready()
     assert len(head.hosts) == 3
-    head.ask_to_stop()
-    assert all(node.must_stop for node in nodes)
+    head.request_stop()
+    assert all(node.stop_requested for node in nodes)
     head.report_end(Outcome(85, 0, "saved"), is_consequence=False)
-    assert head.agree().exit_code == 85
+    assert head.agree_on_outcome().exit_code == 85
     for thread in threads:
         thread.join()
     assert {outcome.exit_code for outcome in ends.values()} == {85}
 
 
 def test_a_bad_node_is_named(tmp_path: Path) -> None:
-    head, other = (Meeting(tmp_path, number, 2) for number in range(2))
+    head, other = (Rendezvous(tmp_path, number, 2) for number in range(2))
     head.report_ready()
     other.report_ready("gpus: 7 of 8")
     with pytest.raises(PretrainkitError, match=r"node 1 \(.*\): gpus: 7 of 8"):
-        head.wait_for_all()
+        head.wait_until_all_ready()
     head.report_failure()
-    assert not other.wait_for_go() and other.has_failed
+    assert not other.wait_for_go() and other.should_abort
 
 
 def test_a_node_that_does_not_come_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "MEETING_S", 0.1)
-    head = Meeting(tmp_path, 0, 3)
+    monkeypatch.setattr(rendezvous, "RENDEZVOUS_S", 0.1)
+    head = Rendezvous(tmp_path, 0, 3)
     head.report_ready()
     with pytest.raises(PretrainkitError, match="node 1, 2 of 3"):
-        head.wait_for_all()
+        head.wait_until_all_ready()
 
 
 @pytest.mark.parametrize("gone", [0, 1])
 def test_a_node_that_is_gone_is_noticed(gone: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "DEAD_AFTER_S", 0.5)
     monkeypatch.setattr(rendezvous, "HEARTBEAT_S", 0)
-    nodes = [Meeting(tmp_path, number, 2) for number in range(2)]
+    nodes = [Rendezvous(tmp_path, number, 2) for number in range(2)]
     for node in nodes:
-        node.beat()
-    assert not any(node.has_failed for node in nodes)
+        node.heartbeat()
+    assert not any(node.should_abort for node in nodes)
     end_s = time.monotonic() + 30
-    while not nodes[1 - gone].has_failed:
-        nodes[1 - gone].beat()
-        assert not nodes[gone].has_failed and time.monotonic() < end_s
+    while not nodes[1 - gone].should_abort:
+        nodes[1 - gone].heartbeat()
+        assert not nodes[gone].should_abort and time.monotonic() < end_s
         time.sleep(0.05)
 
 
 @pytest.mark.parametrize("node", [0, 1])
 def test_a_sign_of_life_that_is_just_being_written_is_one(node: int, tmp_path: Path) -> None:
-    watcher = Meeting(tmp_path, 1 - node, 2)
+    watcher = Rendezvous(tmp_path, 1 - node, 2)
     (tmp_path / f"alive_{node}").touch()
-    assert not watcher.has_failed
+    assert not watcher.should_abort
 
 
 def test_the_address_is_one_of_this_machine() -> None:
