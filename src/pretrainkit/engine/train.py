@@ -23,7 +23,7 @@ from nemo.collections.common.tokenizers.huggingface.auto_tokenizer import AutoTo
 from nemo.collections.llm.gpt.model.llama import Llama31Config, LlamaConfig, LlamaModel
 from nemo.utils import logging as nemo_logging
 
-from pretrainkit.config.schema import ResolvedRun, RopeScaling
+from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.engine import loss_check, restored_weights
 from pretrainkit.engine.callbacks.checkpoints import Checkpoints
 from pretrainkit.engine.callbacks.evaluation import Evaluations
@@ -48,8 +48,9 @@ from pretrainkit.megatron.attention import attention_kernel
 from pretrainkit.megatron.dataset import local_prefixes
 from pretrainkit.megatron.document_attention import with_document_bounds
 from pretrainkit.megatron.layer_spec import torch_layer_spec
-from pretrainkit.megatron.model_config import recompute_fields, transformer_config_fields
+from pretrainkit.megatron.model_config import precision_fields, recompute_fields
 from pretrainkit.models.flops import training_flops_per_token
+from pretrainkit.models.megatron_fields import nemo_config_fields
 from pretrainkit.run import restarts
 from pretrainkit.run.gpu_specs import peak_flops
 from pretrainkit.run.lr_schedule import schedule_of
@@ -148,14 +149,15 @@ def _recorder(run: ResolvedRun, plan: StartPlan, chosen: kernels.Kernels, reques
 def _model(run: ResolvedRun, chosen: kernels.Kernels, readers: Readers, recorder: RunRecorder | None) -> LlamaModel:
     """NeMo's model object; Megatron's modules are built later, on every rank its own part."""
     shape = run.model
-    fields: dict[str, Any] = transformer_config_fields(shape, precision=run.precision)
-    fields |= {
+    fields: dict[str, Any] = {
+        **nemo_config_fields(shape),
+        **precision_fields(run.precision),
         "seq_length": run.config.data.sequence_length,
-        "rotary_base": shape.rope_theta,
-        "share_embeddings_and_output_weights": shape.tie_word_embeddings,
         "vocab_size": run.padded_vocab_size,
     }
-    config = _llama_config(fields, shape.rope_scaling)
+    # Not a plain LlamaConfig on the way to the other: NeMo saves the arguments of a config with each checkpoint only
+    # if none of its base classes was used before it in the process.
+    config = (Llama31Config if shape.rope_scaling else LlamaConfig)(**fields)
     # Set after construction, so that NeMo's saved context keeps its own defaults and loads anywhere.
     if chosen.layer_spec == "torch":
         config.transformer_layer_spec = functools.partial(
@@ -170,23 +172,6 @@ def _model(run: ResolvedRun, chosen: kernels.Kernels, readers: Readers, recorder
         config.data_step_fn = with_document_bounds(config.data_step_fn)
     config.data_step_fn = watched(config.data_step_fn, readers, recorder)
     return LlamaModel(config, tokenizer=AutoTokenizer(run.hf_folder, use_fast=True))
-
-
-def _llama_config(fields: dict[str, Any], scaling: RopeScaling | None) -> LlamaConfig:
-    """NeMo's description of the model.
-
-    A class's arguments, which NeMo saves with each checkpoint, are kept only if none of its base classes was used
-    before it in the process: a plain LlamaConfig must not be made on the way to the other.
-    """
-    if scaling is None:
-        return LlamaConfig(**fields)
-    return Llama31Config(
-        scale_factor=scaling.factor,
-        low_freq_factor=scaling.low_freq_factor,
-        high_freq_factor=scaling.high_freq_factor,
-        old_context_len=scaling.original_max_position_embeddings,
-        **fields,
-    )
 
 
 def _forward_step(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:

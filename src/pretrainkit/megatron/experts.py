@@ -19,15 +19,10 @@ from pretrainkit.megatron.attention import ScaledDotProductAttention
 from pretrainkit.megatron.layer_spec import RMSNorm, RMSNormColumnParallelLinear
 
 
-def expert_config_fields(shape: ModelShape, *, tensor_parallel_size: int) -> dict[str, Any]:
-    """Keyword arguments for TransformerConfig that describe the experts of `shape`."""
+def expert_config_fields(*, tensor_parallel_size: int) -> dict[str, Any]:
+    """Keyword arguments for TransformerConfig with which expert layers run on a CPU."""
     return {
-        "num_moe_experts": shape.num_experts,
-        "moe_router_topk": shape.experts_per_token,
-        "moe_ffn_hidden_size": shape.expert_ffn_hidden_size,
-        "moe_router_pre_softmax": not shape.norm_topk_prob,
-        "moe_shared_expert_intermediate_size": shape.shared_expert_ffn_hidden_size or None,
-        # The dispatcher that needs no CUDA; Megatron wants sequence parallelism with experts under TP.
+        # The dispatcher that needs no CUDA; Megatron requires sequence parallelism with experts under TP.
         "moe_token_dispatcher_type": "allgather",
         "moe_grouped_gemm": False,
         "sequence_parallel": tensor_parallel_size > 1,

@@ -21,7 +21,8 @@ from pretrainkit.config.schema import ModelShape
 from pretrainkit.megatron.experts import expert_config_fields, torch_expert_layer_spec
 from pretrainkit.megatron.kernels import Kernels, config_fields
 from pretrainkit.megatron.layer_spec import torch_layer_spec
-from pretrainkit.megatron.model_config import scaled_inverse_frequencies, transformer_config_fields
+from pretrainkit.megatron.model_config import precision_fields, scaled_inverse_frequencies
+from pretrainkit.models.megatron_fields import transformer_config_fields
 
 
 def initialize(*, tensor_parallel_size: int = 1) -> None:
@@ -42,9 +43,9 @@ def build_model(
 ) -> GPTModel:
     """This rank's part of the model, with random weights; `kernels`, if any, are installed already."""
     tensor_parallel_size = parallel_state.get_tensor_model_parallel_world_size()
-    fields = transformer_config_fields(shape, precision=precision)
+    fields = {**transformer_config_fields(shape), **precision_fields(precision)}
     if shape.num_experts:
-        fields |= expert_config_fields(shape, tensor_parallel_size=tensor_parallel_size)
+        fields |= expert_config_fields(tensor_parallel_size=tensor_parallel_size)
         fields["expert_model_parallel_size"] = parallel_state.get_expert_model_parallel_world_size()
     config = TransformerConfig(**fields, tensor_model_parallel_size=tensor_parallel_size)
     if kernels:

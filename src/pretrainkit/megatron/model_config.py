@@ -1,7 +1,4 @@
-"""From a model's shape and a run's layout to the fields of Megatron-core's TransformerConfig.
-
-NeMo's configs extend TransformerConfig, so the same fields serve NeMo's trainer and a bare Megatron model.
-"""
+"""Fields of Megatron-core's TransformerConfig that depend on the run; `models.megatron_fields` has the model's."""
 
 from __future__ import annotations
 
@@ -12,43 +9,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pretrainkit.config.schema import ModelShape, Recompute, RopeScaling
+from pretrainkit.config.schema import Recompute, RopeScaling
 
 
-def transformer_config_fields(
-    shape: ModelShape,
-    *,
-    precision: str,
-    fused_cross_entropy: bool | None = None,
-) -> dict[str, Any]:
-    """Keyword arguments for TransformerConfig (and NeMo's GPTConfig) that describe `shape`.
+def precision_fields(precision: str) -> dict[str, Any]:
+    """The fields of TransformerConfig that depend on `precision`, 'bf16' or 'fp32', and the fusions that stay off.
 
-    `precision` is 'bf16' or 'fp32'. Megatron's fused cross entropy rounds the logits' gradient to bf16, so it
-    is on only for bf16 unless `fused_cross_entropy` says otherwise.
+    Megatron's fused cross entropy rounds the logits' gradient to bf16, so it is on for bf16 only.
     """
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     bf16 = precision == "bf16"
+    dtype = torch.bfloat16 if bf16 else torch.float32
     return {
-        "num_layers": shape.num_layers,
-        "hidden_size": shape.hidden_size,
-        "ffn_hidden_size": shape.ffn_hidden_size,
-        "num_attention_heads": shape.num_attention_heads,
-        "num_query_groups": shape.num_query_groups,
-        "kv_channels": shape.head_dim,
-        "layernorm_epsilon": shape.rms_norm_eps,
-        "init_method_std": shape.initializer_range,
-        "add_qkv_bias": shape.qkv_bias,
-        "qk_layernorm": shape.qk_norm,
-        "normalization": "RMSNorm",
         "activation_func": F.silu,
-        "gated_linear_unit": True,
-        "add_bias_linear": False,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
         "bf16": bf16,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
-        "cross_entropy_loss_fusion": bf16 if fused_cross_entropy is None else fused_cross_entropy,
+        "cross_entropy_loss_fusion": bf16,
         "apply_rope_fusion": False,
         "masked_softmax_fusion": False,
     }

@@ -228,14 +228,3 @@ def moe_weights(
 
 EXPERTS = "mlp.experts.experts."
 """Where megatron-core's distributed checkpoints keep the experts of a layer, stacked."""
-
-
-def moe_nemo_settings(shape: ModelShape) -> dict[str, Any]:
-    """Expert settings of NeMo's configs."""
-    return {
-        "num_moe_experts": shape.num_experts,
-        "moe_router_topk": shape.experts_per_token,
-        "moe_ffn_hidden_size": shape.expert_ffn_hidden_size,
-        "moe_router_pre_softmax": not shape.norm_topk_prob,
-        "moe_aux_loss_coeff": shape.router_aux_loss_coef,
-    }

@@ -69,6 +69,18 @@ class ConfigFields:
 
 
 @dataclass(frozen=True)
+class NemoClasses:
+    """NeMo's classes for a family, each as `module:name`."""
+
+    model: str
+    config: str
+    scaled_rope_config: str = ""
+    """The config class whose model scales rotary frequencies as Llama 3 does; empty when NeMo has none."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the config class whose defaults must be overridden, beyond those that a shape determines."""
+
+
+@dataclass(frozen=True)
 class Family:
     """A model family; one module of this package defines one."""
 
@@ -80,7 +92,5 @@ class Family:
     """Reads a checked config.json."""
     weights: Callable[[ModelShape], tuple[Weight, ...]]
     """The table for a shape, in the order of the Hugging Face model."""
-    nemo_model: str = ""
-    """NeMo's model class, `module:name`, for the context of a NeMo checkpoint; empty when NeMo has none."""
-    nemo_config: Callable[[ModelShape], tuple[str, dict[str, Any]]] = lambda shape: ("", {})
-    """NeMo's config class, `module:name`, and its settings beyond those that every decoder has."""
+    nemo: NemoClasses | None = None
+    """NeMo's classes, for training and for the context of a NeMo checkpoint; None when NeMo has none."""

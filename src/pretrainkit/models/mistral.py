@@ -7,7 +7,7 @@ from typing import Any
 
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.models.decoder import check_sliding_window, dense_weights, read_decoder
-from pretrainkit.models.family import ConfigFields, Family
+from pretrainkit.models.family import ConfigFields, Family, NemoClasses
 
 
 def read_shape(config: Mapping[str, Any]) -> ModelShape:
@@ -16,17 +16,15 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
     return read_decoder("mistral", config)
 
 
-def nemo_config(shape: ModelShape) -> tuple[str, dict[str, Any]]:
-    """NeMo's base config has Mistral 7B v0.1's sliding window, which is taken away."""
-    return "nemo.collections.llm.gpt.model.mistral:MistralConfig7B", {"window_size": None, "cp_comm_type": None}
-
-
 FAMILY = Family(
     name="mistral",
     architectures=("MistralForCausalLM",),
     fields=ConfigFields(read=frozenset({"sliding_window"})),
     shape=read_shape,
     weights=dense_weights,
-    nemo_model="nemo.collections.llm.gpt.model.mistral:MistralModel",
-    nemo_config=nemo_config,
+    nemo=NemoClasses(
+        model="nemo.collections.llm.gpt.model.mistral:MistralModel",
+        config="nemo.collections.llm.gpt.model.mistral:MistralConfig7B",
+        fields={"window_size": None, "cp_comm_type": None},  # its default is Mistral 7B v0.1's sliding window
+    ),
 )

@@ -8,11 +8,10 @@ from typing import Any
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.models.decoder import (
     check_sliding_window,
-    moe_nemo_settings,
     moe_weights,
     read_decoder,
 )
-from pretrainkit.models.family import ConfigFields, Family, Weight
+from pretrainkit.models.family import ConfigFields, Family, NemoClasses, Weight
 
 
 def read_shape(config: Mapping[str, Any]) -> ModelShape:
@@ -36,11 +35,6 @@ def weights(shape: ModelShape) -> tuple[Weight, ...]:
     )
 
 
-def nemo_config(shape: ModelShape) -> tuple[str, dict[str, Any]]:
-    """NeMo's config for this shape."""
-    return "nemo.collections.llm.gpt.model.mixtral:MixtralConfig", moe_nemo_settings(shape)
-
-
 FAMILY = Family(
     name="mixtral",
     architectures=("MixtralForCausalLM",),
@@ -51,6 +45,8 @@ FAMILY = Family(
     ),
     shape=read_shape,
     weights=weights,
-    nemo_model="nemo.collections.llm.gpt.model.mixtral:MixtralModel",
-    nemo_config=nemo_config,
+    nemo=NemoClasses(
+        model="nemo.collections.llm.gpt.model.mixtral:MixtralModel",
+        config="nemo.collections.llm.gpt.model.mixtral:MixtralConfig",
+    ),
 )

@@ -8,17 +8,12 @@ from typing import Any
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.models.config_fields import QWEN_FIELDS
 from pretrainkit.models.decoder import dense_weights, read_decoder
-from pretrainkit.models.family import Family
+from pretrainkit.models.family import Family, NemoClasses
 
 
 def read_shape(config: Mapping[str, Any]) -> ModelShape:
     """The shape that a Qwen2 config.json describes."""
     return read_decoder("qwen2", config, qkv_bias=True)
-
-
-def nemo_config(shape: ModelShape) -> tuple[str, dict[str, Any]]:
-    """NeMo's config for this shape."""
-    return "nemo.collections.llm.gpt.model.qwen2:Qwen2Config", {"add_qkv_bias": True}
 
 
 FAMILY = Family(
@@ -27,6 +22,8 @@ FAMILY = Family(
     fields=QWEN_FIELDS,
     shape=read_shape,
     weights=dense_weights,
-    nemo_model="nemo.collections.llm.gpt.model.qwen2:Qwen2Model",
-    nemo_config=nemo_config,
+    nemo=NemoClasses(
+        model="nemo.collections.llm.gpt.model.qwen2:Qwen2Model",
+        config="nemo.collections.llm.gpt.model.qwen2:Qwen2Config",
+    ),
 )

@@ -9,17 +9,12 @@ from typing import Any
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.models.config_fields import QWEN_FIELDS
 from pretrainkit.models.decoder import dense_weights, read_decoder
-from pretrainkit.models.family import Family
+from pretrainkit.models.family import Family, NemoClasses
 
 
 def read_shape(config: Mapping[str, Any]) -> ModelShape:
     """The shape that a Qwen3 config.json describes; its head dimension is 128 where none is given."""
     return read_decoder("qwen3", {"head_dim": 128, **config}, qk_norm=True)
-
-
-def nemo_config(shape: ModelShape) -> tuple[str, dict[str, Any]]:
-    """NeMo's config for this shape."""
-    return "nemo.collections.llm.gpt.model.qwen3:Qwen3Config", {"qk_layernorm": True}
 
 
 FAMILY = Family(
@@ -28,6 +23,8 @@ FAMILY = Family(
     fields=replace(QWEN_FIELDS, fixed={**QWEN_FIELDS.fixed, "attention_bias": (False,)}),
     shape=read_shape,
     weights=dense_weights,
-    nemo_model="nemo.collections.llm.gpt.model.qwen3:Qwen3Model",
-    nemo_config=nemo_config,
+    nemo=NemoClasses(
+        model="nemo.collections.llm.gpt.model.qwen3:Qwen3Model",
+        config="nemo.collections.llm.gpt.model.qwen3:Qwen3Config",
+    ),
 )

@@ -9,12 +9,11 @@ from typing import Any
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.models.config_fields import QWEN_FIELDS, QWEN_MOE_FIXED, QWEN_MOE_READ
 from pretrainkit.models.decoder import (
-    moe_nemo_settings,
     moe_weights,
     read_decoder,
     read_qwen_moe,
 )
-from pretrainkit.models.family import Family, Weight
+from pretrainkit.models.family import Family, NemoClasses, Weight
 
 
 def read_shape(config: Mapping[str, Any]) -> ModelShape:
@@ -28,11 +27,6 @@ def weights(shape: ModelShape) -> tuple[Weight, ...]:
     return moe_weights(shape, router=mlp + "gate.weight", experts=mlp + "experts.{expert}.")
 
 
-def nemo_config(shape: ModelShape) -> tuple[str, dict[str, Any]]:
-    """NeMo's config for this shape."""
-    return "nemo.collections.llm.gpt.model.qwen3:Qwen3MoEConfig", {"qk_layernorm": True, **moe_nemo_settings(shape)}
-
-
 FAMILY = Family(
     name="qwen3_moe",
     architectures=("Qwen3MoeForCausalLM",),
@@ -44,6 +38,8 @@ FAMILY = Family(
     ),
     shape=read_shape,
     weights=weights,
-    nemo_model="nemo.collections.llm.gpt.model.qwen3:Qwen3Model",
-    nemo_config=nemo_config,
+    nemo=NemoClasses(
+        model="nemo.collections.llm.gpt.model.qwen3:Qwen3Model",
+        config="nemo.collections.llm.gpt.model.qwen3:Qwen3MoEConfig",
+    ),
 )

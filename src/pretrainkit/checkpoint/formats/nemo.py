@@ -19,7 +19,7 @@ from pretrainkit.checkpoint.formats.hf import side_files
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import RequestError
 from pretrainkit.files import read_json, write_json
-from pretrainkit.models.registry import family_named
+from pretrainkit.models.megatron_fields import contradictions, nemo_config_fields, nemo_model
 
 CONTENT_METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 """How megatron-core's modules must name what they look for in the checkpoint (`sharded_state_dict(metadata=...)`)."""
@@ -72,23 +72,14 @@ def copy_tokenizer(hf_folder: Path, target: Path) -> None:
 
 def model_call(shape: ModelShape, dtype: torch.dtype, *, vocabulary_divisor: int, has_generation_config: bool) -> Call:
     """NeMo's model with its config, as a call that isn't made here."""
-    family = family_named(shape.family)
-    if not family.nemo_model:
-        raise RequestError(
-            f"NeMo has no model class for {family.name}", needed="the format torch_dist or torch", where="target format"
-        )
-    config_class, extra = family.nemo_config(shape)
+    nemo = nemo_model(shape)
     settings: dict[str, Any] = {
-        **_shape_settings(shape),
-        "init_method_std": shape.initializer_range,
-        "seq_length": shape.max_position_embeddings,
-        "gated_linear_unit": True,
+        **nemo.fields,
         "make_vocab_size_divisible_by": vocabulary_divisor,
         "vocab_size": shape.vocab_size,
         "fp16": dtype == torch.float16,
         "bf16": dtype == torch.bfloat16,
         "params_dtype": Name(f"torch:{str(dtype).removeprefix('torch.')}"),
-        **extra,
     }
     if has_generation_config:
         settings["generation_config"] = Call(
@@ -102,45 +93,15 @@ def model_call(shape: ModelShape, dtype: torch.dtype, *, vocabulary_divisor: int
         "nemo.collections.common.tokenizers.huggingface.auto_tokenizer:AutoTokenizer",
         {"pretrained_model_name": TOKENIZER_FOLDER},
     )
-    return Call(family.nemo_model, {"config": Call(config_class, settings), "tokenizer": tokenizer})
-
-
-def _shape_settings(shape: ModelShape) -> dict[str, Any]:
-    """Fields of NeMo's config that a shape decides, by whatever class."""
-    return {
-        "num_layers": shape.num_layers,
-        "hidden_size": shape.hidden_size,
-        "ffn_hidden_size": shape.ffn_hidden_size,
-        "num_attention_heads": shape.num_attention_heads,
-        "num_query_groups": shape.num_query_groups,
-        "kv_channels": shape.head_dim,
-        "layernorm_epsilon": shape.rms_norm_eps,
-        "rotary_base": shape.rope_theta,
-        "share_embeddings_and_output_weights": shape.tie_word_embeddings,
-    }
+    return Call(nemo.model_class, {"config": Call(nemo.config_class, settings), "tokenizer": tokenizer})
 
 
 def check_settings(folder: Path, shape: ModelShape) -> None:
-    """Raise RequestError when a context says otherwise than the shape that its checkpoint is read with.
+    """Raise RequestError when the context of a checkpoint contradicts the shape that it is read with.
 
-    Settings that are absent are not missed: nothing is taken from them.
+    Settings may be absent: nothing is taken from them.
     """
-    scaling = shape.rope_scaling
-    expected = {
-        **_shape_settings(shape),
-        "add_qkv_bias": shape.qkv_bias,
-        "qk_layernorm": shape.qk_norm,
-        "scale_factor": scaling.factor if scaling else None,
-        "num_moe_experts": shape.num_experts or None,
-        "moe_router_topk": shape.experts_per_token or None,
-    }
-    settings = _read_settings(folder)
-    problems = [
-        f"{name} is {settings[name]!r} in the checkpoint and {value!r} by config.json"
-        for name, value in expected.items()
-        if settings.get(name) is not None and value is not None and settings[name] != value
-    ]
-    if problems:
+    if problems := contradictions(_read_settings(folder), nemo_config_fields(shape)):
         raise RequestError(
             "; ".join(problems), where=str(folder), needed="the config.json of the model in this checkpoint"
         )

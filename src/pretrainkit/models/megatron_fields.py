@@ -1,0 +1,195 @@
+"""A model shape as fields of Megatron-core, NeMo and Megatron-LM: one table, and the names that differ.
+
+| software | what the fields are | how they are derived |
+|---|---|---|
+| Megatron-core | keyword arguments of `TransformerConfig` | the table |
+| NeMo | keyword arguments of a family's config class, which extends `TransformerConfig` | the table, embeddings, rope |
+| Megatron-LM | command-line arguments, which its checkpoints keep | the table renamed, embeddings, rope |
+
+All values are plain: numbers, strings and booleans. What depends on the run and not on the model (dtypes, sequence
+length, parallel sizes, kernels) is added by the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pretrainkit.config.schema import ModelShape, RopeScaling
+from pretrainkit.errors import RequestError
+from pretrainkit.models.registry import family_named
+
+_MEGATRON_LM_NAMES = {
+    "layernorm_epsilon": "norm_epsilon",
+    "num_moe_experts": "num_experts",
+    "gated_linear_unit": "swiglu",
+}
+"""Fields of TransformerConfig that Megatron-LM's arguments call otherwise."""
+
+_ARCHITECTURE = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_query_groups",
+    "kv_channels",
+    "layernorm_epsilon",
+    "norm_epsilon",
+    "rotary_base",
+    "scale_factor",
+    "share_embeddings_and_output_weights",
+    "untie_embeddings_and_output_weights",
+    "add_qkv_bias",
+    "qk_layernorm",
+    "num_moe_experts",
+    "num_experts",
+    "moe_router_topk",
+    "moe_ffn_hidden_size",
+)
+"""Fields that decide what a model computes, under NeMo's and Megatron-LM's names."""
+
+_MEGATRON_LM_ROPE = RopeScaling(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+"""The constants behind Megatron-LM's --use-rope-scaling; only the factor is an argument."""
+
+
+@dataclass(frozen=True)
+class NemoModel:
+    """NeMo's classes for a model, each as `module:name`, and the arguments of the config class."""
+
+    model_class: str
+    config_class: str
+    fields: dict[str, Any]
+
+
+def transformer_config_fields(shape: ModelShape) -> dict[str, Any]:
+    """Keyword arguments for Megatron-core's TransformerConfig that describe `shape`.
+
+    The activation is SiLU for every family; `activation_func` is a function and therefore left to the caller.
+    """
+    fields = {
+        "num_layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "ffn_hidden_size": shape.ffn_hidden_size,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_query_groups": shape.num_query_groups,
+        "kv_channels": shape.head_dim,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": shape.rms_norm_eps,
+        "init_method_std": shape.initializer_range,
+        "gated_linear_unit": True,
+        "add_bias_linear": False,
+        "add_qkv_bias": shape.qkv_bias,
+        "qk_layernorm": shape.qk_norm,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+    }
+    if shape.num_experts:
+        fields |= {
+            "num_moe_experts": shape.num_experts,
+            "moe_router_topk": shape.experts_per_token,
+            "moe_ffn_hidden_size": shape.expert_ffn_hidden_size,
+            "moe_router_pre_softmax": not shape.norm_topk_prob,
+            "moe_aux_loss_coeff": shape.router_aux_loss_coef,
+            "moe_shared_expert_intermediate_size": shape.shared_expert_ffn_hidden_size or None,
+        }
+    return fields
+
+
+def nemo_config_fields(shape: ModelShape) -> dict[str, Any]:
+    """Keyword arguments for NeMo's config class of the family that describe `shape`.
+
+    `seq_length` is the model's context length: NeMo's exporters write it as max_position_embeddings.
+    """
+    fields = {
+        **transformer_config_fields(shape),
+        "seq_length": shape.max_position_embeddings,
+        "rotary_base": shape.rope_theta,
+        "share_embeddings_and_output_weights": shape.tie_word_embeddings,
+    }
+    if scaling := shape.rope_scaling:
+        fields |= {
+            "scale_factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "old_context_len": scaling.original_max_position_embeddings,
+        }
+    return fields
+
+
+def nemo_model(shape: ModelShape) -> NemoModel:
+    """The NeMo classes that compute `shape`. Raises RequestError when NeMo has none."""
+    classes = family_named(shape.family).nemo
+    config_class = classes and (classes.scaled_rope_config if shape.rope_scaling else classes.config)
+    if not classes or not config_class:
+        scaled = " with llama3 rope scaling" if classes else ""
+        raise RequestError(
+            f"NeMo has no model class for {shape.family}{scaled}",
+            needed="the format torch_dist or torch",
+            where="target format",
+        )
+    return NemoModel(classes.model, config_class, {**nemo_config_fields(shape), **classes.fields})
+
+
+def megatron_lm_arguments(shape: ModelShape) -> dict[str, Any]:
+    """The command-line arguments of Megatron-LM that describe `shape`, by name.
+
+    Raises RequestError when Megatron-LM can't express the model's rotary scaling.
+    """
+    return {
+        **{_MEGATRON_LM_NAMES.get(name, name): value for name, value in transformer_config_fields(shape).items()},
+        **_megatron_lm_experts(shape),
+        **_megatron_lm_rope(shape),
+        "encoder_num_layers": shape.num_layers,
+        "group_query_attention": shape.num_query_groups != shape.num_attention_heads,
+        "seq_length": shape.max_position_embeddings,
+        "max_position_embeddings": shape.max_position_embeddings,
+        "squared_relu": False,
+        "apply_layernorm_1p": False,
+        "untie_embeddings_and_output_weights": not shape.tie_word_embeddings,
+        "vocab_size": shape.vocab_size,
+    }
+
+
+def _megatron_lm_experts(shape: ModelShape) -> dict[str, Any]:
+    if not shape.num_experts:
+        return {"num_experts": None}
+    return {"moe_router_load_balancing_type": "aux_loss", "moe_grouped_gemm": True, "moe_layer_freq": 1}
+
+
+def _megatron_lm_rope(shape: ModelShape) -> dict[str, Any]:
+    fields = {
+        "position_embedding_type": "rope",
+        "add_position_embedding": True,  # Megatron-LM's default, which it compares; with rope it adds none
+        "use_rotary_position_embeddings": True,
+        "rotary_base": int(shape.rope_theta) if shape.rope_theta.is_integer() else shape.rope_theta,
+        "rotary_percent": 1.0,
+        "rotary_interleaved": False,
+        "use_rope_scaling": shape.rope_scaling is not None,
+    }
+    if shape.rope_scaling is None:
+        return fields
+    constants = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    wrong = [name for name in constants if getattr(shape.rope_scaling, name) != getattr(_MEGATRON_LM_ROPE, name)]
+    if wrong:
+        raise RequestError(
+            "Megatron-LM can't express " + ", ".join(f"{name} {getattr(shape.rope_scaling, name)}" for name in wrong),
+            where="rope_scaling",
+            needed=", ".join(f"{name} {getattr(_MEGATRON_LM_ROPE, name)}" for name in wrong),
+            action="use the format nemo",
+        )
+    return {**fields, "rope_scaling_factor": shape.rope_scaling.factor}
+
+
+def contradictions(stored: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
+    """How the fields stored in a checkpoint contradict the ones expected from config.json, one sentence each.
+
+    Only fields that decide what the model computes are compared, and only where both sides have a value.
+    """
+    return [
+        f"{name} is {stored[name]!r} in the checkpoint and {expected[name]!r} by config.json"
+        for name in _ARCHITECTURE
+        if isinstance(stored.get(name), (bool, int, float))
+        and expected.get(name) is not None
+        and stored[name] != expected[name]
+    ]
