@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from pretrainkit.cli import Parser, run_command, writing_told
-from pretrainkit.config.flags import add_run_flags, given_flags
+from pretrainkit.cli import Parser, run_command, translate_write_errors
+from pretrainkit.config.parser import add_run_flags, given_flags
 from pretrainkit.config.schema import RunConfig
 from pretrainkit.errors import EXIT_DONE
 from pretrainkit.jobs.secrets import hide_token_from_process_list
@@ -41,7 +41,7 @@ def command(arguments: argparse.Namespace) -> int:
     config = load_config(arguments.config_files, given_flags(arguments), arguments.assignments)
     if arguments.plan:
         return show_plan(config, as_json=arguments.json)
-    with writing_told(Path(config.experiments_dir) / config.experiment):
+    with translate_write_errors(Path(config.experiments_dir) / config.experiment):
         if arguments.dry_run:
             return dry_run(config, train_script=TRAIN_SCRIPT, check=settle)
         if not config.launch.is_scheduled:

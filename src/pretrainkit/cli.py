@@ -1,4 +1,4 @@
-"""What all commands share: the parser that takes both spellings, and errors turned into exit codes."""
+"""What all commands share: the parser that accepts both spellings, and errors turned into exit codes."""
 
 from __future__ import annotations
 
@@ -12,25 +12,32 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from pretrainkit import logs
 from pretrainkit.errors import EXIT_FAILED, PretrainkitError
 from pretrainkit.units import format_bytes
 
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS)
-"""System errors that mean: no room or quota, or no permission."""
+"""System errors that mean: no disk space, no quota, or no permission."""
+
+
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults, but not None, False and empty lists."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return (
+            action.help if action.default in (None, []) or action.default is False else super()._get_help_string(action)
+        )
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that takes `--max_steps` and `--max-steps` alike, and no abbreviations.
+    """An ArgumentParser that accepts `--max_steps` and `--max-steps` alike, and no abbreviations."""
 
-    Help shows defaults and keeps line breaks out of nobody's way: one option, one line of meaning.
-    """
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        kwargs.setdefault("formatter_class", argparse.ArgumentDefaultsHelpFormatter)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("formatter_class", _HelpFormatter)
         kwargs.setdefault("allow_abbrev", False)
-        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
+        super().__init__(*args, **kwargs)
 
     def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
         spellings = {_spelling(option): option for option in self._option_string_actions}
@@ -53,7 +60,7 @@ def _spelling(option: str) -> str:
 def run_command(command: Callable[[argparse.Namespace], int], parser: Parser, argv: Sequence[str] | None) -> int:
     """Parse, configure logging, run `command` and return its exit code; our own errors become a message."""
     if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
-        # A parent that ignores it hands that on, and then every command that we run seems to succeed.
+        # It is inherited from a parent that ignores it, and would make every command that we run seem to succeed.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     arguments = parser.parse_args(argv)
     logs.configure(verbose=getattr(arguments, "verbose", False), quiet=getattr(arguments, "quiet", False))
@@ -66,35 +73,33 @@ def run_command(command: Callable[[argparse.Namespace], int], parser: Parser, ar
         print(f"{parser.prog}: interrupted", file=sys.stderr)
         return EXIT_FAILED
     except BrokenPipeError:
-        if not _reader_has_gone():
+        if not _stdout_is_closed():
             raise
-        # The reader of our stdout (head, less) has gone; keep the interpreter from writing to it at exit.
+        # The reader of our stdout (head, less) has exited; keep the interpreter from writing to it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
 
 
-def _reader_has_gone() -> bool:
-    """Whether stdout is a pipe that nobody reads any more."""
+def _stdout_is_closed() -> bool:
+    """Whether stdout is a pipe without a reader."""
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 @contextlib.contextmanager
-def writing_told(experiment_dir: Path) -> Iterator[None]:
-    """A system error that tells of no room or no permission, or that the folder can't be, becomes PretrainkitError."""
+def translate_write_errors(experiment_dir: Path) -> Iterator[None]:
+    """Turn a system error about disk space, permissions or the experiment's path itself into a PretrainkitError."""
     try:
         yield
     except OSError as error:
-        place = Path(error.filename or experiment_dir).absolute()  # of a write no name is known
-        if error.errno not in UNWRITABLE and place not in (
-            experiment_dir.absolute(),
-            *experiment_dir.absolute().parents,
-        ):
+        path = Path(error.filename or experiment_dir).absolute()  # a failed write names no file
+        ours = (experiment_dir.absolute(), *experiment_dir.absolute().parents)
+        if error.errno not in UNWRITABLE and path not in ours:
             raise
-        existing = next(folder for folder in (place, *place.parents) if folder.exists())
+        existing = next(folder for folder in (path, *path.parents) if folder.exists())
         raise PretrainkitError(
             f"{error.strerror} ({format_bytes(shutil.disk_usage(existing).free)} are free)",
-            action="make room, ask for more quota or for permission, or take another --experiments_dir",
-            where=str(place),
+            action="free disk space, ask for more quota or permission, or use another --experiments_dir",
+            where=str(path),
         ) from error

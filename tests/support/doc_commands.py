@@ -101,8 +101,8 @@ def parse(script: str, words: list[str]) -> argparse.Namespace:
 
 def _problem_of_run(arguments: argparse.Namespace) -> str | None:
     """What is wrong with a run before a model, data or machine is looked at: files, fields, values."""
-    from pretrainkit.config.flags import given_flags
     from pretrainkit.config.load import load_config
+    from pretrainkit.config.parser import given_flags
     from pretrainkit.config.validate import problems_of_launch
     from pretrainkit.errors import RequestError
 

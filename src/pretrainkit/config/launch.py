@@ -1,8 +1,10 @@
-"""Where and how something runs: the part of the schema that sites fill in and all commands share."""
+"""The options of where and how something runs: the section launch, which sites fill in and all commands share."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from pretrainkit.config.option import option
 
 SCHEDULERS = ("slurm", "pbs", "sge")
 EXECUTORS = ("local", *SCHEDULERS)
@@ -15,73 +17,124 @@ DEFAULT_PYXIS_IMAGE = "nvcr.io/nvidia/nemo:dev"
 class LaunchConfig:
     """Where the ranks of a run, or the tasks of a tool, run.
 
-    Texts of `resources` and `scheduler_options` may hold {num_nodes}, {num_gpus} (a node), {num_ranks} (in all) and
-    {num_cpus} (cpus_per_task).
+    Strings of `resources` and `scheduler_options` may contain {num_nodes}, {num_gpus} (per node), {num_ranks} (in all)
+    and {num_cpus} (cpus_per_task).
     """
 
-    executor: str = "local"
-    """local (torchrun on this machine), slurm, pbs (OpenPBS, PBS Pro) or sge (Grid Engine)."""
-    site: str | None = None
-    """A file of configs/site without .yaml, or the path of one: fields of this section, without 'launch:'."""
-    account: str | None = None
-    """Account, project or group that pays; unset: root for Slurm, none for PBS and Grid Engine."""
-    account_option: str | None = None
-    """Option of the submit command that takes the account; unset: -A for PBS, -P for Grid Engine (TSUBAME: -g)."""
-    partition: str | None = None
-    """Slurm partition, or queue of PBS and Grid Engine; unset: defq for Slurm, the site's default elsewhere."""
-    cpu_partition: str | None = None
-    """The same for jobs without GPUs; unset: partition."""
-    resources: tuple[str, ...] = ()
-    """Resource requests: sbatch options without -- ('gpus-per-node=8'), or what follows -l in PBS and Grid Engine."""
-    cpu_resources: tuple[str, ...] = ()
-    """The same for jobs without GPUs."""
-    scheduler_options: tuple[str, ...] = ()
-    """Further lines of the job script's header, as they stand after #PBS or #$; for Slurm without --."""
-    num_nodes: int = 1
-    num_gpus: int = 8
-    """Processes per node: one per GPU, or CPU processes with accelerator cpu."""
-    slots_per_gpu: int | None = None
-    """Grid Engine slots that come with a GPU: a node with fewer than num_gpus times as many is refused."""
-    cpus_per_task: int | None = None
-    """CPU cores of a node of the run, or of an array's task."""
-    accelerator: str = "auto"
-    """auto, cpu or gpu; auto: gpu where this machine has one or a scheduler is used."""
-    gpu_name: str | None = None
-    """The GPUs' model, such as H100 or A100 40GB, for estimates; unset: this machine's, where the run is local."""
-    gpu_memory_gib: float | None = None
-    """Memory of each GPU in GiB, for estimates; unset: by gpu_name."""
-    node_launcher: str = "ssh"
-    """What starts a process on each node under PBS and Grid Engine: ssh, pbsdsh (PBS), qrsh (Grid Engine), mpirun."""
-    modules: tuple[str, ...] = ()
-    """Environment modules to load on each node, outside the container."""
-    setup: tuple[str, ...] = ()
-    """Lines of bash to run on each node, outside the container, after the modules."""
-    environment: dict[str, str] = field(default_factory=dict)
-    """Variables of the ranks and tasks, inside the container; of several sources by name, the last wins."""
-    python: str | None = None
-    """Python of the job; unset: python3 in a container, else the one that submits."""
-    cache_dir: str | None = None
-    """Folder on a group disk for what would fill the home: hub, Triton, W&B, container images."""
-    container_runtime: str = "auto"
-    """pyxis (Slurm), apptainer or none; auto: pyxis with slurm, else apptainer if an image is given."""
-    container_image: str | None = None
-    """.sqsh, .sif, sandbox folder or registry name; empty: none; unset: nvcr.io/nvidia/nemo:dev with pyxis."""
-    container_mounts: tuple[str, ...] = ()
-    """SOURCE[:TARGET[:ro]]; of several sources by target, the last wins. What a run reads is mounted anyway."""
-    nv: bool | None = None
-    """Apptainer's --nv, the host's NVIDIA driver; unset: with accelerator gpu."""
-    chain: int = 1
-    """Jobs in a row, each of which goes on where its predecessor's time was over."""
-    requeue: bool = False
-    """Put a job whose time is over back into the queue, as often as it takes."""
-    check_nodes: bool = True
-    """Look at each node of a job before the ranks start; a bad node ends the job, by name."""
-    login_host: str | None = None
-    """Login node on which Slurm's commands are run, by ssh; it must see the same files; unset: this machine."""
-    login_user: str | None = None
-    login_port: int | None = None
-    login_identity: str | None = None
-    """Private key file for login_host; unset: ssh's own choice."""
+    executor: str = option(
+        "local",
+        "what starts the ranks: torchrun on this machine, Slurm, PBS (OpenPBS, PBS Pro) or Grid Engine",
+        choices=EXECUTORS,
+    )
+    site: str | None = option(
+        None, "site file with options of the cluster: a name from configs/site, or the path of a YAML file"
+    )
+    account: str | None = option(
+        None, "account, project or group to charge", short="-a", unset=f"{DEFAULT_SLURM_ACCOUNT} for Slurm, else none"
+    )
+    account_option: str | None = option(
+        None,
+        "option of the submit command that takes the account (TSUBAME: -g)",
+        flag=None,
+        unset="-A for PBS, -P for Grid Engine",
+    )
+    partition: str | None = option(
+        None,
+        "Slurm partition, or queue of PBS and Grid Engine",
+        short="-p",
+        unset=f"{DEFAULT_SLURM_PARTITION} for Slurm, else the scheduler's default",
+    )
+    cpu_partition: str | None = option(None, "partition or queue of jobs without GPUs", flag=None, unset="partition")
+    resources: tuple[str, ...] = option(
+        (),
+        "resource requests: sbatch options without -- ('gpus-per-node=8'), or what follows -l in PBS and Grid Engine",
+        flag=None,
+    )
+    cpu_resources: tuple[str, ...] = option((), "resource requests of jobs without GPUs", flag=None)
+    scheduler_options: tuple[str, ...] = option(
+        (), "more header lines of the job script, as they follow #PBS or #$; for Slurm without --", flag=None
+    )
+    num_nodes: int = option(1, "number of nodes", short="-N", range="> 0")
+    num_gpus: int = option(8, "GPUs per node, or processes per node on CPU", short="-G", range="> 0")
+    slots_per_gpu: int | None = option(
+        None,
+        "Grid Engine slots that come with a GPU: a node with fewer than num_gpus times as many is refused",
+        flag=None,
+        unset="not checked",
+        range="> 0",
+    )
+    cpus_per_task: int | None = option(
+        None, "CPU cores per node of a run, or per array task", unset="the scheduler's default", range="> 0"
+    )
+    accelerator: str = option(
+        "auto",
+        "what the ranks train on; auto: GPUs if this machine has any or a scheduler is used",
+        choices=("auto", "cpu", "gpu"),
+    )
+    gpu_name: str | None = option(
+        None, "GPU model for the estimates, such as H100 or 'A100 40GB'", unset="auto-detected for local runs"
+    )
+    gpu_memory_gib: float | None = option(
+        None, "memory of each GPU in GiB, for the estimates", unset="that of --gpu_name", range="> 0"
+    )
+    node_launcher: str = option(
+        "ssh",
+        "what starts a process on each node under PBS (ssh, pbsdsh, mpirun) and Grid Engine (ssh, qrsh, mpirun)",
+        flag=None,
+        choices=("ssh", "pbsdsh", "qrsh", "mpirun"),
+    )
+    modules: tuple[str, ...] = option((), "environment modules to load on each node, outside the container", flag=None)
+    setup: tuple[str, ...] = option(
+        (), "bash lines to run on each node after loading the modules, outside the container", flag=None
+    )
+    environment: dict[str, str] = option(
+        {}, "environment variable of the ranks or tasks, inside the container; of several, the last wins", flag="--env"
+    )
+    python: str | None = option(
+        None,
+        "Python interpreter of the job",
+        flag=None,
+        unset="python3 in a container, else the one that submits",
+    )
+    cache_dir: str | None = option(
+        None,
+        "folder on a group disk for the caches of hub, Triton, W&B and container images",
+        flag=None,
+        unset="their defaults in the home",
+    )
+    container_runtime: str = option(
+        "auto",
+        "container runtime; auto: pyxis with Slurm, else apptainer if there is an image",
+        choices=("auto", "pyxis", "apptainer", "none"),
+    )
+    container_image: str | None = option(
+        None,
+        ".sqsh, .sif, sandbox folder or registry name; empty: no container",
+        short="-i",
+        unset=f"{DEFAULT_PYXIS_IMAGE} with pyxis",
+    )
+    container_mounts: tuple[str, ...] = option(
+        (),
+        "SOURCE[:TARGET[:ro]] to mount besides the paths of the run, which are always mounted; of several with the "
+        "same target, the last wins",
+    )
+    nv: bool | None = option(None, "mount the host's NVIDIA driver into an Apptainer container", unset="on for GPU")
+    chain: int = option(
+        1, "jobs to submit in a row; each continues where its predecessor reached its time limit", range="> 0"
+    )
+    requeue: bool = option(False, "requeue the job each time it reaches its time limit")
+    check_nodes: bool = option(
+        True, "check each node of a job before the ranks start; a bad node ends the job and is named", flag=None
+    )
+    login_host: str | None = option(
+        None,
+        "login node on which Slurm's commands are run over ssh; it must see the same files",
+        flag=None,
+        unset="this machine",
+    )
+    login_user: str | None = option(None, "user name on login_host", flag=None, unset="ssh's default")
+    login_port: int | None = option(None, "ssh port of login_host", flag=None, unset="ssh's default")
+    login_identity: str | None = option(None, "private key file for login_host", flag=None, unset="ssh's default")
 
     @property
     def is_scheduled(self) -> bool:

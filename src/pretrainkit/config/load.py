@@ -1,22 +1,45 @@
-"""The request of a run: defaults < --config YAML files < flags and --set, checked against the schema."""
+"""The request of a run: defaults < the site's file < --config files < flags and --set, with every type checked."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from pretrainkit.config.fields import FIELDS, SECTIONS, Field, closest
-from pretrainkit.config.flags import FLAGS
-from pretrainkit.config.schema import RunConfig
-from pretrainkit.config.site import find_site, site_field
+from pretrainkit.config.option import Option
+from pretrainkit.config.schema import OPTIONS, SECTIONS, RunConfig
+from pretrainkit.config.site import find_site, site_option
 from pretrainkit.errors import RequestError
+from pretrainkit.records import did_you_mean
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """One value that a request gives, and where: 'file:line', a flag or --set."""
+
+    name: str
+    value: Any
+    where: str
+    in_site_file: bool = False
+
+    def option(self) -> Option:
+        """The option that it sets. Raises RequestError for an unknown one."""
+        if self.in_site_file:
+            return OPTIONS[site_option(self.name, self.where)]
+        if self.name in SECTIONS:
+            needed = f"fields below '{self.name}:'"
+            raise RequestError(f"{self.name} is {self.value!r}", needed=needed, where=self.where)
+        if self.name not in OPTIONS:
+            action = did_you_mean(self.name, OPTIONS) or "the fields are listed in docs/options.md"
+            raise RequestError(f"unknown field '{self.name}'", action=action, where=self.where)
+        return OPTIONS[self.name]
 
 
 def load_config(
@@ -25,94 +48,80 @@ def load_config(
     """The config that a request asks for.
 
     Args:
-        config_files: YAML files, each of which may hold any fields; later ones win. All win over the site's file,
+        config_files: YAML files, each of which may hold any options; later ones win. All win over the site's file,
             which is the one that `launch.site` names, by flag or in one of them.
-        flags: dotted field -> value, as given on the command line; they win over the files.
-        assignments: 'field=value' texts of --set; they win over the files. A field that a flag sets to
+        flags: dotted name -> value, as given on the command line; they win over the files.
+        assignments: 'name=value' texts of --set; they win over the files. An option that a flag sets to
             another value is an error.
 
     Raises:
-        RequestError: every unknown field, wrong type and unreadable file of the request at once.
+        RequestError: every unknown option, wrong type and unreadable file of the request at once.
     """
     problems: list[RequestError] = []
-    site = _merged(config_files, flags, assignments, None, []).launch.site
-    config = _merged(config_files, flags, assignments, site, problems)
+    settings: list[_Setting] = []
+    for path in config_files:
+        with _collecting(problems):
+            settings += _read_file(path)
+    given = dict(flags or {})
+    settings += [_Setting(name, value, OPTIONS[name].spelling) for name, value in given.items()]
+    for assignment in assignments:
+        with _collecting(problems):
+            settings.append(_read_assignment(assignment, given))
+    site = next((setting.value for setting in reversed(settings) if setting.name == "launch.site"), None)
+    if isinstance(site, str):
+        with _collecting(problems):
+            settings[:0] = _read_file(find_site(site), in_site_file=True)
+    values: dict[str, Any] = {}
+    for setting in settings:
+        with _collecting(problems):
+            option = setting.option()
+            value = option.convert(setting.value, setting.where)
+            values[option.name] = _added(option, values.get(option.name), value)
     if problems:
         raise RequestError.of_all(problems)
-    return _with_tuples(cast(RunConfig, OmegaConf.to_object(config)))
+    return _with_values(RunConfig(), values)
 
 
-def _merged(
-    config_files: Sequence[Path],
-    flags: Mapping[str, Any] | None,
-    assignments: Sequence[str],
-    site: str | None,
-    problems: list[RequestError],
-) -> DictConfig:
-    config = OmegaConf.structured(RunConfig)
-    _unlock(config)
-    if site is not None:
-        try:
-            _merge_file(config, find_site(site), problems, rename=site_field)
-        except RequestError as error:
-            problems.append(error)
-    for path in config_files:
-        try:
-            _merge_file(config, path, problems)
-        except RequestError as error:
-            problems.append(error)
-    given = dict(flags or {})
-    for dotted, value in given.items():
-        _assign(config, dotted, value, _flag_name(dotted), problems)
-    for assignment in assignments:
-        try:
-            _merge_assignment(config, assignment, given, problems)
-        except RequestError as error:
-            problems.append(error)
-    return config
+@contextlib.contextmanager
+def _collecting(problems: list[RequestError]) -> Iterator[None]:
+    try:
+        yield
+    except RequestError as problem:
+        problems.append(problem)
 
 
-def _with_tuples(config: RunConfig) -> RunConfig:
-    """OmegaConf gives lists for tuples."""
-    lists: dict[str, Any] = {
-        field.name: tuple(value)
-        for field in dataclasses.fields(config.launch)
-        if isinstance(value := getattr(config.launch, field.name), list)
-    }
-    return dataclasses.replace(config, launch=dataclasses.replace(config.launch, **lists))
+def _added(option: Option, earlier: Any, value: Any) -> Any:
+    """Mappings, and mounts by their target, are added to those of earlier sources; any other value replaces them."""
+    if option.type is dict:
+        return {**(earlier or {}), **value}
+    if option.name == "launch.container_mounts":
+        return tuple({_target(mount): mount for mount in (*(earlier or ()), *value)}.values())
+    return value
 
 
-def _unlock(node: DictConfig) -> None:
-    """Make a container of frozen dataclasses writable: OmegaConf takes 'frozen' to mean read-only."""
-    OmegaConf.set_readonly(node, False)
-    for name in SECTIONS:
-        OmegaConf.set_readonly(OmegaConf.select(node, name), False)
+def _target(mount: str) -> str:
+    return mount.split(":")[min(1, mount.count(":"))]
 
 
-def _merge_file(
-    config: DictConfig, path: Path, problems: list[RequestError], rename: Callable[[str], str] = str
-) -> None:
-    tree, lines = _read_yaml(path)
-    for name, value in _flatten(tree, ""):
-        where = f"{path}:{lines[name]}" if name in lines else str(path)
-        try:
-            dotted = rename(name)
-        except RequestError as error:
-            problems.append(RequestError(error.found, needed=error.needed, action=error.action, where=where))
-            continue
-        _assign(config, dotted, value, where, problems)
+def _with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
+    sections: dict[str, dict[str, Any]] = {section: {} for section in ("", *SECTIONS)}
+    for name, value in values.items():
+        section, _, field = name.rpartition(".")
+        sections[section][field] = value
+    own = sections.pop("")
+    changed = {section: dataclasses.replace(getattr(config, section), **sections[section]) for section in sections}
+    return dataclasses.replace(config, **own, **changed)
 
 
-def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
-    """A YAML file as nested dictionaries, and the line on which each dotted name stands."""
+def _read_file(path: Path, *, in_site_file: bool = False) -> list[_Setting]:
+    """The settings of a YAML file, which may refer to each other and to environment variables as OmegaConf has it."""
     try:
         text = path.read_text(encoding="utf-8")
+        tree = OmegaConf.to_container(OmegaConf.create(text), resolve=True)
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise RequestError(f"can't be read: {reason}", where=f"--config {path}") from error
-    try:
-        tree = OmegaConf.to_container(OmegaConf.create(text), resolve=True)
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}:{mark.line + 1}" if mark else str(path)
@@ -121,112 +130,55 @@ def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
         raise RequestError(str(error).splitlines()[0], where=str(path)) from error
     if not isinstance(tree, dict) or not isinstance(root, yaml.MappingNode | None):
         raise RequestError("not a mapping", needed="lines of the form 'field: value'", where=str(path))
-    return cast("dict[str, Any]", tree), dict(_lines_of(root, ""))
+    lines = dict(_lines_of(root, ""))
+    return [
+        _Setting(name, value, f"{path}:{lines[name]}" if name in lines else str(path), in_site_file)
+        for name, value in _flatten(tree, "")
+    ]
 
 
 def _lines_of(node: yaml.MappingNode | None, prefix: str) -> Iterator[tuple[str, int]]:
+    """The dotted names of a YAML file and their lines."""
     for key, value in node.value if node else ():
-        dotted = f"{prefix}{key.value}"
-        yield dotted, key.start_mark.line + 1
+        name = f"{prefix}{key.value}"
+        yield name, key.start_mark.line + 1
         if isinstance(value, yaml.MappingNode):
-            yield from _lines_of(value, f"{dotted}.")
+            yield from _lines_of(value, f"{name}.")
 
 
-def _flatten(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+def _flatten(tree: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     """Dotted names and values; a mapping counts as a value where the schema has no section of that name."""
     for key, value in tree.items():
-        dotted = f"{prefix}{key}"
-        if isinstance(value, dict) and dotted in SECTIONS:
-            yield from _flatten(value, f"{dotted}.")
-        elif value is not None or dotted not in SECTIONS:  # an empty section is no request
-            yield dotted, value
+        name = f"{prefix}{key}"
+        if isinstance(value, dict) and name in SECTIONS:
+            yield from _flatten(value, f"{name}.")
+        elif value is not None or name not in SECTIONS:  # an empty section asks for nothing
+            yield name, value
 
 
-def _merge_assignment(config: DictConfig, assignment: str, given: dict[str, Any], problems: list[RequestError]) -> None:
-    dotted, equals, text = assignment.partition("=")
-    dotted = dotted.strip().replace("-", "_")
+def _read_assignment(assignment: str, given: dict[str, Any]) -> _Setting:
+    """The setting of a --set, noted in `given`: strings as they were typed, all else as YAML reads it."""
     where = f"--set {assignment}"
+    name, equals, text = assignment.partition("=")
+    name = name.strip().replace("-", "_")
     if not equals:
         raise RequestError("no '='", needed="FIELD=VALUE, for example optimizer.lr=1e-4", where=where)
-    field = FIELDS.get(dotted)
-    value = _parse_value(field, text, where)
-    if dotted in given and given[dotted] != value:
-        raise RequestError(
-            f"{dotted} is given twice, here and as {_flag_name(dotted)} {given[dotted]}",
-            action="leave one of them out",
-            where=where,
-        )
-    given[dotted] = value
-    _assign(config, dotted, value, where, problems)
-
-
-def _parse_value(field: Field | None, text: str, where: str) -> Any:
-    """The value of --set: text stays as it was typed, everything else is read as YAML would."""
-    if field is not None and field.type is str:
-        return None if field.optional and text in ("null", "") else text
-    try:
-        return OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))["value"]  # type: ignore[index,call-overload]
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
-        raise RequestError(f"{text!r} can't be read as a value", where=where) from error
-
-
-def _assign(config: DictConfig, dotted: str, value: Any, where: str, problems: list[RequestError]) -> None:
-    """Set one field, or note why it can't be."""
-    field = FIELDS.get(dotted)
-    if field is None:
-        problems.append(_unknown(dotted, value, where))
-        return
-    wrong = RequestError(f"{dotted} is {value!r} ({type(value).__name__})", needed=field.needed, where=where)
-    if field.type in (tuple, dict):
-        if not _is_of_texts(field, value):
-            problems.append(wrong)
-            return
-        value = _added(config, dotted, value)
-    if value is not None and field.type in (str, bool) and not isinstance(value, field.type):
-        # OmegaConf would turn 001 into '1' and 2 into true.
-        wrong.action = "put it in quotes" if field.type is str and not isinstance(value, (dict, list)) else ""
-        problems.append(RequestError(wrong.found, needed=wrong.needed, action=wrong.action, where=where))
-        return
-    try:
-        OmegaConf.update(config, dotted, _escaped(value), merge=True)
-    except OmegaConfBaseException:
-        problems.append(wrong)
-
-
-def _escaped(value: Any) -> Any:
-    """A value whose '${' is text: OmegaConf would take it for the name of another field."""
-    if isinstance(value, str):
-        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
-    if isinstance(value, dict):
-        return {name: _escaped(item) for name, item in value.items()}
-    return [_escaped(item) for item in value] if isinstance(value, list) else value
-
-
-def _is_of_texts(field: Field, value: Any) -> bool:
-    if field.type is dict:
-        return isinstance(value, dict) and all(isinstance(text, str) for text in [*value, *value.values()])
-    return isinstance(value, (list, tuple)) and all(isinstance(text, str) for text in value)
-
-
-def _added(config: DictConfig, dotted: str, value: Any) -> Any:
-    """Mounts are added to those of earlier sources, by target; OmegaConf does the same with mappings."""
-    if dotted != "launch.container_mounts":
-        return value if isinstance(value, dict) else list(value)
-    mounts = {_target(mount): mount for mount in [*config.launch.container_mounts, *value]}
-    return list(mounts.values())
-
-
-def _target(mount: str) -> str:
-    return mount.split(":")[min(1, mount.count(":"))]
-
-
-def _unknown(dotted: str, value: Any, where: str) -> RequestError:
-    if dotted in SECTIONS:
-        return RequestError(f"{dotted} is {value!r}", needed=f"fields below '{dotted}:'", where=where)
-    suggestion = closest(dotted, FIELDS)
-    action = f"did you mean {suggestion}?" if suggestion else "the fields are listed in configs/README.md"
-    return RequestError(f"unknown field '{dotted}'", action=action, where=where)
-
-
-def _flag_name(dotted: str) -> str:
-    return next((flag.name for flag in FLAGS if flag.field == dotted), dotted)
+    option = OPTIONS.get(name)
+    value: Any = text
+    if option is None or option.type is not str:
+        try:
+            value = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise RequestError(f"{text!r} can't be read as a value", where=where) from error
+    elif option.is_optional and text in ("null", ""):
+        value = None
+    if option:
+        value = option.convert(value, where)
+        if name in given and option.convert(given[name], where) != value:
+            raise RequestError(
+                f"{name} is given twice, here and as {option.spelling} {given[name]}",
+                action="remove one of them",
+                where=where,
+            )
+        given[name] = value
+    return _Setting(name, value, where)

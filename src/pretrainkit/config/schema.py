@@ -1,7 +1,7 @@
-"""The one schema of a run: frozen dataclasses that YAML, flags and run.json all map to.
+"""The schema of a run: what a user can ask for (RunConfig) and what follows from it (ResolvedRun).
 
-A field's unit stands in the line under it. Derived values (data-parallel size, steps of one epoch)
-are not asked for: `resolve.py` computes them.
+The sections of a request are declared in `training.py` and `launch.py`. Derived values (data-parallel size, steps of
+one epoch) are not asked for: `resolve.py` computes them.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pretrainkit.config.launch import LaunchConfig
+from pretrainkit.config.option import option, options_of
+from pretrainkit.config.training import DataConfig, OptimizerConfig, ParallelConfig, TrackingConfig, TrainingConfig
 
 
 @dataclass(frozen=True)
@@ -62,157 +64,32 @@ class ModelShape:
 
 
 @dataclass(frozen=True)
-class DataConfig:
-    """What to train on."""
-
-    dataset_path: str = ""
-    """A .bin/.idx prefix, a folder of them, several with weights ('weight prefix weight prefix ...'), or a file
-    that `inspect_data.py blend` wrote."""
-    sequence_length: int = 8192
-    """Tokens per sample."""
-    split: str = "969,30,1"
-    """Shares of training, validation and test, by documents; any positive scale."""
-    num_workers: int = 2
-    """DataLoader worker processes per rank."""
-    shard_cache: str | None = None
-    """Folder for copies of the shards that URLs name, best on a node's own disk; unset: .shard_cache in
-    experiments_dir."""
-    reset_attention_mask: bool = False
-    """Attention and positions begin anew with every document of a sample, and the loss leaves out the step from one
-    document to the next. Sets packed by bestfit are always read so."""
-    eod_mask_loss: bool = False
-    """Leave what follows an EOD token out of the loss."""
-    allow_data_change: bool = False
-    """Let a run that has checkpoints go on with other data or another blend, from the same number of samples."""
-
-
-@dataclass(frozen=True)
-class ParallelConfig:
-    """How the model is spread over ranks; what is left over is data parallel."""
-
-    tensor_model_parallel_size: int = 1
-    pipeline_model_parallel_size: int = 1
-    context_parallel_size: int = 1
-    sequence_parallel: bool | None = None
-    """Split activations along the sequence between tensor-parallel ranks; unset: on when TP > 1."""
-
-
-@dataclass(frozen=True)
-class OptimizerConfig:
-    """AdamW and its learning-rate schedule."""
-
-    lr: float = 3e-4
-    """Highest learning rate."""
-    min_lr: float | None = None
-    """Learning rate at the end of the decay; unset: a tenth of lr."""
-    lr_schedule: str = "cosine"
-    """cosine, linear or constant after the warm-up."""
-    lr_warmup_steps: int | None = None
-    """Steps of linear warm-up; unset: 1% of lr_decay_steps, at most 2000."""
-    lr_decay_steps: int | None = None
-    """Step at which min_lr is reached; unset: max_steps."""
-    weight_decay: float = 0.1
-    adam_beta1: float = 0.9
-    adam_beta2: float = 0.95
-    adam_eps: float = 1e-8
-    clip_grad: float = 1.0
-    """Largest global gradient norm."""
-    distributed: bool = True
-    """Shard optimizer state over data-parallel ranks."""
-
-
-@dataclass(frozen=True)
-class TrainingConfig:
-    """The course of a run."""
-
-    max_steps: int | None = None
-    """Optimizer steps in all; unset: one epoch of the dataset."""
-    global_batch_size: int = 2048
-    """Samples per optimizer step."""
-    micro_batch_size: int = 1
-    """Samples per forward pass of one data-parallel rank."""
-    save_interval: int = 500
-    """Steps between checkpoints; the last step is always saved."""
-    keep_last: int | None = None
-    """Newest checkpoints to keep, at least 2; unset: all."""
-    keep_every: int | None = None
-    """Checkpoints whose step is a multiple of this are kept for ever, whatever keep_last says."""
-    keep_optimizer_last: int | None = None
-    """Newest checkpoints that keep their optimizer state, at least 2; older ones that are kept lose it; unset: all."""
-    async_save: str = "auto"
-    """on: checkpoints are written while training goes on; off: training waits; auto: on for GPU, off for CPU."""
-    save_retries: int = 3
-    """How often a failed save is tried again, after 1, 4, 16, ... seconds; a full disk is not tried again."""
-    max_missed_saves: int = 0
-    """Failed saves in a row, retries included, after which the run goes on; one more ends it. The last one counts."""
-    save_timeout: str = "01:00:00"
-    """Time that writing one checkpoint may take, as [D-]HH:MM:SS; a save that takes longer has failed."""
-    time_limit: str | None = None
-    """Time this attempt may take, as [D-]HH:MM:SS; before it is over the run saves and ends with exit code 85."""
-    time_margin: str = "00:05:00"
-    """How long before time_limit the run begins to end: enough for one step, one evaluation and one save."""
-    val_interval: int = 500
-    """Steps between evaluations on held-out data; 0: none."""
-    val_steps: int = 16
-    """Batches per evaluation."""
-    log_interval: int = 1
-    """Steps between records."""
-    allow_batch_change: bool = False
-    """Let a run that has checkpoints go on with another global_batch_size; steps and samples count on."""
-    reset_optimizer: bool = False
-    """Continue with weights, step and data position, but without the optimizer's moments; done once."""
-    on_bad_loss: str = "stop"
-    """stop or skip: what to do in a step whose loss or gradient is NaN or infinite, or whose loss is a spike; a
-    skipped step updates nothing."""
-    max_loss_spike: float | None = None
-    """Largest loss of a step, as a multiple of the mean of the last 32 steps; unset: no bound."""
-    start_parity: str = "auto"
-    """auto, off or require: before the first step from trained weights, compare the loss with that of the Hugging Face
-    model they were made from. auto: where that is at hand and fits into memory."""
-    restart_limit: int = 3
-    """Restarts in a row without a new step, after which a start is refused; 0: no limit."""
-    precision: str = "auto"
-    """bf16 (weights and gradients in bf16 with fp32 masters) or fp32; auto: bf16 on GPU, fp32 on CPU."""
-    recompute: str = "auto"
-    """Activations that the backward pass computes again instead of keeping them: none, selective (the MLPs), full
-    (layers), or auto: the cheapest that fits into the GPU's memory by the estimate, none where that isn't known."""
-    recompute_layers: int | None = None
-    """Layers of each pipeline stage that recompute full is about; unset: all."""
-    layer_spec: str = "auto"
-    """te (Transformer Engine's layers) or torch (plain torch and Triton); auto: the faster of what is installed."""
-    fused_kernels: str = "auto"
-    """auto (all that the installed packages allow), off, or a list with commas of rotary, swiglu,
-    cross_entropy and weight_gradient; on GPU only."""
-    seed: int = 1234
-
-
-@dataclass(frozen=True)
-class TrackingConfig:
-    """Where a run's records go besides metrics.jsonl and TensorBoard."""
-
-    wandb_project: str | None = None
-    """Weights & Biases project; unset: none. WANDB_MODE=offline keeps it on disk."""
-    mlflow: bool = False
-    """Log to MLflow, at MLFLOW_TRACKING_URI or in the experiment's folder."""
-
-
-@dataclass(frozen=True)
 class RunConfig:
     """Everything a user can ask of `pretrain.py`."""
 
-    experiment: str = "llama31_pretraining"
-    """Names the output folder below experiments_dir."""
-    experiments_dir: str = "experiments"
-    hf_model_id: str = ""
-    """Hugging Face model id or local folder: architecture and tokenizer."""
-    nemo_model: str | None = None
-    """Pretrained weights to start from: a NeMo checkpoint or a Hugging Face folder; unset: random weights."""
+    experiment: str = option("llama31_pretraining", "name of the experiment and of its output folder", short="-E")
+    experiments_dir: str = option("experiments", "parent folder of the experiments")
+    hf_model_id: str = option(
+        "", "Hugging Face model id or local folder: the architecture and the tokenizer", required=True
+    )
+    nemo_model: str | None = option(
+        None,
+        "pretrained weights to start from: a NeMo checkpoint or a Hugging Face folder",
+        short="-n",
+        unset="random weights",
+    )
     data: DataConfig = field(default_factory=DataConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+
+
+OPTIONS = options_of(RunConfig)
+"""Every option of a run by its dotted name ('training.max_steps')."""
+SECTIONS = tuple(dict.fromkeys(name.rpartition(".")[0] for name in OPTIONS if "." in name))
+"""The schema's nested parts: data, parallel, ..."""
 
 
 @dataclass(frozen=True)

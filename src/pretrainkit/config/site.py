@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
-from pretrainkit.config.fields import closest
-from pretrainkit.config.launch import LaunchConfig
+from pretrainkit.config.schema import OPTIONS
 from pretrainkit.errors import RequestError
+from pretrainkit.records import did_you_mean
 
 SITES = Path(__file__).parents[3] / "configs" / "site"
 """Folder of the sites that ship with a checkout."""
-_OF_TRAINING = {"time_limit": "training.time_limit", "time_margin": "training.time_margin"}
-_NOT_OF_A_SITE = ("site", "chain", "requeue")
+_OF_EACH_RUN = ("launch.site", "launch.chain", "launch.requeue")
+_OPTIONS = {
+    name.rpartition(".")[2]: name
+    for name in [
+        *(name for name in OPTIONS if name.startswith("launch.")),
+        "training.time_limit",
+        "training.time_margin",
+    ]
+    if name not in _OF_EACH_RUN
+}
+"""The names that a site file may hold, and the options of a run that they set."""
 
 
-def site_fields() -> list[str]:
-    """Names that a site's file may hold."""
-    names = [field.name for field in dataclasses.fields(LaunchConfig) if field.name not in _NOT_OF_A_SITE]
-    return [*names, *_OF_TRAINING]
-
-
-def site_field(name: str) -> str:
-    """The dotted field of a run that a name in a site's file sets. Raises RequestError for an unknown one."""
-    if name not in site_fields():
-        suggestion = closest(name, site_fields())
-        raise RequestError(
-            f"unknown field '{name}'",
-            action=f"did you mean {suggestion}?" if suggestion else "",
-            needed="" if suggestion else f"one of {', '.join(site_fields())}",
-        )
-    return _OF_TRAINING.get(name, f"launch.{name}")
+def site_option(name: str, where: str) -> str:
+    """The option of a run that a name in a site file sets. Raises RequestError, with `where`, for an unknown one."""
+    if name not in _OPTIONS:
+        action = did_you_mean(name, _OPTIONS)
+        needed = "" if action else f"one of {', '.join(_OPTIONS)}"
+        raise RequestError(f"unknown field '{name}'", needed=needed, action=action, where=where)
+    return _OPTIONS[name]
 
 
 def find_site(site: str) -> Path:
@@ -42,10 +41,9 @@ def find_site(site: str) -> Path:
     if "/" not in site and named.is_file():
         return named
     names = sorted(file.stem for file in SITES.glob("*.yaml"))
-    suggestion = closest(site, names)
     raise RequestError(
         f"no site file {site}",
         needed=f"a path, or one of {', '.join(names) or 'none'}",
-        action=f"did you mean {suggestion}?" if suggestion else "",
+        action=did_you_mean(site, names),
         where="--site",
     )

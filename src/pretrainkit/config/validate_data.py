@@ -1,4 +1,4 @@
-"""Whether a dataset fits the model, the sequence length and the batch of a request."""
+"""Whether the dataset and its tokenizer fit the model, the sequence length and the batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pretrainkit.errors import RequestError
 
 
 def data_problems(config: RunConfig, facts: RunFacts) -> Iterator[RequestError]:
-    """Ids without a row, another tokenizer, forms that can't be read so, too few tokens."""
+    """Token ids out of range, another tokenizer, unsupported document masking, too few tokens."""
     dataset, model = facts.dataset, facts.model
     if model:
         for owner, flag, largest_id in (
@@ -21,9 +21,9 @@ def data_problems(config: RunConfig, facts: RunFacts) -> Iterator[RequestError]:
         ):
             if largest_id is not None and largest_id >= model.vocab_size:
                 yield RequestError(
-                    f"{owner} gives ids up to {largest_id}, the model has {model.vocab_size} rows",
-                    needed="a row for every id",
-                    action="use the tokenizer that belongs to the model, or enlarge the model's embedding",
+                    f"token id {largest_id} of {owner} is out of range for vocab size {model.vocab_size}",
+                    needed="a vocab size above every token id",
+                    action="use the model's own tokenizer, or enlarge the model's embedding",
                     where=flag,
                 )
     if dataset is None:
@@ -36,38 +36,38 @@ def data_problems(config: RunConfig, facts: RunFacts) -> Iterator[RequestError]:
         ]
         if others:
             yield RequestError(
-                f"made with another tokenizer than the model's: {', '.join(others)}",
-                needed=f"data made with the tokenizer.json of {facts.hf_folder}",
+                f"tokenized with another tokenizer than the model's: {', '.join(others)}",
+                needed=f"data tokenized with the tokenizer.json of {facts.hf_folder}",
                 action="preprocess the data again with it",
                 where="--dataset_path",
             )
-    yield from _documents(config, dataset)
+    yield from _document_masking(config, dataset)
     if facts.split_tokens is not None:
         yield from _tokens(config, facts, facts.split_tokens)
 
 
-def _documents(config: RunConfig, dataset: DatasetFacts) -> Iterator[RequestError]:
+def _document_masking(config: RunConfig, dataset: DatasetFacts) -> Iterator[RequestError]:
     length, row_length = config.data.sequence_length, dataset.row_length
     if row_length is not None and row_length != length:
         yield RequestError(
             f"{length} tokens, but the dataset was packed by bestfit into rows of {row_length}",
-            needed=f"{row_length}: rows of whole documents are not cut",
-            action=f"give --sequence_length {row_length}, or pack again with --sequence_length {length}",
+            needed=f"{row_length}: rows of complete documents are not split",
+            action=f"use --sequence_length {row_length}, or pack again with --sequence_length {length}",
             where="--sequence_length",
         )
     if config.training.layer_spec == "te" and resolve.reset_attention_mask(config, dataset):
         yield RequestError(
-            "Transformer Engine's layers with attention within documents",
+            "document masking is not supported with Transformer Engine's layers",
             needed="auto or torch",
             where="--layer_spec",
         )
     context = config.parallel.context_parallel_size
     if context > 1 and resolve.reset_attention_mask(config, dataset):
-        why = "--reset_attention_mask" if config.data.reset_attention_mask else "a set packed by bestfit"
+        why = "--reset_attention_mask" if config.data.reset_attention_mask else "a dataset packed by bestfit"
         yield RequestError(
             f"{why} with context parallel size {context}",
-            needed="1: attention within documents is not there for sequences that are spread over ranks",
-            action="use -T or -P instead" + (", or pack by concat" if dataset.row_length else ""),
+            needed="1: document masking is not supported with context parallelism",
+            action="use -T or -P instead" + (", or pack with concat" if dataset.row_length else ""),
             where="--context_parallel_size",
         )
 
@@ -98,13 +98,13 @@ def _tokens(
         yield RequestError(
             f"one epoch has {samples} samples, a step takes {config.training.global_batch_size}",
             needed="at least one step",
-            action="take a smaller --global_batch_size or --sequence_length, or set --max_steps to repeat the data",
+            action="use a smaller --global_batch_size or --sequence_length, or set --max_steps to repeat the data",
             where="--max_steps",
         )
 
 
 def _more_tokens(split: int, shares: tuple[float, float, float]) -> str:
     if split == 0:
-        return "take a shorter --sequence_length, or more text; join small files with tools/inspect_data.py merge"
+        return "use a shorter --sequence_length, or more text; join small files with tools/inspect_data.py merge"
     more = "give validation a larger share, such as --split 90,10,0" if shares[1] else "give validation a share"
-    return f"{more}, or switch evaluation off with --val_interval 0"
+    return f"{more}, or turn evaluation off with --val_interval 0"

@@ -1,4 +1,4 @@
-"""What is legal in a request and may still surprise: told once, before the run starts."""
+"""Warnings about valid requests that may have unexpected effects, logged once before the run starts."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.units import format_count
 
 
-def notes_of(run: ResolvedRun, facts: RunFacts) -> list[str]:
-    """Sentences for the log, about a run that passed every check."""
+def warnings_of(run: ResolvedRun, facts: RunFacts) -> list[str]:
+    """Warnings about a run that passed every check."""
     return [*_ranks(run, facts), *_data(run, facts), *_schedule(run)]
 
 
@@ -19,7 +19,7 @@ def _ranks(run: ResolvedRun, facts: RunFacts) -> Iterator[str]:
     launch, parallel = run.config.launch, run.config.parallel
     if run.accelerator == "cpu":
         if launch.accelerator == "auto":
-            yield f"no GPU here: {launch.num_gpus} processes train on the CPU"
+            yield f"no GPU found: {launch.num_gpus} processes train on the CPU"
         if launch.num_gpus > facts.machine.num_cpus:
             yield f"{launch.num_gpus} processes share {facts.machine.num_cpus} CPU cores; --num_gpus sets their number"
     if parallel.sequence_parallel and not run.sequence_parallel:
@@ -30,7 +30,7 @@ def _ranks(run: ResolvedRun, facts: RunFacts) -> Iterator[str]:
     if micro_batches < parallel.pipeline_model_parallel_size:
         yield (
             f"{micro_batches} micro batches per step in {parallel.pipeline_model_parallel_size} pipeline stages: some "
-            "always wait; a larger --global_batch_size or a smaller --micro_batch_size fills them"
+            "stages are always idle; a larger --global_batch_size or a smaller --micro_batch_size fills them"
         )
 
 
@@ -38,8 +38,8 @@ def _data(run: ResolvedRun, facts: RunFacts) -> Iterator[str]:
     samples = resolve.samples_per_epoch(run.config, facts.split_tokens or ())
     wanted = run.max_steps * run.config.training.global_batch_size
     if samples and wanted > samples:
-        passes = f"{wanted / samples:.1f} passes over the {format_count(samples)} there are"
-        yield f"{format_count(wanted)} training samples are {passes}"
+        epochs = f"{wanted / samples:.1f} epochs of the {format_count(samples)} in the dataset"
+        yield f"{format_count(wanted)} training samples are {epochs}"
     if run.dataset.max_token_id is None:
         yield "the data has no manifest: its tokenizer and largest token id are not checked against the model"
 
@@ -49,6 +49,6 @@ def _schedule(run: ResolvedRun) -> Iterator[str]:
     if optimizer.lr_schedule == "constant" and (optimizer.min_lr is not None or optimizer.lr_decay_steps):
         yield "--min_lr and --lr_decay_steps have no effect with the constant schedule"
     elif run.lr_decay_steps > run.max_steps:
-        yield f"the learning rate reaches its minimum at step {run.lr_decay_steps}, the run ends at {run.max_steps}"
+        yield f"the learning rate reaches its minimum at step {run.lr_decay_steps}, but the run ends at {run.max_steps}"
     if training.val_interval > run.max_steps:
-        yield f"one evaluation: --val_interval {training.val_interval} is beyond the last step, {run.max_steps}"
+        yield f"only one evaluation: --val_interval {training.val_interval} is larger than --max_steps {run.max_steps}"

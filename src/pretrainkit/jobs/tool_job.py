@@ -9,8 +9,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pretrainkit.config.flags import FLAGS, add_flag, given_flags
-from pretrainkit.config.schema import RunConfig
+from pretrainkit.config.parser import add_flag, given_flags
+from pretrainkit.config.schema import OPTIONS, RunConfig
 from pretrainkit.errors import EXIT_DONE, RequestError
 
 _FLAGS = (
@@ -23,9 +23,9 @@ _FLAGS = (
 def add_job_flags(parser: argparse.ArgumentParser, *, has_array: bool = False) -> None:
     """Add the flags that make a tool's command line a job; `has_array`: it can do one part of its work."""
     group = parser.add_argument_group("as a job of a scheduler")
-    for flag in FLAGS:
-        if flag.name in _FLAGS:
-            add_flag(group, flag, with_short=False)
+    for option in OPTIONS.values():
+        if option.flag in _FLAGS:
+            add_flag(group, option, with_short=False)
     parser.set_defaults(array=None, job_dir=None, follow=False, dry_run=False)
     unset = argparse.SUPPRESS
     if has_array:

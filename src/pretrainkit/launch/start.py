@@ -11,7 +11,7 @@ from pretrainkit import files
 from pretrainkit.config.resolve import resolve
 from pretrainkit.config.schema import ResolvedRun, RunConfig
 from pretrainkit.config.validate import problems_of
-from pretrainkit.config.warnings import notes_of
+from pretrainkit.config.warnings import warnings_of
 from pretrainkit.errors import EXIT_DONE, EXIT_STOPPED_AFTER_SAVING, RequestError
 from pretrainkit.jobs.container import Container, container_of
 from pretrainkit.jobs.follow import Follower
@@ -38,8 +38,8 @@ def resolve_request(config: RunConfig) -> ResolvedRun:
     if problems:
         raise RequestError.of_all(problems)
     run = resolve(config, facts)
-    for note in notes_of(run, facts):
-        log.warning("%s", note)
+    for warning in warnings_of(run, facts):
+        log.warning("%s", warning)
     return run
 
 

@@ -22,8 +22,8 @@ import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
-from pretrainkit.config.field_checks import FUSED_KERNELS
 from pretrainkit.config.schema import ResolvedRun
+from pretrainkit.config.training import FUSED_KERNELS
 from pretrainkit.errors import RequestError
 from pretrainkit.models.flops import layer_parameters
 

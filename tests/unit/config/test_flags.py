@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from pretrainkit.cli import Parser
-from pretrainkit.config.fields import FIELDS, value_of
-from pretrainkit.config.flags import FLAGS, add_run_flags, given_flags
 from pretrainkit.config.load import load_config
-from pretrainkit.config.schema import RunConfig
+from pretrainkit.config.parser import add_run_flags, given_flags
+from pretrainkit.config.schema import OPTIONS, RunConfig
+
+FLAGS = [option for option in OPTIONS.values() if option.flag]
 
 ESTABLISHED = [
     ("--executor", None, str, "local"),
@@ -41,23 +42,22 @@ def parse(*words: str) -> RunConfig:
 
 @pytest.mark.parametrize(("name", "short", "type_", "default"), ESTABLISHED, ids=[row[0] for row in ESTABLISHED])
 def test_established_flags_keep_their_meaning(name: str, short: str | None, type_: type, default: object) -> None:
-    flag = next(flag for flag in FLAGS if flag.name == name)
-    assert flag.short == short
-    assert FIELDS[flag.field].type is type_
+    option = next(option for option in FLAGS if option.flag == name)
+    assert option.short == short
+    assert option.type is type_
     # What an unset account, partition or image means depends on the scheduler: this is Slurm's.
-    assert FIELDS[flag.field].default == default or (flag.default_word or "").startswith(str(default))
+    assert option.default == default or option.unset.startswith(str(default))
 
 
 def test_no_flag_is_there_twice() -> None:
-    names = [name for flag in FLAGS for name in (flag.name, flag.short) if name]
+    names = [name for option in FLAGS for name in (option.flag, option.short) if name]
     assert len(names) == len(set(names))
-    assert len({flag.field for flag in FLAGS}) == len(FLAGS)
 
 
 SPELLINGS = [
-    (spelling, flag.field)
-    for flag in FLAGS
-    for spelling in (flag.name, flag.name.replace("_", "-"), flag.short)
+    (spelling, option.name)
+    for option in FLAGS
+    for spelling in (option.flag, option.flag.replace("_", "-"), option.short)
     if spelling
 ]
 
@@ -65,10 +65,10 @@ SPELLINGS = [
 @pytest.mark.parametrize(("spelling", "field"), SPELLINGS, ids=[spelling for spelling, _ in SPELLINGS])
 def test_every_flag_sets_its_field_in_every_spelling(spelling: str, field: str) -> None:
     typed = {int: 7, float: 0.5, str: "word", bool: True, tuple: ("/word",), dict: {"NAME": "a = ${b}"}}
-    value = "one-machine" if field == "launch.site" else typed[FIELDS[field].type]
+    value = "one-machine" if field == "launch.site" else typed[OPTIONS[field].type]
     text = {tuple: "/word", dict: "NAME=a = ${b}"}.get(type(value), str(value))
     words = [spelling] if value is True else [spelling, text]
-    assert value_of(parse(*words), field) == value
+    assert OPTIONS[field].value_in(parse(*words)) == value
 
 
 def test_without_flags_all_defaults_are_the_schemas() -> None:

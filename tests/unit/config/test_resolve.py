@@ -9,7 +9,7 @@ from changed_config import changed
 
 from pretrainkit.config.resolve import RunFacts, padded_vocab_size, resolve
 from pretrainkit.config.schema import RunConfig
-from pretrainkit.config.warnings import notes_of
+from pretrainkit.config.warnings import warnings_of
 from pretrainkit.machine import MachineFacts
 
 
@@ -86,7 +86,7 @@ def test_the_vocabulary_is_padded_to_one_size_at_every_power_of_two(vocabulary: 
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"training__max_steps": 100}, "6.8 passes over"),
+        ({"training__max_steps": 100}, "6.8 epochs of"),
         ({"training__val_interval": 500}, "one evaluation"),
         ({"optimizer__lr_schedule": "constant", "optimizer__min_lr": 0.0}, "no effect with the constant schedule"),
         ({"optimizer__lr_decay_steps": 1000}, "the run ends at 14"),
@@ -102,9 +102,9 @@ def test_the_vocabulary_is_padded_to_one_size_at_every_power_of_two(vocabulary: 
 def test_what_may_surprise_is_noted(config: RunConfig, facts: RunFacts, changes: dict, expected: str) -> None:
     facts = dataclasses.replace(facts, machine=MachineFacts(num_gpus=8, num_cpus=8))
     quiet = changed(config, training__val_interval=2)
-    assert notes_of(resolve(quiet, facts), facts) == []
+    assert warnings_of(resolve(quiet, facts), facts) == []
     asked = changed(quiet, **changes)
-    assert expected in " ".join(notes_of(resolve(asked, facts), facts))
+    assert expected in " ".join(warnings_of(resolve(asked, facts), facts))
 
 
 def test_cpu_by_default_and_data_without_a_manifest_are_noted(config: RunConfig, facts: RunFacts) -> None:
@@ -114,5 +114,5 @@ def test_cpu_by_default_and_data_without_a_manifest_are_noted(config: RunConfig,
         machine=MachineFacts(num_gpus=0, num_cpus=8),
         dataset=dataclasses.replace(facts.dataset, max_token_id=None),
     )
-    notes = " ".join(notes_of(resolve(config, facts), facts))
-    assert "no GPU here: 8 processes train on the CPU" in notes and "no manifest" in notes
+    notes = " ".join(warnings_of(resolve(config, facts), facts))
+    assert "no GPU found: 8 processes train on the CPU" in notes and "no manifest" in notes

@@ -46,7 +46,7 @@ def _set(value: dict[str, Any], path: str, new: Any) -> None:
         (
             "config.training.sed",
             1,
-            "unknown field 'config.training.sed'\n  What to do: did you mean 'config.training.seed'?",
+            "unknown field 'config.training.sed'\n  What to do: did you mean config.training.seed?",
         ),
         ("format_version", 99, "format version 99"),
         ("max_steps", "4", "max_steps is '4' (str)"),

@@ -33,36 +33,39 @@ OF_THE_REQUEST: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "global batch size no multiple": (
         {"training__global_batch_size": 10, "training__micro_batch_size": 2, "launch__num_gpus": 4},
-        ["--global_batch_size: 10 is no multiple of micro batch size 2 x data-parallel size 4 = 8", "use 8 or 16"],
+        ["--global_batch_size: 10 is not a multiple of micro batch size 2 x data-parallel size 4 = 8", "use 8 or 16"],
     ),
     "global batch size too small": ({"training__global_batch_size": 3}, ["a multiple of 8", "use 8\n", "= 8"]),
     "ranks not divisible": (
         {"parallel__tensor_model_parallel_size": 2, "parallel__pipeline_model_parallel_size": 3},
-        ["8 ranks (1 nodes x 8) don't divide by TP 2 x PP 3 x CP 1 = 6", "use 6 or 12 ranks"],
+        ["8 ranks (1 nodes x 8) are not divisible by TP 2 x PP 3 x CP 1 = 6", "use 6 or 12 ranks"],
     ),
     "fewer ranks than one model": (
         {"parallel__tensor_model_parallel_size": 16},
-        ["don't divide by TP 16", "use 16 ranks"],
+        ["are not divisible by TP 16", "use 16 ranks"],
     ),
     "key/value heads": (
         {"parallel__tensor_model_parallel_size": 16, "launch__num_gpus": 16},
-        ["--tensor_model_parallel_size: 8 key/value heads of the model don't divide by 16", "1, 2, 4, 8"],
+        ["--tensor_model_parallel_size: 8 key/value heads of the model are not divisible by 16", "1, 2, 4, 8"],
     ),
     "attention heads": (
         {"parallel__tensor_model_parallel_size": 3, "launch__num_gpus": 3},
-        ["32 attention heads of the model don't divide by 3", "14336 MLP rows of the model don't divide by 3"],
+        [
+            "32 attention heads of the model are not divisible by 3",
+            "14336 MLP rows of the model are not divisible by 3",
+        ],
     ),
     "layers": (
         {"parallel__pipeline_model_parallel_size": 5, "launch__num_gpus": 5},
-        ["--pipeline_model_parallel_size: 32 layers of the model don't divide by 5"],
+        ["--pipeline_model_parallel_size: 32 layers of the model are not divisible by 5"],
     ),
     "sequence under context parallelism": (
         {"parallel__context_parallel_size": 2, "data__sequence_length": 1022},
-        ["--sequence_length: 1022 doesn't divide by 4", "2 x CP", "use 1020 or 1024"],
+        ["--sequence_length: 1022 is not divisible by 4", "2*CP", "use 1020 or 1024"],
     ),
     "sequence under sequence parallelism": (
         {"parallel__tensor_model_parallel_size": 8, "data__sequence_length": 1020},
-        ["1020 doesn't divide by 8", "use 1016 or 1024"],
+        ["1020 is not divisible by 8", "use 1016 or 1024"],
     ),
     "sequence under both": (
         {
@@ -70,11 +73,11 @@ OF_THE_REQUEST: dict[str, tuple[dict[str, Any], list[str]]] = {
             "parallel__context_parallel_size": 2,
             "data__sequence_length": 1020,
         },
-        ["1020 doesn't divide by 8", "CP x TP"],
+        ["1020 is not divisible by 8", "CP*TP"],
     ),
     "sequence beyond the model": (
         {"data__sequence_length": 131073},
-        ["131073 tokens, but the model was made for 131072", "config.json"],
+        ["131073 tokens, but the model's context length is 131072", "config.json"],
     ),
     "executor": ({"launch__executor": "slrum"}, ["--executor: unknown value 'slrum'", "did you mean slurm?"]),
     "accelerator": ({"launch__accelerator": "cuda"}, ["--accelerator: unknown value 'cuda'", "auto or cpu or gpu"]),
@@ -84,23 +87,23 @@ OF_THE_REQUEST: dict[str, tuple[dict[str, Any], list[str]]] = {
     "nodes on one machine": ({"launch__num_nodes": 2}, ["--num_nodes: 2 nodes with --executor local"]),
     "more GPUs than there are": (
         {"launch__num_gpus": 16},
-        ["--num_gpus: 16 GPUs asked for, 8 here", "use --num_gpus 8, or --accelerator cpu"],
+        ["--num_gpus: 16 GPUs requested, 8 found", "use --num_gpus 8, or --accelerator cpu"],
     ),
     "learning rates the wrong way round": ({"optimizer__min_lr": 1.0}, ["--min_lr: 1.0", "at most --lr 0.0003"]),
-    "warm-up beyond the decay": (
+    "warmup beyond the decay": (
         {"optimizer__lr_warmup_steps": 10, "training__max_steps": 10},
-        ["--lr_warmup_steps: 10 steps of warm-up, but the decay ends at step 10", "less than 10"],
+        ["--lr_warmup_steps: 10 warmup steps, but the decay ends at step 10", "less than 10"],
     ),
-    "warm-up beyond an epoch": (
+    "warmup beyond an epoch": (
         {"optimizer__lr_warmup_steps": 100},
-        ["100 steps of warm-up, but the decay ends at step 14"],
+        ["100 warmup steps, but the decay ends at step 14"],
     ),
     "experiment with a slash": ({"experiment": "a/b"}, ["--experiment: 'a/b'"]),
     "experiment that goes up": ({"experiment": ".."}, ["--experiment: '..'"]),
     "no experiment": ({"experiment": ""}, ["--experiment: ''"]),
     "no model": ({"hf_model_id": ""}, ["--hf_model_id: missing"]),
     "no data": ({"data__dataset_path": ""}, ["--dataset_path: missing"]),
-    "seed": ({"training__seed": 2**32}, ["--seed: 4294967296", "at most 4294967295"]),
+    "seed": ({"training__seed": 2**32}, ["--seed: 4294967296", "<= 4294967295"]),
     "less than one step in an epoch": (
         {"training__global_batch_size": 1024},
         ["--max_steps: one epoch has 946 samples, a step takes 1024", "at least one step"],
@@ -118,32 +121,32 @@ def test_a_wrong_request_is_told(config: RunConfig, facts: RunFacts, case: str) 
 @pytest.mark.parametrize(
     ("field", "value", "needed"),
     [
-        ("launch__num_nodes", 0, "int above 0"),
-        ("launch__num_gpus", -1, "int above 0"),
-        ("parallel__tensor_model_parallel_size", 0, "int above 0"),
-        ("parallel__pipeline_model_parallel_size", 0, "int above 0"),
-        ("parallel__context_parallel_size", 0, "int above 0"),
-        ("data__sequence_length", 0, "int above 0"),
-        ("data__num_workers", -1, "int 0 or more"),
-        ("training__max_steps", 0, "int above 0"),
-        ("training__global_batch_size", 0, "int above 0"),
-        ("training__micro_batch_size", 0, "int above 0"),
-        ("training__save_interval", 0, "int above 0"),
-        ("training__val_interval", -1, "int 0 or more"),
-        ("training__val_steps", 0, "int above 0"),
-        ("training__log_interval", 0, "int above 0"),
-        ("training__seed", -1, "int 0 or more"),
-        ("optimizer__lr", 0.0, "float above 0"),
-        ("optimizer__lr", float("nan"), "float above 0"),
-        ("optimizer__lr", float("inf"), "float above 0"),
-        ("optimizer__min_lr", -1.0, "float 0 or more"),
-        ("optimizer__lr_warmup_steps", -1, "int 0 or more"),
-        ("optimizer__lr_decay_steps", 0, "int above 0"),
-        ("optimizer__weight_decay", -0.1, "float 0 or more"),
-        ("optimizer__adam_beta1", 1.0, "below 1"),
-        ("optimizer__adam_beta2", -0.1, "float 0 or more"),
-        ("optimizer__adam_eps", 0.0, "float above 0"),
-        ("optimizer__clip_grad", -1.0, "float 0 or more"),
+        ("launch__num_nodes", 0, "an integer > 0"),
+        ("launch__num_gpus", -1, "an integer > 0"),
+        ("parallel__tensor_model_parallel_size", 0, "an integer > 0"),
+        ("parallel__pipeline_model_parallel_size", 0, "an integer > 0"),
+        ("parallel__context_parallel_size", 0, "an integer > 0"),
+        ("data__sequence_length", 0, "an integer > 0"),
+        ("data__num_workers", -1, "an integer >= 0"),
+        ("training__max_steps", 0, "an integer > 0"),
+        ("training__global_batch_size", 0, "an integer > 0"),
+        ("training__micro_batch_size", 0, "an integer > 0"),
+        ("training__save_interval", 0, "an integer > 0"),
+        ("training__val_interval", -1, "an integer >= 0"),
+        ("training__val_steps", 0, "an integer > 0"),
+        ("training__log_interval", 0, "an integer > 0"),
+        ("training__seed", -1, "an integer >= 0"),
+        ("optimizer__lr", 0.0, "a number > 0"),
+        ("optimizer__lr", float("nan"), "a number > 0"),
+        ("optimizer__lr", float("inf"), "a number > 0"),
+        ("optimizer__min_lr", -1.0, "a number >= 0"),
+        ("optimizer__lr_warmup_steps", -1, "an integer >= 0"),
+        ("optimizer__lr_decay_steps", 0, "an integer > 0"),
+        ("optimizer__weight_decay", -0.1, "a number >= 0"),
+        ("optimizer__adam_beta1", 1.0, "a number >= 0 and < 1"),
+        ("optimizer__adam_beta2", -0.1, "a number >= 0"),
+        ("optimizer__adam_eps", 0.0, "a number > 0"),
+        ("optimizer__clip_grad", -1.0, "a number >= 0"),
     ],
 )
 def test_a_value_out_of_range_is_told(
@@ -156,13 +159,16 @@ def test_a_value_out_of_range_is_told(
 OF_THE_FACTS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "ids beyond the model": (
         {"dataset__max_token_id": 128256},
-        ["--dataset_path: the data's tokenizer gives ids up to 128256, the model has 128256 rows"],
+        ["--dataset_path: token id 128256 of the data's tokenizer is out of range for vocab size 128256"],
     ),
     "tokenizer beyond the model": (
         {"tokenizer_largest_id": 128260},
-        ["--hf_model_id: the tokenizer gives ids up to 128260"],
+        ["--hf_model_id: token id 128260 of the tokenizer is out of range"],
     ),
-    "another tokenizer": ({"dataset_tokenizers": ("bb",)}, ["made with another tokenizer than the model's: /data/a"]),
+    "another tokenizer": (
+        {"dataset_tokenizers": ("bb",)},
+        ["tokenized with another tokenizer than the model's: /data/a"],
+    ),
     "no training sample": (
         {"split_tokens": ((1024, 30_000, 0),)},
         ["--dataset_path: fewer tokens than one training sample: /data/a has 1024", "1025 tokens"],
@@ -177,7 +183,7 @@ OF_THE_FACTS: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "no GPU": (
         {"machine": MachineFacts(num_gpus=0, num_cpus=2)},
-        ["8 GPUs asked for, 0 here", "use --accelerator cpu"],
+        ["8 GPUs requested, 0 found", "use --accelerator cpu"],
     ),
 }
 
@@ -225,7 +231,7 @@ def test_sequence_parallel_can_be_switched_off_for_odd_lengths(config: RunConfig
 def test_training_with_experts_is_refused(config: RunConfig, facts: RunFacts) -> None:
     assert facts.model
     experts = dataclasses.replace(facts.model, family="mixtral", num_experts=8, experts_per_token=2)
-    assert "--hf_model_id: a model with 8 experts a layer (mixtral)" in told(
+    assert "--hf_model_id: a model with 8 experts per layer (mixtral)" in told(
         config, dataclasses.replace(facts, model=experts)
     )
 
@@ -236,5 +242,5 @@ def test_parity_at_start_can_be_required_only_where_there_is_something_to_compar
     required = changed(config, training__start_parity="require")
     assert "--start_parity: require, for a run from random weights" in told(required, facts)
     from_weights = changed(required, nemo_model="/checkpoint")
-    assert "not at hand" in told(from_weights, facts)
+    assert "not available" in told(from_weights, facts)
     assert not told(from_weights, dataclasses.replace(facts, hf_weights="/models/llama"))

@@ -76,7 +76,7 @@ def test_a_folder_that_cannot_be_written_to_is_told_without_a_traceback(request_
     command = [sys.executable, "-c", limit, str(PRETRAIN), *request_words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
-    assert re.search(r"pretrain.py: error: /.*: File too large \(.* free\)\n  What to do: make room", done.stderr)
+    assert re.search(r"pretrain.py: error: /.*: File too large \(.* free\)\n  What to do: free disk space", done.stderr)
 
 
 @pytest.mark.parametrize("place", ["a_file", "/proc/nope"], ids=["below a file", "where nothing can be made"])
@@ -86,7 +86,7 @@ def test_a_folder_that_cannot_be_is_told_without_a_traceback(
     (tmp_path / "a_file").touch()
     done = pretrain(*request_words, "--experiments_dir", str(tmp_path / place))
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
-    assert "What to do: make room, ask for more quota or for permission, or take another" in done.stderr
+    assert "What to do: free disk space, ask for more quota or permission, or use another" in done.stderr
 
 
 def test_a_missing_request_is_exit_code_2() -> None:

@@ -5,14 +5,14 @@ It is written last, so it is also the mark that the pair is complete. Data made 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from pretrainkit.errors import DataError
 from pretrainkit.files import read_json, write_json
+from pretrainkit.records import decode
 
 FORMAT = "pretrainkit-data-1"
 T = TypeVar("T")
@@ -110,16 +110,10 @@ def write_manifest_file(path: Path, manifest: Manifest) -> None:
     write_json(path, {"format": FORMAT, **asdict(manifest)})
 
 
-def decode_record(kind: type[T], value: dict[str, Any], form: str, parts: Mapping[str, type]) -> T:
-    """The record of a prepared dataset in a parsed file; fields that this version doesn't know are passed over.
+def decode_record(kind: type[T], value: dict[str, Any], form: str) -> T:
+    """The record of a prepared dataset in a parsed file, whose `format` must be `form`.
 
-    Args:
-        kind: the record's dataclass, with a `tokenizer`.
-        value: the parsed file.
-        form: what its `format` must say.
-        parts: fields that hold a tuple of dataclasses, and which.
-
-    Raises ValueError, TypeError, KeyError or AttributeError when it isn't one.
+    Fields that this version doesn't know are ignored. Raises ValueError, TypeError or AttributeError when it isn't one.
     """
     found = value.pop("format", None)
     if found != form:
@@ -127,18 +121,7 @@ def decode_record(kind: type[T], value: dict[str, Any], form: str, parts: Mappin
         raise ValueError(
             f"its format is {found!r}{writer}; this is pretrainkit {version('pretrainkit')}, which reads {form!r}"
         )
-    missing = [
-        entry.name
-        for entry in fields(cast(Any, kind))
-        if entry.name not in value and entry.default is MISSING and entry.default_factory is MISSING
-    ]
-    if missing:
-        raise ValueError(f"it lacks {', '.join(missing)}")
-    value["tokenizer"] = TokenizerRecord(**value["tokenizer"])
-    for name, part in parts.items():
-        value[name] = tuple(part(**entry) for entry in value[name])
-    known = {entry.name for entry in fields(cast(Any, kind))}
-    return kind(**{name: entry for name, entry in value.items() if name in known})
+    return decode(kind, value, known_only=False, all_fields=False)
 
 
 def read_manifest(prefix: Path | str) -> Manifest | None:
@@ -150,10 +133,8 @@ def read_manifest(prefix: Path | str) -> Manifest | None:
     if not path.is_file():
         return None
     try:
-        value = read_json(path)
-        value["notes"] = tuple(value.get("notes", ()))
-        return decode_record(Manifest, value, FORMAT, {"inputs": InputFile})
-    except (ValueError, TypeError, KeyError, AttributeError, AssertionError) as error:
+        return decode_record(Manifest, read_json(path), FORMAT)
+    except (ValueError, TypeError, AttributeError, AssertionError) as error:
         raise DataError(
             f"not a readable manifest: {error}",
             where=str(path),

@@ -81,10 +81,10 @@ def read_packed_manifest(folder: Path) -> PackedManifest | None:
     if not path.is_file():
         return None
     try:
-        return decode_record(PackedManifest, read_json(path), FORMAT, {"files": PackedFile, "inputs": InputState})
+        return decode_record(PackedManifest, read_json(path), FORMAT)
     except FileNotFoundError:  # replaced by a new set at this very moment
         return None
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError) as error:
         raise DataError(f"not a readable record of a packed set: {error}", where=str(path)) from error
 
 

@@ -86,9 +86,8 @@ def record_to_json(record: ShardRecord) -> dict[str, Any]:
 def record_from_json(value: Any, where: str) -> ShardRecord:
     """The record in a parsed file. Raises DataError."""
     try:
-        value["notes"] = tuple(value["notes"])
-        return decode_record(ShardRecord, value, FORMAT, {"inputs": ShardInput})
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        return decode_record(ShardRecord, value, FORMAT)
+    except (ValueError, TypeError, AttributeError) as error:
         raise DataError(f"not a readable record of a shard: {error}", where=where) from error
 
 

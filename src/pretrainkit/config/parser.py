@@ -1,0 +1,106 @@
+"""The command line of a run: argparse flags made from the declarations of the options."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from pretrainkit.config.option import Option
+from pretrainkit.config.schema import OPTIONS
+from pretrainkit.errors import RequestError
+
+_GROUPS = {
+    "": "experiment and model",
+    "data": "data",
+    "parallel": "parallelism",
+    "training": "training",
+    "optimizer": "optimizer",
+    "tracking": "tracking",
+    "launch": "launch and container",
+}
+"""Sections of the schema, in the order in which --help shows them, and their titles there."""
+
+
+def add_run_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of all options of a run, and those that say how it is asked for, to a parser.
+
+    Flags that were not given are absent from the parsed namespace, so that YAML can tell them from the rest.
+    """
+    for section, title in _GROUPS.items():
+        group = parser.add_argument_group(title)
+        for option in OPTIONS.values():
+            if option.flag and option.name.rpartition(".")[0] == section:
+                add_flag(group, option)
+    request = parser.add_argument_group("request")
+    request.add_argument(
+        "--config",
+        dest="config_files",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="YAML",
+        help="file with any options of a run; repeatable, later files win; flags and --set win over all files",
+    )
+    request.add_argument(
+        "--set",
+        dest="assignments",
+        action="append",
+        default=[],
+        metavar="FIELD=VALUE",
+        help="set any option by its dotted name, such as optimizer.adam_beta2=0.99; repeatable",
+    )
+    request.add_argument(
+        "--dry_run",
+        action="store_true",
+        help="check everything, write run.json, print the resolved run and the command or job script; start nothing",
+    )
+    request.add_argument(
+        "--follow",
+        action="store_true",
+        help="show the log of a scheduled job until it ends, and exit with its exit code",
+    )
+    request.add_argument(
+        "--plan",
+        action="store_true",
+        help="print what a start would load, where it would continue, and what changed; start nothing",
+    )
+    request.add_argument("--json", action="store_true", help="print the --plan as JSON")
+    request.add_argument(
+        "--hf_token",
+        metavar="TOKEN",
+        help="Hugging Face token, never written anywhere; the environment variable HF_TOKEN is the safer way",
+    )
+
+
+def add_flag(group: argparse._ActionsContainer, option: Option, *, with_short: bool = True) -> None:
+    """Add an option's flag to a parser or one of its groups; if it isn't given, it is absent from the namespace."""
+    assert option.flag
+    names = (option.short, option.flag) if option.short and with_short else (option.flag,)
+    settings: dict[str, Any]
+    text = option.help
+    if option.type is bool:
+        settings = {"action": "store_true"}
+    elif option.type in (tuple, dict):
+        settings = {"action": "append", "metavar": "NAME=VALUE" if option.type is dict else "TEXT"}
+        text += "; repeatable"
+    else:
+        choices = f"{{{','.join(option.choices)}}}" if option.choices else ""
+        # Values are checked with all others, so that all problems are reported at once.
+        settings = {"type": option.type, "metavar": choices or option.form or option.type.__name__.upper()}
+        text += f" ({'' if option.required else 'default: '}{option.default_text})"
+    group.add_argument(*names, dest=option.name, default=argparse.SUPPRESS, help=text.replace("%", "%%"), **settings)
+
+
+def given_flags(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The options whose flags were given: dotted name -> value. Raises RequestError for a NAME=VALUE without '='."""
+    given = {name: value for name, value in vars(arguments).items() if name in OPTIONS}
+    return {name: _mapping(name, value) if OPTIONS[name].type is dict else value for name, value in given.items()}
+
+
+def _mapping(name: str, words: list[str]) -> dict[str, str]:
+    pairs = [word.partition("=") for word in words]
+    for key, equals, value in pairs:
+        if not key or not equals:
+            raise RequestError(f"{key + value!r}", needed="NAME=VALUE", where=OPTIONS[name].spelling)
+    return {key: value for key, _, value in pairs}
