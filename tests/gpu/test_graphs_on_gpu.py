@@ -14,7 +14,7 @@ from all_cards import NUM_CARDS
 from test_kernels_on_gpu import LENGTH, SHAPE, one_rank
 from torch import Tensor
 
-from pretrainkit.megatron import cuda_graphs, kernels
+from pretrainkit.megatron import cuda_graphs, kernels, patches
 from pretrainkit.megatron import model as megatron_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -74,7 +74,7 @@ def _assert_same(found: tuple[list[float], dict[str, Tensor]], expected: tuple[l
 @pytest.mark.parametrize(("fused_kernels", "precision"), [("auto", "bf16"), ("off", "bf16"), ("off", "fp32")], ids=str)
 def test_gradients_of_replayed_layers_are_those_of_launched_ones(fused_kernels: str, precision: str) -> None:
     chosen = _chosen(fused_kernels, precision)
-    kernels.install(chosen)
+    patches.apply_kernels(chosen)
     wrapped = _wrapped(chosen, precision)
     expected = _gradients(wrapped)
     layers = cuda_graphs.install(wrapped)
@@ -88,7 +88,7 @@ def test_layers_that_cant_be_recorded_are_launched(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     chosen = _chosen("auto", "bf16")
-    kernels.install(chosen)
+    patches.apply_kernels(chosen)
     wrapped = _wrapped(chosen, "bf16")
     expected = _gradients(wrapped)
     record = cuda_graphs.CudaGraphs.record

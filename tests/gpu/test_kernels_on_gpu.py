@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pretrainkit.config.schema import ModelShape
-from pretrainkit.megatron import kernels
+from pretrainkit.megatron import kernels, patches
 from pretrainkit.megatron import model as megatron_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -107,7 +107,7 @@ def test_gradients_of_fused_kernels_are_as_near_to_fp32_as_plain_ones(
         chosen.cross_entropy,
         chosen.weight_gradient,
     )
-    kernels.install(chosen)
+    patches.apply_kernels(chosen)
     fused_loss, fused = _gradients(shape, "bf16", chosen, recompute)
 
     assert abs(fused_loss - exact_loss) <= abs(plain_loss - exact_loss) + 1e-3

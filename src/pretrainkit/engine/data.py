@@ -14,8 +14,8 @@ from nemo.collections.common.tokenizers.huggingface.auto_tokenizer import AutoTo
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.data.shards.urls import names_shards
 from pretrainkit.engine.loader_watchdog import Readers
+from pretrainkit.megatron import patches
 from pretrainkit.megatron.dataset import EpochDataset
-from pretrainkit.megatron.index_files import save_arrays_whole
 from pretrainkit.run.metrics import RunRecorder
 from pretrainkit.run.resume_plan import StartPlan
 
@@ -25,7 +25,7 @@ def data_module(
 ) -> llm.PreTrainingDataModule:
     """NeMo's data module for the datasets with these names, in a run's order of samples."""
     dataset, gpu = run.dataset, run.accelerator == "gpu"
-    save_arrays_whole()
+    patches.apply(patches.INDEX_FILES)
     # NeMo looks whether its paths are there, and knows pairs and folders only; names of shards are set below.
     known = [run.experiment_dir if names_shards(prefix) else prefix for prefix in prefixes]
     data = llm.PreTrainingDataModule(

@@ -43,7 +43,7 @@ from pretrainkit.engine.forks import kill_children, watch_forks
 from pretrainkit.engine.loader_watchdog import Readers
 from pretrainkit.engine.stop_requests import StopRequests
 from pretrainkit.logs import get_logger
-from pretrainkit.megatron import kernels, optimizer, optimizer_gather
+from pretrainkit.megatron import kernels, patches
 from pretrainkit.megatron.attention import attention_kernel
 from pretrainkit.megatron.dataset import local_prefixes
 from pretrainkit.megatron.document_attention import with_document_bounds
@@ -78,9 +78,8 @@ def train(
         nemo_checkpoint_io._fix_tensors_device = lambda checkpoint: checkpoint
     prefixes = local_prefixes(run)
     chosen = kernels.choose_for(run)
-    kernels.install(chosen)
-    optimizer.use_in_megatron()
-    optimizer_gather.use_in_megatron()
+    patches.apply_kernels(chosen)
+    patches.apply_optimizer()
 
     recorder = _recorder(run, plan, chosen, requests) if rank == 0 else None
     parity = loss_check.begin(run, plan, rank=rank)

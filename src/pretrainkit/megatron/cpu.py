@@ -1,42 +1,37 @@
 """Megatron-core on a machine without CUDA: what must be bridged so that the same code runs with gloo.
 
-Megatron-core and NeMo name the CUDA device outright in some dozens of places. `bridge()` makes those places
-mean the CPU, in this process and for good; it must run before megatron.core is imported, and only in a
-process that trains on CPU. It changes where tensors live, never what is computed.
-
-| piece | where upstream needs it (megatron-core 0.15, NeMo 2.7) |
-|---|---|
-| current_device, set_device | layers, mappings, rotary, parameter buffers, p2p, distrib_optimizer, state_dict_saver |
-| .cuda(), .to('cuda'), device='cuda', pin_memory | data step and sampler, megatron_strategy, schedules, clip_grads |
-| Tensor.type() | clip_grads, distrib_optimizer: pick parameters by the name of a CUDA type |
-| Stream, stream, synchronize | megatron_parallel, filesystem_async, p2p |
-| RNG tracker | layers, language_model_embedding, transformer_block: fork a CUDA generator |
-| fork for the writer's queue | filesystem_async: spawn imports the main script again, 10 to 20 s a save |
+Megatron-core and NeMo name the CUDA device in dozens of places. `bridge()` makes those places mean the CPU, in this
+process and for good; it must run before megatron.core is imported, and only in a process that trains on CPU. It changes
+where tensors are, never what is computed. `patches.CPU` lists the attributes that are replaced by what is here; tensor
+methods and arguments (`.cuda()`, `device="cuda"`, `pin_memory`) are redirected by a torch function mode.
 """
 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from pretrainkit.megatron import patches
+
 CPU = torch.device("cpu")
 
 
-class _Stream:
-    """A CUDA stream's interface; on CPU every operation has finished when it returns."""
+def bridge() -> None:
+    """Let megatron-core and NeMo train on this machine's CPU with gloo. Calling it twice is harmless.
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def _nothing(self, *_: Any, **__: Any) -> None:
-        pass
-
-    synchronize = wait_stream = wait_event = record_event = record = wait = _nothing
+    Raises RequestError at a version of torch or megatron-core that the patches weren't read at.
+    """
+    if torch.cuda.Stream is Stream:
+        return
+    patches.check_versions(patches.CPU)
+    # Megatron compiles its small fusions; on CPU that needs a C++ compiler and gains nothing.
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    _CudaMeansCpu().__enter__()
+    patches.apply(patches.CPU)
 
 
 class _CudaMeansCpu(TorchFunctionMode):
@@ -53,6 +48,7 @@ class _CudaMeansCpu(TorchFunctionMode):
         if func is torch.Tensor.to:
             args = tuple(CPU if _names_cuda(arg) else arg for arg in args)
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            # Gradient clipping and the distributed optimizer pick parameters by the name of a CUDA type.
             return func(*args).replace("torch.", "torch.cuda.")
         return func(*args, **kwargs)
 
@@ -61,40 +57,79 @@ def _names_cuda(device: Any) -> bool:
     return isinstance(device, (str, torch.device)) and str(device).startswith("cuda")
 
 
-def bridge() -> None:
-    """Let megatron-core and NeMo train on this machine's CPU with gloo. Calling it twice is harmless."""
-    if isinstance(torch.cuda.Stream, type) and issubclass(torch.cuda.Stream, _Stream):
-        return
-    # Megatron compiles its small fusions; on CPU that needs a C++ compiler and gains nothing.
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    _bridge_torch()
-    _bridge_random_state()
-    _bridge_checkpoint_writer()
+class Stream:
+    """torch.cuda.Stream's interface; on CPU every operation has finished when it returns."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def _do_nothing(self, *_: Any, **__: Any) -> None:
+        pass
+
+    synchronize = wait_stream = wait_event = record_event = record = wait = _do_nothing
 
 
-def _bridge_torch() -> None:
-    # One function per name: torch._dynamo refuses one function under two names of torch.cuda.
-    cuda: Any = torch.cuda
-    cuda.Stream = _Stream
-    cuda.Event = type("Event", (_Stream,), {})
-    cuda.stream = lambda stream: contextlib.nullcontext()
-    cuda.current_stream = lambda device=None: _Stream()
-    cuda.default_stream = lambda device=None: _Stream()
-    cuda.current_device = lambda: CPU
-    cuda.set_device = lambda device: None
-    cuda.synchronize = lambda device=None: None
-    cuda.get_rng_state = lambda device="cuda": torch.get_rng_state()
-    cuda.set_rng_state = lambda state, device="cuda": None
-    torch.nn.Module.cuda = lambda self, device=None: self
-    _CudaMeansCpu().__enter__()
+class Event(Stream):
+    """torch.cuda.Event's interface."""
 
 
-def _bridge_random_state() -> None:
-    import megatron.core.tensor_parallel.random as megatron_random
+def stream(stream: Any) -> contextlib.AbstractContextManager[None]:
+    """torch.cuda.stream."""
+    return contextlib.nullcontext()
 
-    class CpuRngTracker(megatron_random.CudaRNGStatesTracker):
-        """No forked generators: dropout is off and initial weights come from the default generator."""
 
+def current_stream(device: Any = None) -> Stream:
+    """torch.cuda.current_stream."""
+    return Stream()
+
+
+def default_stream(device: Any = None) -> Stream:
+    """torch.cuda.default_stream."""
+    return Stream()
+
+
+def synchronize(device: Any = None) -> None:
+    """torch.cuda.synchronize."""
+
+
+def current_device() -> torch.device:
+    """torch.cuda.current_device."""
+    return CPU
+
+
+def set_device(device: Any) -> None:
+    """torch.cuda.set_device."""
+
+
+def get_rng_state(device: Any = "cuda") -> torch.Tensor:
+    """torch.cuda.get_rng_state: the CPU generator's."""
+    return torch.get_rng_state()
+
+
+def set_rng_state(state: torch.Tensor, device: Any = "cuda") -> None:
+    """torch.cuda.set_rng_state: nothing, as the CPU generator's state is restored by its own name."""
+
+
+def module_on_cpu(module: torch.nn.Module, device: Any = None) -> torch.nn.Module:
+    """torch.nn.Module.cuda."""
+    return module
+
+
+def get_megatron_rng_state(*_: Any, **__: Any) -> torch.Tensor:
+    """Megatron's `_get_cuda_rng_state`."""
+    return torch.get_rng_state()
+
+
+def set_megatron_rng_state(state: torch.Tensor, *_: Any, **__: Any) -> None:
+    """Megatron's `_set_cuda_rng_state`."""
+    torch.set_rng_state(state)
+
+
+def rng_tracker(_: Any) -> Any:
+    """A tracker of no forked generators: dropout is off and initial weights come from the default generator."""
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+    class CpuRngTracker(CudaRNGStatesTracker):
         def fork(self, name: str = "") -> Any:
             return contextlib.nullcontext()
 
@@ -107,18 +142,4 @@ def _bridge_random_state() -> None:
         def set_states(self, states: Any) -> None:
             pass
 
-    megatron_random._CUDA_RNG_STATE_TRACKER = CpuRngTracker()
-    megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
-    megatron_random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
-    megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-
-
-def _bridge_checkpoint_writer() -> None:
-    import megatron.core.dist_checkpointing.strategies.filesystem_async as filesystem_async
-
-    def results_queue() -> Any:
-        if filesystem_async._results_queue is None:
-            filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
-        return filesystem_async._results_queue
-
-    filesystem_async._get_write_results_queue = results_queue
+    return CpuRngTracker()

@@ -10,11 +10,11 @@ from typing import Any
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from pretrainkit.config.schema import ModelShape
+from pretrainkit.megatron import patches
 from pretrainkit.megatron.attention import ScaledDotProductAttention
 from pretrainkit.megatron.layer_spec import RMSNorm, RMSNormColumnParallelLinear
 
@@ -31,8 +31,7 @@ def expert_config_fields(*, tensor_parallel_size: int) -> dict[str, Any]:
 
 def torch_expert_layer_spec(config: TransformerConfig, shape: ModelShape) -> TransformerBlockSubmodules:
     """The decoder's layers and final norm for a model with experts in every layer."""
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None  # megatron-core 0.15 reads it without having set it
+    patches.apply(patches.EXPERTS)
     layer = get_gpt_layer_local_spec(
         num_experts=shape.num_experts, normalization="RMSNorm", qk_layernorm=shape.qk_norm, moe_grouped_gemm=False
     )

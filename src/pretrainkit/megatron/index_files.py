@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from pretrainkit import files
 from pretrainkit.errors import DataError
@@ -18,28 +17,25 @@ WAIT_S = 120.0
 """A shared disk shows a new file to other nodes within a minute (NFS's acdirmax)."""
 
 
-def save_arrays_whole() -> None:
-    """Let numpy.save write under a temporary name and rename, in this process, from now on.
+def saving_atomically(save: Callable[..., None]) -> Callable[..., None]:
+    """`numpy.save` that writes under a temporary name and renames.
 
     megatron-core saves its indexes with it, under their final names, and at the next start takes whatever has these
     names for complete: after a kill, or while another job builds the same, that would be a part of a file.
     """
-    plain = np.save
-    if plain.__module__ == __name__:
-        return
 
-    def save(file: Any, *args: Any, **kwargs: Any) -> None:
+    def save_atomically(file: Any, *args: Any, **kwargs: Any) -> None:
         if not isinstance(file, str | os.PathLike):
-            plain(file, *args, **kwargs)
+            save(file, *args, **kwargs)
             return
         name = os.fspath(file)
         with (
             files.atomic_file(Path(name if name.endswith(".npy") else f"{name}.npy")) as temporary,
             temporary.open("wb") as out,
         ):
-            plain(out, *args, **kwargs)
+            save(out, *args, **kwargs)
 
-    np.save = save
+    return save_atomically
 
 
 def wait_until_seen(folder: Path, name: str, limit_s: float = WAIT_S) -> None:

@@ -186,30 +186,3 @@ def config_fields(kernels: Kernels, *, qk_norm: bool) -> dict[str, Any]:
         "bias_dropout_fusion": False,
         "gradient_accumulation_fusion": kernels.weight_gradient != PLAIN,
     }
-
-
-def install(kernels: Kernels) -> None:
-    """Put the chosen kernels where Megatron looks for them, in this process; before the model is built."""
-    if kernels.rotary == "triton":
-        import megatron.core.models.common.embeddings.rope_utils as rope_utils
-        import megatron.core.transformer.attention as attention
-
-        from pretrainkit.megatron.triton import rotary as triton_rotary
-
-        rope_utils.fused_apply_rotary_pos_emb = triton_rotary.rotate_heads
-        attention.HAVE_FUSED_QKV_ROPE = True
-        attention.apply_fused_qkv_rotary_pos_emb = triton_rotary.rotate_qkv
-    if kernels.swiglu == "liger":
-        from liger_kernel.megatron import apply_liger_kernel_to_megatron
-
-        apply_liger_kernel_to_megatron(rms_norm=False, cross_entropy=False, swiglu=True)
-    if kernels.cross_entropy == "triton":
-        import megatron.core.models.common.language_module.language_module as language_module
-
-        from pretrainkit.megatron.triton.cross_entropy import vocab_parallel_cross_entropy
-
-        language_module.fused_vocab_parallel_cross_entropy = vocab_parallel_cross_entropy
-    if kernels.weight_gradient == "product":
-        from pretrainkit.megatron import wgrad
-
-        wgrad.use_in_megatron()

@@ -63,35 +63,16 @@ class FusedAdamW(torch.optim.Optimizer):
             )
 
 
-def _multi_tensor_l2_norm(
+def multi_tensor_l2_norm(
     chunk_size: int, overflow: Tensor, lists: list[list[Tensor]], per_tensor: bool
 ) -> tuple[Tensor, None]:
     """The norm [1] of all tensors as one vector. Megatron's own fallback waits for the GPU at each tensor."""
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(lists[0]))).reshape(1), None
 
 
-def _multi_tensor_scale(chunk_size: int, overflow: Tensor, lists: list[list[Tensor]], factor: float) -> None:
+def multi_tensor_scale(chunk_size: int, overflow: Tensor, lists: list[list[Tensor]], factor: float) -> None:
     """lists[1] = lists[0] x factor, in one launch where both are the same tensors, as in clipping."""
     source, target = lists
     if any(a is not b for a, b in zip(source, target, strict=True)):
         torch._foreach_copy_(target, source)
     torch._foreach_mul_(target, factor)
-
-
-def use_in_megatron() -> None:
-    """Give Megatron what it would take from Transformer Engine or apex, where neither is installed.
-
-    Call it before an optimizer is built.
-    """
-    import megatron.core.optimizer as megatron_optimizer
-    import megatron.core.optimizer.clip_grads as clip_grads
-    import megatron.core.optimizer.distrib_optimizer as distrib_optimizer
-
-    if not megatron_optimizer.USING_PYTORCH_OPTIMIZER:
-        return
-    clip_grads.l2_norm_impl = _multi_tensor_l2_norm
-    clip_grads.multi_tensor_scale_impl = _multi_tensor_scale
-    megatron_optimizer.Adam = distrib_optimizer.Adam = FusedAdamW
-    megatron_optimizer.USING_PYTORCH_OPTIMIZER = False
-    distrib_optimizer.HAVE_APEX_OR_TE = True
-    distrib_optimizer.USING_APEX_OPTIMIZER = True

@@ -8,6 +8,7 @@ gathered between GPUs, and copied once.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -72,13 +73,8 @@ def _gathered(optimizer: Any, buffer: Any, bucket_ranges: list[dict[str, Any]], 
     return whole
 
 
-def use_in_megatron() -> None:
-    """Let Megatron's distributed optimizer save by `gather`; what it does when it loads stays its own."""
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    original = DistributedOptimizer.get_parameter_state_dp_zero
-    if getattr(original, "gathers_here", False):
-        return
+def gathering_on_gpu(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's `DistributedOptimizer.get_parameter_state_dp_zero` that saves by `gather`, and loads as before."""
 
     def get_parameter_state_dp_zero(
         self: Any, use_gloo_comm: bool = True, empty_data: bool = False, return_on_all_ranks: bool = False
@@ -87,5 +83,4 @@ def use_in_megatron() -> None:
             return original(self, use_gloo_comm, empty_data, return_on_all_ranks)
         return gather(self)
 
-    get_parameter_state_dp_zero.gathers_here = True  # type: ignore[attr-defined]
-    DistributedOptimizer.get_parameter_state_dp_zero = get_parameter_state_dp_zero
+    return get_parameter_state_dp_zero

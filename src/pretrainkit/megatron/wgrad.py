@@ -56,10 +56,5 @@ def embedding(ids: Tensor, weight: Any) -> Tensor:
     return EmbeddingIntoBuffer.apply(ids, weight)
 
 
-def use_in_megatron() -> None:
-    """Let Megatron's layers take `gradient_accumulation_fusion`; needs CUDA tensors in bf16."""
-    import megatron.core.tensor_parallel.layers as layers
-
-    layers.fused_weight_gradient_mlp_cuda = WeightGradientProduct
-    layers._grad_accum_fusion_available = True
-    layers.F = types.SimpleNamespace(embedding=embedding)  # all that the module takes from it
+functional = types.SimpleNamespace(embedding=embedding)
+"""Takes the place of torch.nn.functional in Megatron's `tensor_parallel.layers`, which calls nothing else of it."""

@@ -15,8 +15,8 @@ from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder, get_bin_path, get_idx_path
 from megatron.core.datasets.utils import Split
 
+from pretrainkit.megatron import patches
 from pretrainkit.megatron.dataset import EpochDataset, documents_of_samples, shares_drawn
-from pretrainkit.megatron.index_files import save_arrays_whole
 
 EOD = 2
 SEQUENCE_LENGTH = 16
@@ -136,7 +136,7 @@ def test_jobs_that_build_one_index_at_once_read_the_same(prefix: str, tmp_path: 
             save(file, *args, **kwargs)
 
         np.save = slowly
-        save_arrays_whole()
+        patches.apply(patches.INDEX_FILES)
         barrier.wait()
         try:
             answers.put(tokens(dataset(prefix, folder, None), range(20)))

@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 
 from pretrainkit.errors import DataError
-from pretrainkit.megatron.index_files import KINDS, save_arrays_whole, wait_until_seen
+from pretrainkit.megatron import patches
+from pretrainkit.megatron.index_files import KINDS, wait_until_seen
 
 
 def test_an_array_is_saved_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(np, "save", np.save)  # taken back at the end
-    save_arrays_whole()
-    save_arrays_whole()
+    patches.apply(patches.INDEX_FILES)
+    patches.apply(patches.INDEX_FILES)
     np.save(tmp_path / "a", np.arange(5))
     np.save(str(tmp_path / "b.npy"), np.arange(5), allow_pickle=True)
 

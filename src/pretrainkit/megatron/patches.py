@@ -1,0 +1,293 @@
+"""The register of patches: each attribute of an upstream module or class that this project sets, and why.
+
+Megatron-core and torch have no public setting for what these rows change. A row names the versions at which upstream's
+code was read; at any other version it is refused before anything is patched, since the code around the attribute may
+have changed. To support another version, read the code around each row's target there and extend `read_at`.
+NeMo's and Lightning's attributes are in `engine`, which alone imports them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import multiprocessing
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from packaging.requirements import Requirement
+
+from pretrainkit.errors import RequestError
+from pretrainkit.megatron.kernels import Kernels
+
+MEGATRON = "megatron-core==0.15.3"
+TORCH = "torch>=2.10.0a0,<2.14"
+NUMPY = "numpy>=1.26,<3"
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One attribute of an upstream module or class, and what takes its place."""
+
+    target: str
+    """`module:attribute` or `module:Class.attribute`."""
+    new: Callable[[Any], Any]
+    """Gives the new value for the present one."""
+    reason: str
+    read_at: str = MEGATRON
+    """The distribution and the versions of it at which upstream's code was read, as a requirement (PEP 508)."""
+    may_be_undefined: bool = False
+    """Whether upstream leaves the attribute undefined when an optional import fails; its present value is then None."""
+
+    @property
+    def owner(self) -> Any:
+        """The module or class that has the attribute, imported."""
+        module, _, path = self.target.partition(":")
+        owner: Any = importlib.import_module(module)
+        for name in path.split(".")[:-1]:
+            owner = getattr(owner, name)
+        return owner
+
+    @property
+    def name(self) -> str:
+        """The attribute's own name."""
+        return self.target.rpartition(":")[2].rpartition(".")[2]
+
+    def problem(self) -> str:
+        """Why this patch can't be applied to the installed version; empty if it can."""
+        requirement = Requirement(self.read_at)
+        try:
+            version = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            return f"{requirement.name} is not an installed package"
+        if requirement.specifier.contains(version, prereleases=True):
+            return ""
+        return f"{requirement.name} {version} is installed"
+
+
+def value(constant: object) -> Callable[[Any], Any]:
+    """A constant as a patch's new value."""
+    return lambda present: constant
+
+
+def ours(name: str) -> Callable[[Any], Any]:
+    """The object `module:name` under pretrainkit.megatron, imported when the patch is applied."""
+    return lambda present: _ours(name)
+
+
+def wrapped_by(name: str) -> Callable[[Any], Any]:
+    """What the function `module:name` under pretrainkit.megatron gives for the present value."""
+    return lambda present: _ours(name)(present)
+
+
+def _ours(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(f"pretrainkit.megatron.{module}"), attribute)
+
+
+def _swiglu_by_liger(present: Any) -> Any:
+    from liger_kernel.megatron import apply_liger_kernel_to_megatron
+    from megatron.core.fusions import fused_bias_swiglu
+
+    apply_liger_kernel_to_megatron(rms_norm=False, cross_entropy=False, swiglu=True)
+    return fused_bias_swiglu.SwiGLUFunction
+
+
+def _forked_results_queue() -> Any:
+    import megatron.core.dist_checkpointing.strategies.filesystem_async as filesystem_async
+
+    if filesystem_async._results_queue is None:
+        filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
+    return filesystem_async._results_queue
+
+
+_RANDOM = "megatron.core.tensor_parallel.random"
+_NO_DEVICES = (
+    "layers, mappings, rotary, parameter buffers, p2p, distrib_optimizer and state_dict_saver ask for the device"
+)
+_NO_STREAMS = "megatron_parallel, filesystem_async and p2p order their work by CUDA streams"
+_NO_GENERATOR = "layers, language_model_embedding and transformer_block fork a CUDA generator"
+CPU = (
+    # One function per name: torch._dynamo refuses one function under two names of torch.cuda.
+    Patch("torch.cuda:Stream", ours("cpu:Stream"), _NO_STREAMS, TORCH),
+    Patch("torch.cuda:Event", ours("cpu:Event"), _NO_STREAMS, TORCH),
+    Patch("torch.cuda:stream", ours("cpu:stream"), _NO_STREAMS, TORCH),
+    Patch("torch.cuda:current_stream", ours("cpu:current_stream"), _NO_STREAMS, TORCH),
+    Patch("torch.cuda:default_stream", ours("cpu:default_stream"), _NO_STREAMS, TORCH),
+    Patch("torch.cuda:synchronize", ours("cpu:synchronize"), _NO_STREAMS, TORCH),
+    Patch("torch.cuda:current_device", ours("cpu:current_device"), _NO_DEVICES, TORCH),
+    Patch("torch.cuda:set_device", ours("cpu:set_device"), _NO_DEVICES, TORCH),
+    Patch("torch.cuda:get_rng_state", ours("cpu:get_rng_state"), _NO_GENERATOR, TORCH),
+    Patch("torch.cuda:set_rng_state", ours("cpu:set_rng_state"), _NO_GENERATOR, TORCH),
+    Patch("torch.nn:Module.cuda", ours("cpu:module_on_cpu"), "megatron_strategy moves the model to its device", TORCH),
+    Patch(f"{_RANDOM}:_CUDA_RNG_STATE_TRACKER", wrapped_by("cpu:rng_tracker"), _NO_GENERATOR),
+    Patch(f"{_RANDOM}:_CUDA_RNG_STATE_TRACKER_INITIALIZED", value(True), _NO_GENERATOR),
+    Patch(f"{_RANDOM}:_get_cuda_rng_state", ours("cpu:get_megatron_rng_state"), _NO_GENERATOR),
+    Patch(f"{_RANDOM}:_set_cuda_rng_state", ours("cpu:set_megatron_rng_state"), _NO_GENERATOR),
+    Patch(
+        "megatron.core.dist_checkpointing.strategies.filesystem_async:_get_write_results_queue",
+        value(_forked_results_queue),
+        "its queue's process is spawned, which imports the main script again: 10 to 20 s a save on CPU",
+    ),
+)
+"""Lets Megatron-core run on a machine without CUDA; see `cpu.bridge`, which applies it."""
+
+_TE_OR_APEX = "without Transformer Engine and apex Megatron takes torch.optim.AdamW, whose state it can't reshard"
+_SLOW_CLIPPING = "without Transformer Engine and apex Megatron waits for the GPU at each tensor"
+OPTIMIZER = (
+    Patch("megatron.core.optimizer:Adam", ours("optimizer:FusedAdamW"), _TE_OR_APEX),
+    Patch("megatron.core.optimizer:USING_PYTORCH_OPTIMIZER", value(False), _TE_OR_APEX),
+    Patch("megatron.core.optimizer.distrib_optimizer:Adam", ours("optimizer:FusedAdamW"), _TE_OR_APEX),
+    Patch("megatron.core.optimizer.distrib_optimizer:HAVE_APEX_OR_TE", value(True), _TE_OR_APEX),
+    Patch("megatron.core.optimizer.distrib_optimizer:USING_APEX_OPTIMIZER", value(True), _TE_OR_APEX),
+    Patch("megatron.core.optimizer.clip_grads:l2_norm_impl", ours("optimizer:multi_tensor_l2_norm"), _SLOW_CLIPPING),
+    Patch(
+        "megatron.core.optimizer.clip_grads:multi_tensor_scale_impl",
+        ours("optimizer:multi_tensor_scale"),
+        _SLOW_CLIPPING,
+    ),
+)
+"""What Megatron would take from Transformer Engine or apex."""
+
+OPTIMIZER_GATHER = (
+    Patch(
+        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.get_parameter_state_dp_zero",
+        wrapped_by("optimizer_gather:gathering_on_gpu"),
+        "for fully_reshardable checkpoints Megatron copies the state five times on the CPU",
+    ),
+)
+
+_ROPE_BY_TE = "Megatron has fused rotary embeddings by Transformer Engine alone"
+KERNELS = {
+    ("rotary", "triton"): (
+        Patch(
+            "megatron.core.models.common.embeddings.rope_utils:fused_apply_rotary_pos_emb",
+            ours("triton.rotary:rotate_heads"),
+            _ROPE_BY_TE,
+        ),
+        Patch("megatron.core.transformer.attention:HAVE_FUSED_QKV_ROPE", value(True), _ROPE_BY_TE),
+        Patch(
+            "megatron.core.transformer.attention:apply_fused_qkv_rotary_pos_emb",
+            ours("triton.rotary:rotate_qkv"),
+            _ROPE_BY_TE,
+            may_be_undefined=True,
+        ),
+    ),
+    ("swiglu", "liger"): (
+        Patch(
+            "megatron.core.fusions.fused_bias_swiglu:SwiGLUFunction",
+            _swiglu_by_liger,
+            "Megatron's is compiled torch code that saves more; liger-kernel's own function sets it",
+        ),
+    ),
+    ("cross_entropy", "triton"): (
+        Patch(
+            "megatron.core.models.common.language_module.language_module:fused_vocab_parallel_cross_entropy",
+            ours("triton.cross_entropy:vocab_parallel_cross_entropy"),
+            "Megatron's fusion keeps an fp32 copy of the logits",
+        ),
+    ),
+    ("weight_gradient", "product"): (
+        Patch(
+            "megatron.core.tensor_parallel.layers:fused_weight_gradient_mlp_cuda",
+            ours("wgrad:WeightGradientProduct"),
+            "Megatron looks for apex's extension",
+            may_be_undefined=True,
+        ),
+        Patch(
+            "megatron.core.tensor_parallel.layers:_grad_accum_fusion_available",
+            value(True),
+            "Megatron looks for apex's extension",
+        ),
+        Patch(
+            "megatron.core.tensor_parallel.layers:F",
+            ours("wgrad:functional"),
+            "an embedding's gradient has no fused accumulation; F.embedding is all that the module takes from F",
+        ),
+    ),
+}
+"""Per part of `Kernels` and its choice."""
+
+EXPERTS = (
+    Patch(
+        "megatron.core.transformer.moe.moe_utils:te_general_gemm",
+        lambda present: present,
+        "without Transformer Engine the router reads this name, which its failed import has left undefined",
+        may_be_undefined=True,
+    ),
+)
+INDEX_FILES = (
+    Patch(
+        "numpy:save",
+        wrapped_by("index_files:saving_atomically"),
+        "gpt_dataset saves indexes under their final names and takes any file of that name as complete",
+        NUMPY,
+    ),
+)
+REGISTER = (*CPU, *OPTIMIZER, *OPTIMIZER_GATHER, *sum(KERNELS.values(), ()), *EXPERTS, *INDEX_FILES)
+
+
+def check_versions(patches: Iterable[Patch]) -> None:
+    """Raise RequestError where an installed version is not one that the patches were read at."""
+    unread: dict[tuple[str, str], list[str]] = {}
+    for patch in patches:
+        if problem := patch.problem():
+            unread.setdefault((problem, patch.read_at), []).append(patch.target)
+    if unread:
+        (problem, read_at), targets = next(iter(unread.items()))
+        raise RequestError(
+            f"{problem}, whose code {targets[0]} was not checked against"
+            + (f" (nor {len(targets) - 1} more patched attributes)" if len(targets) > 1 else ""),
+            needed=read_at,
+            action="install the versions of constraints.txt; to support another one, read upstream's code around each "
+            "target in pretrainkit/megatron/patches.py and extend read_at there",
+            where="patches of upstream packages",
+        )
+
+
+_applied: dict[str, Any] = {}
+"""Per target what was set there."""
+
+
+def apply(patches: Iterable[Patch]) -> None:
+    """Apply patches in this process for good; those that are in place already are left alone.
+
+    Raises RequestError, before anything is patched, at a version that one of them wasn't read at.
+    """
+    patches = tuple(patches)
+    check_versions(patches)
+    for patch in patches:
+        owner = patch.owner
+        present = getattr(owner, patch.name, None) if patch.may_be_undefined else getattr(owner, patch.name)
+        if _applied.get(patch.target, _MISSING) is not present:
+            _applied[patch.target] = patch.new(present)
+            setattr(owner, patch.name, _applied[patch.target])
+
+
+@contextmanager
+def applied(patches: Iterable[Patch]) -> Iterator[None]:
+    """Apply patches until the end of a `with` block; upstream's attributes are back afterwards."""
+    patches = tuple(patches)
+    check_versions(patches)
+    originals = [(patch, getattr(patch.owner, patch.name)) for patch in patches]
+    try:
+        for patch, original in originals:
+            setattr(patch.owner, patch.name, patch.new(original))
+        yield
+    finally:
+        for patch, original in originals:
+            setattr(patch.owner, patch.name, original)
+
+
+def apply_kernels(kernels: Kernels) -> None:
+    """Put a run's kernels where Megatron looks for them; before the model is built."""
+    apply(patch for (part, choice), rows in KERNELS.items() if getattr(kernels, part) == choice for patch in rows)
+
+
+def apply_optimizer() -> None:
+    """Give Megatron our optimizer where neither Transformer Engine nor apex is installed; before one is built."""
+    import megatron.core.optimizer as megatron_optimizer
+
+    apply((*(OPTIMIZER if megatron_optimizer.USING_PYTORCH_OPTIMIZER else ()), *OPTIMIZER_GATHER))
