@@ -1,4 +1,4 @@
-"""Attention over a sequence that lies on several cards, by each of torch's kernels."""
+"""Context-parallel attention on several GPUs, with each of torch's kernels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from all_cards import NUM_CARDS, on_all_cards
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from pretrainkit.megatron.attention_parts import CuDnn, Efficient, Flash, Part, part_kernel
+from pretrainkit.megatron.attention_kernels import AttentionBlock, CuDnn, Efficient, Flash, block_kernel
 
 pytestmark = pytest.mark.skipif(NUM_CARDS < 2, reason="needs two GPUs")
 KERNELS = [
@@ -30,6 +30,6 @@ def _compare() -> None:
                 with sdpa_kernel([backend, SDPBackend.MATH]):
                     q = torch.empty(1, 4, length, head_size, dtype=dtype, device="cuda")
                     if kernel is not Efficient:  # which serves what is left
-                        assert isinstance(part_kernel(Part(q, q[:, :2], q[:, :2], True, None)), kernel)
+                        assert isinstance(block_kernel(AttentionBlock(q, q[:, :2], q[:, :2], True, None)), kernel)
                     group = torch.distributed.group.WORLD
                     context_parallel_ranks.compare_with_one_rank(group, length, head_size, dtype, "cuda")

@@ -1,4 +1,4 @@
-"""Layers replayed as CUDA graphs have the gradients, losses and memory of launched ones."""
+"""Layers replayed as CUDA graphs have the gradients, losses and memory of eager ones."""
 
 from __future__ import annotations
 
@@ -72,38 +72,38 @@ def _assert_same(found: tuple[list[float], dict[str, Tensor]], expected: tuple[l
 
 
 @pytest.mark.parametrize(("fused_kernels", "precision"), [("auto", "bf16"), ("off", "bf16"), ("off", "fp32")], ids=str)
-def test_gradients_of_replayed_layers_are_those_of_launched_ones(fused_kernels: str, precision: str) -> None:
+def test_gradients_of_replayed_layers_are_those_of_eager_ones(fused_kernels: str, precision: str) -> None:
     chosen = _chosen(fused_kernels, precision)
     patches.apply_kernels(chosen)
     wrapped = _wrapped(chosen, precision)
     expected = _gradients(wrapped)
     layers = cuda_graphs.install(wrapped)
-    for _ in range(2):  # the first one records
+    for _ in range(2):  # the first one captures
         _assert_same(_gradients(wrapped), expected)
     assert len(layers._layers) == SHAPE.num_layers
     assert layers.uncounted_bytes > 0
 
 
-def test_layers_that_cant_be_recorded_are_launched(
+def test_layers_that_cant_be_captured_run_eagerly(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     chosen = _chosen("auto", "bf16")
     patches.apply_kernels(chosen)
     wrapped = _wrapped(chosen, "bf16")
     expected = _gradients(wrapped)
-    record = cuda_graphs.CudaGraphs.record
+    capture = cuda_graphs.CudaGraphs.capture
 
-    def record_a_wait(self: Any, body: Callable[[], Any]) -> Any:
-        return record(self, lambda: (body(), torch.cuda.current_stream().synchronize()))
+    def capture_a_wait(self: Any, body: Callable[[], Any]) -> Any:
+        return capture(self, lambda: (body(), torch.cuda.current_stream().synchronize()))
 
-    monkeypatch.setattr(cuda_graphs.CudaGraphs, "record", record_a_wait)
+    monkeypatch.setattr(cuda_graphs.CudaGraphs, "capture", capture_a_wait)
     layers = cuda_graphs.install(wrapped)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             _assert_same(_gradients(wrapped), expected)
     assert not layers._layers
     assert torch.rand(8, device="cuda").unique().numel() > 1  # random numbers are made as before
-    assert caplog.text.count("can't be recorded") == 1
+    assert caplog.text.count("can't capture") == 1
 
 
 @pytest.mark.parametrize("cards", [1, 2])

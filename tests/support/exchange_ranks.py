@@ -1,4 +1,4 @@
-"""Ranks on CPU that exchange tensor-parallel parts by files in memory, each part fetched as late as it may be."""
+"""Ranks on CPU that exchange tensor-parallel chunks by files in memory, each chunk copied as late as it may be."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pretrainkit.megatron import kernels, layer_spec
-from pretrainkit.megatron.tp_overlap import NUM_BUFFERS, Exchange, GatheredProduct, ScatteredProduct
-from pretrainkit.megatron.wgrad import WeightGradientProduct
+from pretrainkit.megatron.tp_overlap import NUM_BUFFERS, AllGatherMatmul, MatmulReduceScatter, PeerMemory
+from pretrainkit.megatron.wgrad import WgradGemm
 
 
-class LateExchange(Exchange):
+class LatePeerMemory(PeerMemory):
     """The same promises as on GPUs, where a copy may come at any time before it is waited for; here it comes then."""
 
     def __init__(self, group: Any, folder: Path) -> None:
@@ -27,43 +27,43 @@ class LateExchange(Exchange):
         self._group, self._folder = group, folder
         self._turn = 0
 
-    def open(self, num_bytes: int) -> None:
+    def next_buffer(self, num_bytes: int) -> None:
         time.sleep(random.random() * 2e-3)
         self._turn = (self._turn + 1) % NUM_BUFFERS
 
-    def _buffer(self, turn: int, rank: int, shape: torch.Size, dtype: torch.dtype, place: int) -> Tensor:
-        end = place + shape.numel()
+    def _buffer(self, turn: int, rank: int, shape: torch.Size, dtype: torch.dtype, offset: int) -> Tensor:
+        end = offset + shape.numel()
         path = str(self._folder / f"{turn}_{rank}")
-        return torch.from_file(path, shared=True, size=2**20, dtype=dtype)[place:end].view(shape)
+        return torch.from_file(path, shared=True, size=2**20, dtype=dtype)[offset:end].view(shape)
 
-    def own(self, shape: torch.Size, dtype: torch.dtype, place: int = 0) -> Tensor:
-        return self._buffer(self._turn, self.rank, shape, dtype, place)
+    def local_buffer(self, shape: torch.Size, dtype: torch.dtype, offset: int = 0) -> Tensor:
+        return self._buffer(self._turn, self.rank, shape, dtype, offset)
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         torch.distributed.barrier(self._group)
 
-    def fetch(self, into: Tensor, source: int, place: int = 0) -> Any:
+    def copy_from_peer(self, into: Tensor, source: int, offset: int = 0) -> Any:
         turn = self._turn
-        return lambda: into.copy_(self._buffer(turn, source, into.shape, into.dtype, place))
+        return lambda: into.copy_(self._buffer(turn, source, into.shape, into.dtype, offset))
 
-    def wait(self, arrival: Callable[[], None]) -> None:  # type: ignore[override]
+    def wait(self, copied: Callable[[], None]) -> None:  # type: ignore[override]
         time.sleep(random.random() * 2e-3)
-        arrival()
+        copied()
 
 
 def compare_on_cpu(rank: int, world_size: int, *, shared: Path, rounds: int) -> None:
     """Compare over gloo; parts are late by other times on each rank."""
     torch.distributed.init_process_group("gloo")
-    WeightGradientProduct.wgrad_gemm_accum_fp32 = WeightGradientProduct.wgrad_gemm_accum_fp16  # for CUDA alone
+    WgradGemm.wgrad_gemm_accum_fp32 = WgradGemm.wgrad_gemm_accum_fp16  # for CUDA alone
     random.seed(rank)
-    exchange = LateExchange(torch.distributed.group.WORLD, shared)
+    memory = LatePeerMemory(torch.distributed.group.WORLD, shared)
     for _ in range(rounds):
         for accumulates in (False, True):
-            compare_with_one_rank(exchange, (4, 3, 16, 24), torch.float32, "cpu", accumulates=accumulates)
+            compare_with_one_rank(memory, (4, 3, 16, 24), torch.float32, "cpu", accumulates=accumulates)
 
 
 def compare_with_one_rank(
-    exchange: Exchange, sizes: tuple[int, int, int, int], dtype: torch.dtype, device: str, *, accumulates: bool
+    memory: PeerMemory, sizes: tuple[int, int, int, int], dtype: torch.dtype, device: str, *, accumulates: bool
 ) -> None:
     """Two layers, forward and backward, against the same on whole tensors in fp32."""
     length, batch, hidden, inner = sizes
@@ -73,23 +73,23 @@ def compare_with_one_rank(
         values = torch.randn(shape, generator=generator).to(dtype)
         return values.to(device, torch.float32).requires_grad_()
 
-    whole = random_leaf(length * exchange.size, batch, hidden)
-    first = [random_leaf(inner, hidden) for _ in range(exchange.size)]
-    second = [random_leaf(hidden, inner) for _ in range(exchange.size)]
-    above = random_leaf(length * exchange.size, batch, hidden).detach()
+    whole = random_leaf(length * memory.size, batch, hidden)
+    first = [random_leaf(inner, hidden) for _ in range(memory.size)]
+    second = [random_leaf(hidden, inner) for _ in range(memory.size)]
+    above = random_leaf(length * memory.size, batch, hidden).detach()
     expected = sum(F.gelu(whole @ a.t()) @ b.t() for a, b in zip(first, second, strict=True))
     expected.backward(above)
 
-    mine = slice(exchange.rank * length, (exchange.rank + 1) * length)
-    own = (whole[mine], first[exchange.rank], second[exchange.rank])
+    mine = slice(memory.rank * length, (memory.rank + 1) * length)
+    own = (whole[mine], first[memory.rank], second[memory.rank])
     part, up, down = (tensor.detach().to(dtype, copy=True).requires_grad_() for tensor in own)
     for weight in (up, down):
         weight.main_grad = torch.ones_like(weight, dtype=torch.float32)
-    inner_part = F.gelu(GatheredProduct.apply(part, up, exchange, accumulates))
-    output = ScatteredProduct.apply(inner_part, down, exchange, accumulates)
+    inner_part = F.gelu(AllGatherMatmul.apply(part, up, memory, accumulates))
+    output = MatmulReduceScatter.apply(inner_part, down, memory, accumulates)
     output.backward(above[mine].to(dtype))
     found = [output, part.grad, *(w.main_grad - 1 if accumulates else w.grad for w in (up, down))]
-    references = [expected[mine], whole.grad[mine], first[exchange.rank].grad, second[exchange.rank].grad]
+    references = [expected[mine], whole.grad[mine], first[memory.rank].grad, second[memory.rank].grad]
     for name, values, reference in zip(("output", "input", "first", "second"), found, references, strict=True):
         error = ((values.float() - reference).norm() / reference.norm()).item()
         assert error < (1e-6 if dtype == torch.float32 else 0.01), f"{name}: relative error {error:.2g}"
@@ -97,14 +97,14 @@ def compare_with_one_rank(
 
 
 def train(rank: int, world_size: int, *, run_file: Path, shared: Path) -> None:
-    """`ranks.train_until_stopped` with the layers that overlap products with their exchange."""
-    exchanges: dict[Any, LateExchange] = {}
+    """`ranks.train_until_stopped` with layers whose communication overlaps with their GEMMs."""
+    memories: dict[Any, LatePeerMemory] = {}
 
-    def exchange_of(group: Any) -> LateExchange:
-        return exchanges.setdefault(group, LateExchange(group, shared))
+    def peer_memory_of(group: Any) -> LatePeerMemory:
+        return memories.setdefault(group, LatePeerMemory(group, shared))
 
     choose_for = kernels.choose_for
     kernels.choose_for = lambda run: dataclasses.replace(choose_for(run), exchange="copies")
-    layer_spec.exchange_of = exchange_of
+    layer_spec.peer_memory_of = peer_memory_of
     ranks.train_until_stopped(rank, world_size, run_file=run_file)
-    assert exchanges
+    assert memories

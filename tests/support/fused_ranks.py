@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pretrainkit.engine import train as nemo
 from pretrainkit.megatron import cuda_graphs, kernels
-from pretrainkit.megatron.wgrad import WeightGradientProduct
+from pretrainkit.megatron.wgrad import WgradGemm
 
 FUSED = kernels.Kernels(
     layer_spec="torch",
@@ -27,7 +27,7 @@ FUSED = kernels.Kernels(
 
 
 class Again:
-    """Stands for a CUDA graph: what was done is done again, and its result put where the first one was."""
+    """Stands for a CUDA graph: runs the body again and writes its result where the first one is."""
 
     count = 0
 
@@ -41,12 +41,12 @@ class Again:
 
 
 class CpuGraphs:
-    """Stands for `graphed_layers.CudaGraphs`."""
+    """Stands for `cuda_graphs.CudaGraphs`."""
 
-    def rehearse(self, body: Callable[[], object]) -> None:
+    def warm_up(self, body: Callable[[], object]) -> None:
         body()
 
-    def record(self, body: Callable[[], Tensor]) -> Again:
+    def capture(self, body: Callable[[], Tensor]) -> Again:
         return Again(body)
 
     def finish(self) -> int:
@@ -77,5 +77,5 @@ def use_fused_kernels() -> None:
     nemo.transformer_config_fields = lambda *arguments, **settings: describe(
         *arguments, **settings | {"fused_cross_entropy": True}
     )
-    WeightGradientProduct.wgrad_gemm_accum_fp32 = WeightGradientProduct.wgrad_gemm_accum_fp16  # for CUDA alone
+    WgradGemm.wgrad_gemm_accum_fp32 = WgradGemm.wgrad_gemm_accum_fp16  # for CUDA alone
     kernels.choose_for = lambda run: FUSED

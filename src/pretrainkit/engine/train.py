@@ -44,7 +44,7 @@ from pretrainkit.engine.loader_watchdog import Readers
 from pretrainkit.engine.stop_requests import StopRequests
 from pretrainkit.logs import get_logger
 from pretrainkit.megatron import kernels, patches
-from pretrainkit.megatron.attention import attention_kernel
+from pretrainkit.megatron.attention_kernels import attention_kernel
 from pretrainkit.megatron.dataset import local_prefixes
 from pretrainkit.megatron.document_attention import with_document_bounds
 from pretrainkit.megatron.layer_spec import torch_layer_spec

@@ -1,12 +1,12 @@
-"""Transformer layers replayed as CUDA graphs: the host hands over a layer in two calls, in place of some eighty.
+"""Transformer layers replayed as CUDA graphs: the host launches a layer in two calls instead of about eighty.
 
 With short kernels, of a small model or of few tokens, the GPU waits for the host: a layer's forward and backward pass
-take 2 to 4 ms of Python, whatever their size. So both are recorded once for each layer, at the first microbatch, and
-replayed for every other. A recording reads and writes fixed addresses; here those are the weights, their gradient
-buffers, and one microbatch's activations, in a pool of memory that all recordings share in the order they are replayed.
+take 2 to 4 ms of Python, whatever their size. So both are captured once per layer, at the first microbatch, and
+replayed for all others. A graph reads and writes fixed addresses: the weights, their gradient buffers, and one
+microbatch's activations, in a memory pool that all graphs share in the order in which they are replayed.
 
 Megatron's own graphs need another random generator and refuse expandable segments; torch's make_graphed_callables
-refuses modules with hooks, and records in a mode that an allocation by the data loader's thread breaks.
+refuses modules with hooks, and captures in a mode that an allocation by the data loader's thread breaks.
 """
 
 from __future__ import annotations
@@ -26,39 +26,39 @@ log = get_logger(__name__)
 
 
 class Replayable(Protocol):
-    """Work on the GPU that can be done again."""
+    """GPU work that can be repeated."""
 
     def replay(self) -> None:
-        """Do it, with what stands at its addresses now."""
+        """Run it on what is at its addresses now."""
 
 
 class CudaGraphs:
-    """Records on a stream of its own, into one pool of memory."""
+    """Captures graphs on a side stream, into one memory pool."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
         torch.cuda.reset_peak_memory_stats()
 
-    def rehearse(self, body: Callable[[], object]) -> None:
-        """Do `body` as it will be recorded: compiles kernels and sets libraries up, which no recording may contain."""
+    def warm_up(self, body: Callable[[], object]) -> None:
+        """Run `body` as it will be captured: compiles kernels and initializes libraries, which a capture can't do."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             body()
         torch.cuda.current_stream().wait_stream(self._stream)
 
-    def record(self, body: Callable[[], object]) -> Replayable:
-        """Record what `body` would do; it isn't done."""
+    def capture(self, body: Callable[[], object]) -> Replayable:
+        """Capture the work of `body` without running it."""
         graph = torch.cuda.CUDAGraph()
-        # Other threads may allocate meanwhile: the one that pins batches does.
+        # Other threads may allocate during the capture: the one that pins batches does.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             body()
         return graph
 
     def finish(self) -> int:
-        """Bytes that replays write to, while torch's allocator counts them as free: they were so when all was recorded.
+        """Bytes that replays write to although torch's allocator counts them as free, as they were after the captures.
 
-        Its peak begins anew with what is in use now.
+        Resets the allocator's peak.
         """
         count = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -66,10 +66,10 @@ class CudaGraphs:
 
 
 class _Pass:
-    """One layer's way through one microbatch, with tensors that stay where they are.
+    """One layer's forward and backward pass over one microbatch, with tensors at fixed addresses.
 
-    The layer gets aliases of its weights. Autograd would wait for the stream on which a weight was first used, which no
-    recording may do where that is the default one.
+    The layer gets aliases of its weights: autograd would wait for the stream on which a weight was first used, which a
+    capture must not do if that is the default stream.
     """
 
     def __init__(self, layer: Any, hidden: Tensor, rotary: Tensor | None) -> None:
@@ -92,20 +92,20 @@ class _Pass:
             self.output, (self.hidden, *weights), self.output_gradient
         )
         for weight, gradient in zip(weights, gradients, strict=True):
-            if not weight.grad_added_to_main_grad:  # else the product has done it
+            if not weight.grad_added_to_main_grad:  # else the wgrad GEMM has done it
                 weight.main_grad.add_(gradient)
         return self.hidden_gradient
 
 
 def _alias(weight: Any) -> Any:
-    """The same numbers and gradient buffer for an autograd graph of its own."""
+    """A leaf of another autograd graph that shares the weight's storage and gradient buffer."""
     alias: Any = weight.detach().requires_grad_()
     alias.__dict__.update(weight.__dict__, grad_added_to_main_grad=False)
     return alias
 
 
 class _Layer:
-    """What is replayed of a layer, and what Megatron wants to know meanwhile. Its parts are listed once."""
+    """A layer's two graphs, its weights, and its modules, listed once."""
 
     def __init__(self, module: Any, forward: Replayable) -> None:
         self.forward = forward
@@ -114,25 +114,26 @@ class _Layer:
         self._modules = list(module.modules())
 
     def await_weights(self) -> None:
-        """Megatron's hooks before a module: with overlapped gathering its weights may still be on their way."""
+        """Run Megatron's forward pre-hooks: with overlapped parameter gathering they wait for the layer's weights."""
         for module in self._modules:
             for hook in module._forward_pre_hooks.values():
                 hook(module, ())
 
 
 class GraphedLayers:
-    """Takes the place of a transformer block's forward, on one tensor- and pipeline-parallel rank.
+    """Replaces a transformer block's forward, without tensor and pipeline parallelism.
 
-    Evaluation, and whatever else than a microbatch of the first one's shape and causal attention, goes the plain way.
+    Evaluation falls back to eager execution, and so does a microbatch that has not the first one's shape or has an
+    attention mask.
     """
 
     def __init__(self, block: TransformerBlock, data_parallel: Any) -> None:
-        """`data_parallel`: Megatron's wrapper around the model, with the buffers of its gradients."""
+        """`data_parallel`: Megatron's DistributedDataParallel around the model, which owns the gradient buffers."""
         self._block, self._data_parallel = block, data_parallel
-        self._plain = block.forward
+        self._eager_forward = block.forward
         self.uncounted_bytes = 0
         self._layers: list[_Layer] = []
-        self._gives_up = False
+        self._failed = False
         self._rotary: Tensor | None = None
         self._hidden: Tensor
         self._output: Tensor
@@ -150,41 +151,41 @@ class GraphedLayers:
         """TransformerBlock's: hidden states [s, b, h] to the normed ones that the output layer takes."""
         is_training = self._block.training and torch.is_grad_enabled()
         is_special = attention_mask is not None or any(value is not None for value in others.values())
-        if is_training and not is_special and not self._layers and not self._gives_up:
-            self._try_to_record(hidden_states, rotary_pos_emb)
+        if is_training and not is_special and not self._layers and not self._failed:
+            self._try_to_capture(hidden_states, rotary_pos_emb)
         if is_training and not is_special and self._fits(hidden_states, rotary_pos_emb):
             normed: Tensor = self._block.final_layernorm(Replay.apply(self, hidden_states))
             return normed
-        return self._plain(hidden_states, attention_mask, rotary_pos_emb=rotary_pos_emb, **others)
+        return self._eager_forward(hidden_states, attention_mask, rotary_pos_emb=rotary_pos_emb, **others)
 
     def _fits(self, hidden: Tensor, rotary: Tensor | None) -> bool:
         return bool(self._layers) and hidden.shape == self._hidden.shape and rotary is self._rotary
 
-    def _try_to_record(self, hidden: Tensor, rotary: Tensor | None) -> None:
+    def _try_to_capture(self, hidden: Tensor, rotary: Tensor | None) -> None:
         try:
-            self._record(hidden, rotary)
-        except RuntimeError as error:  # CUDA's errors are of this kind
-            self._gives_up = True
-            _end_recording_of_random_numbers()
-            log.warning("layers can't be recorded as CUDA graphs, and are launched kernel by kernel: %s", error)
+            self._capture(hidden, rotary)
+        except RuntimeError as error:  # CUDA errors are RuntimeErrors
+            self._failed = True
+            _restore_generator()
+            log.warning("can't capture the layers as CUDA graphs, falling back to eager execution: %s", error)
 
-    def _record(self, hidden: Tensor, rotary: Tensor | None) -> None:
+    def _capture(self, hidden: Tensor, rotary: Tensor | None) -> None:
         graphs = CudaGraphs()
-        _rehearse(graphs, self._block.layers[0], hidden, rotary)
+        _warm_up(graphs, self._block.layers[0], hidden, rotary)
         layers, passes = [], []
-        with _hooks_know():
+        with _megatron_hooks_off():
             output = hidden.detach().clone()
             for module in self._block.layers:
                 passes.append(current := _Pass(module, output, rotary))
-                layers.append(_Layer(module, graphs.record(current.forward)))
+                layers.append(_Layer(module, graphs.capture(current.forward)))
                 output = current.output
             self._hidden, self._output = passes[0].hidden, output.detach()
             self._output_gradient = gradient = torch.zeros_like(output)
             for layer in reversed(layers):
-                # The last reference to a pass is dropped after its backward: then its memory serves those before it.
+                # Each pass is freed once its backward is captured, so that earlier layers reuse its memory.
                 current = passes.pop()
                 current.output_gradient = gradient
-                layer.backward = graphs.record(current.backward)
+                layer.backward = graphs.capture(current.backward)
                 gradient = current.hidden_gradient
         self._hidden_gradient = gradient
         self._layers, self._rotary = layers, rotary
@@ -192,7 +193,7 @@ class GraphedLayers:
         self.uncounted_bytes = graphs.finish()
 
     def replay_forward(self, hidden: Tensor) -> Tensor:
-        """The last layer's output, at an address that the next microbatch writes to again."""
+        """The last layer's output, at an address that the next microbatch overwrites."""
         self._hidden.copy_(hidden)
         for layer in self._layers:
             layer.await_weights()
@@ -200,7 +201,7 @@ class GraphedLayers:
         return self._output.detach()
 
     def replay_backward(self, gradient: Tensor) -> Tensor:
-        """The gradient of the first layer's input; a layer's weights are told as done when its replay is under way."""
+        """The gradient of the first layer's input; a layer's weight gradients are ready once its replay is enqueued."""
         self._output_gradient.copy_(gradient)
         for layer in reversed(self._layers):
             layer.backward.replay()
@@ -211,7 +212,7 @@ class GraphedLayers:
 
 
 class Replay(torch.autograd.Function):
-    """All layers in both directions, as one node of autograd's graph."""
+    """The forward and backward pass of all layers as one autograd node."""
 
     @staticmethod
     def forward(ctx: Any, layers: GraphedLayers, hidden: Tensor) -> Tensor:
@@ -223,24 +224,24 @@ class Replay(torch.autograd.Function):
         return None, ctx.layers.replay_backward(gradient)
 
 
-def _rehearse(graphs: CudaGraphs, layer: Any, hidden: Tensor, rotary: Tensor | None) -> None:
-    """Both passes of a layer, with a gradient of zeros, which adds nothing to the weights' gradients."""
+def _warm_up(graphs: CudaGraphs, layer: Any, hidden: Tensor, rotary: Tensor | None) -> None:
+    """Run both passes of a layer with a zero gradient, which leaves the weights' gradient buffers unchanged."""
     trial = _Pass(layer, torch.zeros_like(hidden), rotary)
     trial.output_gradient = torch.zeros_like(hidden)
-    graphs.rehearse(trial.forward)
-    graphs.rehearse(trial.backward)
+    graphs.warm_up(trial.forward)
+    graphs.warm_up(trial.backward)
 
 
-def _end_recording_of_random_numbers() -> None:
-    """Torch's generator takes part in every recording, and after one that failed would refuse to work outside of it."""
+def _restore_generator() -> None:
+    """Take torch's generator out of a failed capture: it would refuse to work outside of it."""
     if torch.cuda.is_available():
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
         generator.graphsafe_set_state(generator.clone_state())
 
 
 @contextmanager
-def _hooks_know() -> Iterator[None]:
-    """Megatron's hooks do nothing while something is recorded."""
+def _megatron_hooks_off() -> Iterator[None]:
+    """Turn Megatron's hooks off during a capture."""
     cuda_graphs._set_capture_start()
     try:
         yield
@@ -249,7 +250,7 @@ def _hooks_know() -> Iterator[None]:
 
 
 def install(data_parallel: Any) -> GraphedLayers:
-    """Let the model in Megatron's data-parallel wrapper replay its layers from the first microbatch on."""
+    """Let the model in Megatron's DistributedDataParallel capture its layers at the first microbatch, then replay."""
     (block,) = (module for module in data_parallel.modules() if isinstance(module, TransformerBlock))
     layers = GraphedLayers(block, data_parallel)
     block.forward = layers.forward

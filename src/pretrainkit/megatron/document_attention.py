@@ -1,11 +1,11 @@
-"""Causal attention within documents: where several lie in one sequence, none sees another.
+"""Causal attention within documents: tokens don't attend to other documents of the same sequence.
 
-The bounds of the documents of a microbatch travel as one int32 tensor [n + 1] in the place of Megatron's attention
-mask, through every pipeline stage: document i has the tokens bounds[i] to bounds[i + 1] of the microbatch's
-sequences one after the other, and no document crosses the end of a sequence. No mask of S x S is ever built.
+The bounds of a microbatch's documents are passed as one int32 tensor [n + 1] in place of Megatron's attention mask,
+through every pipeline stage: document i has tokens bounds[i] to bounds[i + 1] of the microbatch's concatenated
+sequences, and no document crosses the end of a sequence. No S x S mask is built.
 
-Rotary positions count within the sequence and not anew in each document: attention sees differences of positions
-alone, and those are the same.
+Rotary positions count within the sequence and are not reset at document boundaries: attention depends on differences of
+positions only, which are the same.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 def document_bounds(position_ids: Tensor) -> Tensor:
-    """Bounds [n + 1], int32, of the documents of position ids [b, s]: one begins where the position is 0."""
+    """Bounds [n + 1], int32, of the documents in position ids [b, s]: a document starts where the position is 0."""
     begins = torch.nonzero(position_ids.reshape(-1) == 0).flatten()
     return F.pad(begins, (0, 1), value=position_ids.numel()).to(torch.int32)
 
@@ -27,7 +27,7 @@ def document_bounds(position_ids: Tensor) -> Tensor:
 def with_document_bounds(data_step: Callable[..., Any]) -> Callable[..., Any]:
     """Megatron's data step, with the bounds of each microbatch's documents as its attention mask.
 
-    They are found on the CPU, before the batch goes to the device: nothing waits for the device.
+    They are computed on the CPU before the batch is copied to the device, which avoids a device synchronization.
     """
 
     def data_step_with_bounds(batches: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
@@ -65,7 +65,7 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: i
 
 
 def _one_by_one(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float | None) -> Tensor:
-    """A call for each document, for what the flash kernel doesn't take: fp32 and CPU."""
+    """One call per document, for what the flash kernel doesn't support: fp32 and CPU."""
     lengths = bounds.diff().tolist()
     outs = []
     for q, k, v in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True):  # [l, heads, d]

@@ -1,7 +1,7 @@
-"""Megatron's transformer layer from plain torch parts, for machines without Transformer Engine.
+"""Megatron's transformer layer from torch modules, without Transformer Engine.
 
-Parameter names are those of Transformer Engine's spec (a norm's weight belongs to the linear layer after
-it), so that checkpoints move freely between the two.
+Parameter names are those of Transformer Engine's spec (a norm's weight belongs to the linear layer after it), so that
+checkpoints load with either.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from pretrainkit.megatron.attention import ScaledDotProductAttention
-from pretrainkit.megatron.tp_overlap import GatheredProduct, ScatteredProduct, exchange_of
+from pretrainkit.megatron.tp_overlap import AllGatherMatmul, MatmulReduceScatter, peer_memory_of
 
 
 def _norm_weight(config: TransformerConfig, size: int) -> torch.nn.Parameter:
     weight = torch.nn.Parameter(torch.ones(size, dtype=config.params_dtype))
-    # Under sequence parallelism each rank sees a part of the tokens; Megatron sums such gradients over TP.
+    # Under sequence parallelism each rank has a chunk of the tokens; Megatron sums these gradients over TP ranks.
     weight.sequence_parallel = config.sequence_parallel
     return weight
 
@@ -40,7 +40,7 @@ class RMSNorm(torch.nn.Module):
         self.weight = _norm_weight(config, hidden_size)
 
     def get_extra_state(self) -> None:
-        """Nothing; but Transformer Engine's norm has this entry, and won't load a checkpoint without it."""
+        """Nothing: Transformer Engine's norm has this entry and doesn't load a checkpoint without it."""
 
     def set_extra_state(self, state: Any) -> None:
         """Nothing to restore."""
@@ -60,8 +60,8 @@ class RMSNormColumnParallelLinear(ColumnParallelLinear):
         self._overlaps = overlaps
 
     def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None, **settings: Any) -> Tensor:
-        if self._overlaps and (exchange := exchange_of(self.tp_group)):
-            output = GatheredProduct.apply(input, weight, exchange, self.gradient_accumulation_fusion)
+        if self._overlaps and (memory := peer_memory_of(self.tp_group)):
+            output = AllGatherMatmul.apply(input, weight, memory, self.gradient_accumulation_fusion)
             return output if bias is None else output + bias
         return super()._forward_impl(input, weight, bias, **settings)
 
@@ -72,39 +72,39 @@ class RMSNormColumnParallelLinear(ColumnParallelLinear):
         return F.rms_norm(hidden, hidden.shape[-1:], self.layer_norm_weight, self.config.layernorm_epsilon)
 
 
-class KeepingRMSNormColumnParallelLinear(RMSNormColumnParallelLinear):
-    """The same with the norm that carries the residual stream; `add_kept_residual` takes it from there.
+class FusedResidualRMSNormColumnParallelLinear(RMSNormColumnParallelLinear):
+    """The same with a norm whose backward also adds the gradient of the skip connection.
 
-    Megatron's layer hands the stream to this module and, as another reference, to the sum after the block. So the
-    way past the block is hung on the tensor that both see.
+    Megatron's layer passes the residual stream to this module and, by another reference, to the sum after the block.
+    So the norm's second output, the skip connection, is attached to the tensor that both get (`add_fused_residual`).
     """
 
     def _normalize(self, hidden: Tensor) -> Tensor:
-        from pretrainkit.megatron.triton.rms_norm import keeping_rms_norm
+        from pretrainkit.megatron.triton.rms_norm import rms_norm_with_residual
 
-        normed, kept = keeping_rms_norm(hidden, self.layer_norm_weight, self.config.layernorm_epsilon)
-        if torch.is_grad_enabled():  # not where a recomputed block runs for the first time: the sum has no part in it
-            hidden.kept = kept
+        normed, residual = rms_norm_with_residual(hidden, self.layer_norm_weight, self.config.layernorm_epsilon)
+        if torch.is_grad_enabled():  # not in a recomputed block's first forward, which the sum isn't part of
+            hidden.residual = residual
         return normed
 
 
 class OverlappedRowParallelLinear(RowParallelLinear):
-    """A row-parallel linear layer without a bias, whose sum over ranks goes on while it multiplies."""
+    """A row-parallel linear layer without bias whose reduce-scatter overlaps with its GEMM."""
 
     def forward(self, input_: Tensor) -> tuple[Tensor, None]:
-        if exchange := exchange_of(self.tp_group):
-            return ScatteredProduct.apply(input_, self.weight, exchange, self.gradient_accumulation_fusion), None
+        if memory := peer_memory_of(self.tp_group):
+            return MatmulReduceScatter.apply(input_, self.weight, memory, self.gradient_accumulation_fusion), None
         return super().forward(input_)
 
 
-def add_kept_residual(training: bool, fused: bool) -> Callable[..., Tensor]:
-    """Megatron's sum of a block's output and the residual stream, the stream taken from the block's norm."""
-    add = get_bias_dropout_add(training, fused)
+def add_fused_residual(training: bool, fused: bool) -> Callable[..., Tensor]:
+    """Megatron's bias-dropout-add that takes the skip connection from the block's norm."""
+    bias_dropout_add = get_bias_dropout_add(training, fused)
 
-    def add_kept(output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
-        return add(output_with_bias, residual.__dict__.pop("kept", residual), dropout)
+    def add(output_with_bias: tuple[Tensor, Tensor | None], hidden: Tensor, dropout: float) -> Tensor:
+        return bias_dropout_add(output_with_bias, hidden.__dict__.pop("residual", hidden), dropout)
 
-    return add_kept
+    return add
 
 
 def torch_layer_spec(
@@ -112,7 +112,7 @@ def torch_layer_spec(
 ) -> TransformerBlockSubmodules:
     """The decoder's layers and final norm for a dense RMSNorm transformer.
 
-    With `overlaps` tensor-parallel products go on while their exchange does; needs sequence parallelism and CUDA.
+    With `overlaps`, tensor-parallel communication overlaps with GEMMs; this needs sequence parallelism and CUDA.
     """
     if config.num_moe_experts or config.normalization != "RMSNorm":
         raise NotImplementedError(
@@ -123,16 +123,16 @@ def torch_layer_spec(
     parts = layer.submodules
     attention = parts.self_attention.submodules
     attention.core_attention = ScaledDotProductAttention
-    linear = KeepingRMSNormColumnParallelLinear if fused_norm else RMSNormColumnParallelLinear
+    linear = FusedResidualRMSNormColumnParallelLinear if fused_norm else RMSNormColumnParallelLinear
     attention.linear_qkv = parts.mlp.submodules.linear_fc1 = ModuleSpec(module=linear, params={"overlaps": overlaps})
     if overlaps:
         attention.linear_proj = parts.mlp.submodules.linear_fc2 = OverlappedRowParallelLinear
     if fused_norm:
-        parts.self_attn_bda = parts.mlp_bda = add_kept_residual
+        parts.self_attn_bda = parts.mlp_bda = add_fused_residual
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
-    # Megatron's local spec renames separate norms to TE's names when saving; ours have those names already.
+    # Megatron's local spec renames separate norms to Transformer Engine's names when saving; ours have those names.
     parts.sharded_state_dict_keys_map = {}
     num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)

@@ -192,7 +192,7 @@ KERNELS = {
     ("weight_gradient", "product"): (
         Patch(
             "megatron.core.tensor_parallel.layers:fused_weight_gradient_mlp_cuda",
-            ours("wgrad:WeightGradientProduct"),
+            ours("wgrad:WgradGemm"),
             "Megatron looks for apex's extension",
             may_be_undefined=True,
         ),

@@ -1,8 +1,8 @@
-"""Weight gradients added to the fp32 gradient buffer by the matrix product itself.
+"""Weight gradients accumulated into the fp32 gradient buffer by the wgrad GEMM itself.
 
-Megatron calls apex's extension for this; torch's own product with an fp32 result serves, so that no bf16
-gradient is written, read and added per microbatch. An embedding's gradient goes to the rows that were looked up, in
-place of a bf16 gradient of the whole vocabulary.
+Megatron calls apex's extension for this. torch's own GEMM with an fp32 output does the same: no bf16 gradient is
+written, read and added per microbatch. An embedding's gradient is added to the rows that were looked up, without a
+bf16 gradient of the full vocabulary.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-class WeightGradientProduct:
+class WgradGemm:
     """The two functions of apex's `fused_weight_gradient_mlp_cuda` that Megatron calls."""
 
     @staticmethod
@@ -25,12 +25,12 @@ class WeightGradientProduct:
 
     @staticmethod
     def wgrad_gemm_accum_fp16(inputs: Tensor, output_gradient: Tensor, main_grad: Tensor) -> None:
-        """The same where the buffer has the inputs' type."""
+        """The same for a buffer of the inputs' dtype."""
         main_grad.addmm_(output_gradient.t(), inputs)
 
 
-class EmbeddingIntoBuffer(torch.autograd.Function):
-    """See `embedding`."""
+class FusedWgradEmbedding(torch.autograd.Function):
+    """Autograd function of `embedding`."""
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Any) -> Tensor:
@@ -43,18 +43,18 @@ class EmbeddingIntoBuffer(torch.autograd.Function):
         (ids,), weight = ctx.saved_tensors, ctx.weight
         weight.main_grad.index_add_(0, ids.flatten(), gradient.flatten(0, -2).to(weight.main_grad.dtype))
         weight.grad_added_to_main_grad = True
-        # Megatron's hooks want a gradient that they don't read; of tied weights the output layer gives it.
+        # Megatron's hooks require a gradient but don't read it; for tied weights the output layer provides it.
         return None, None if hasattr(weight, "zero_out_wgrad") else torch.empty_like(weight)
 
 
 def embedding(ids: Tensor, weight: Any) -> Tensor:
-    """The rows [..., h] of `weight` [v, h] for ids [...]; backward adds to `weight.main_grad`, if Megatron made one."""
+    """Rows [..., h] of `weight` [v, h] for ids [...]; backward accumulates into `weight.main_grad` if it exists."""
     if not torch.is_grad_enabled() or not hasattr(weight, "main_grad"):
         return F.embedding(ids, weight)
     if hasattr(weight, "zero_out_wgrad"):
-        weight.zero_out_wgrad = False  # the output layer's gradient need not be zeros to be added to ours
-    return EmbeddingIntoBuffer.apply(ids, weight)
+        weight.zero_out_wgrad = False  # so that the output layer's gradient is added to ours
+    return FusedWgradEmbedding.apply(ids, weight)
 
 
 functional = types.SimpleNamespace(embedding=embedding)
-"""Takes the place of torch.nn.functional in Megatron's `tensor_parallel.layers`, which calls nothing else of it."""
+"""Replaces torch.nn.functional in Megatron's `tensor_parallel.layers`, which calls nothing else of it."""

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from pretrainkit.config.schema import ResolvedRun
-from pretrainkit.megatron import attention
-from pretrainkit.megatron.attention_parts import CuDnn, Flash, PartKernel
+from pretrainkit.megatron import attention_kernels
+from pretrainkit.megatron.attention_kernels import BlockKernel, CuDnn, Flash
 
 MISMATCH = "cuDNN version incompatibility: PyTorch was compiled against (9, 19, 0) but found runtime version (9, 14, 0)"
 
@@ -25,7 +25,7 @@ def test_a_slow_kernel_is_told_with_torchs_reason(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     capability: tuple[int, int],
-    kernel: type[PartKernel],
+    kernel: type[BlockKernel],
     told: bool,
 ) -> None:
     def refuse() -> int:
@@ -35,12 +35,12 @@ def test_a_slow_kernel_is_told_with_torchs_reason(
     monkeypatch.setattr(torch, "empty", lambda *sizes, **options: empty(*sizes, **options | {"device": "cpu"}))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.backends.cudnn, "version", refuse)
-    monkeypatch.setattr(attention, "part_kernel", lambda part: kernel())
-    monkeypatch.setattr(attention.log, "propagate", True)
+    monkeypatch.setattr(attention_kernels, "block_kernel", lambda block: kernel())
+    monkeypatch.setattr(attention_kernels.log, "propagate", True)
     run = dataclasses.replace(make_run(), accelerator="gpu", precision="bf16")
-    assert attention.attention_kernel(run) == kernel.name
+    assert attention_kernels.attention_kernel(run) == kernel.name
     assert (MISMATCH in caplog.text) == told
 
 
 def test_on_cpu_there_is_one_kernel(make_run: Callable[..., ResolvedRun]) -> None:
-    assert attention.attention_kernel(dataclasses.replace(make_run(), accelerator="cpu")) == "cpu"
+    assert attention_kernels.attention_kernel(dataclasses.replace(make_run(), accelerator="cpu")) == "cpu"

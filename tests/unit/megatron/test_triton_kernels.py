@@ -11,7 +11,7 @@ from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_
 from torch import Tensor
 
 from pretrainkit.megatron.triton.cross_entropy import BLOCK, vocab_parallel_cross_entropy
-from pretrainkit.megatron.triton.rms_norm import keeping_rms_norm
+from pretrainkit.megatron.triton.rms_norm import rms_norm_with_residual
 from pretrainkit.megatron.triton.rotary import rotate_heads, rotate_qkv
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -112,7 +112,7 @@ def test_norm_with_the_residual_stream_is_torchs(columns: int, rows: tuple[int, 
         (normed * block + kept * past).sum().backward()
         return [normed, *(leaf.grad for leaf in leaves)]
 
-    found = gradients(lambda hidden, weight: keeping_rms_norm(hidden, weight, 1e-5))
+    found = gradients(lambda hidden, weight: rms_norm_with_residual(hidden, weight, 1e-5))
     expected = gradients(lambda hidden, weight: (F.rms_norm(hidden, (columns,), weight, 1e-5), hidden))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
@@ -120,6 +120,6 @@ def test_norm_with_the_residual_stream_is_torchs(columns: int, rows: tuple[int, 
 def test_the_norm_alone_has_torchs_gradient() -> None:
     hidden, weight = torch.randn(4, 64, device=DEVICE), torch.ones(64, device=DEVICE)
     leaf, expected = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
-    keeping_rms_norm(leaf, weight, 1e-5)[0].pow(3).sum().backward()
+    rms_norm_with_residual(leaf, weight, 1e-5)[0].pow(3).sum().backward()
     F.rms_norm(expected, (64,), weight, 1e-5).pow(3).sum().backward()
     torch.testing.assert_close(leaf.grad, expected.grad, rtol=1e-5, atol=1e-5)

@@ -1,8 +1,8 @@
 """Cross entropy over a vocabulary split between tensor-parallel ranks, in Triton.
 
-It reads the logits once forward, and once backward, where the gradient takes their place: 6 bytes a bf16
-logit in all and no copy. Megatron's own fusion and liger-kernel 0.8's keep an fp32 copy of the logits, four
-times that traffic, and at a vocabulary of 128 k and 16 k tokens 8 GiB.
+The forward pass reads the logits once; the backward pass reads them once more and overwrites them with the gradient:
+6 bytes of traffic per bf16 logit and no copy. Megatron's fusion and liger-kernel 0.8's keep an fp32 copy of the logits,
+which is four times that traffic, and 8 GiB for a vocabulary of 128 k and 16 k tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 8192  # logits of one row that a program holds in registers
+BLOCK = 8192  # logits of one row that a program keeps in registers
 WARPS = 16
 
 
@@ -28,10 +28,10 @@ def _row_statistics(  # type: ignore[no-untyped-def]
     columns,
     largest_out,
     total_out,
-    wanted_out,
+    target_logit_out,
     BLOCK: tl.constexpr,
 ):
-    """Of one row: its largest logit, the sum of exp(logit - largest), and the target's logit (0 elsewhere)."""
+    """For one row: its largest logit, the sum of exp(logit - largest), and the target's logit (0 on other ranks)."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * row_stride
     largest = -float("inf")
@@ -43,11 +43,11 @@ def _row_statistics(  # type: ignore[no-untyped-def]
         total = total * tl.exp(largest - new_largest) + tl.sum(tl.exp(values - new_largest))
         largest = new_largest
     target = tl.load(targets + row) - first_id
-    is_here = (target >= 0) & (target < columns)
-    wanted = tl.load(logits + target, mask=is_here, other=0.0).to(tl.float32)
+    is_local = (target >= 0) & (target < columns)
+    target_logit = tl.load(logits + target, mask=is_local, other=0.0).to(tl.float32)
     tl.store(largest_out + row, largest)
     tl.store(total_out + row, total)
-    tl.store(wanted_out + row, wanted)
+    tl.store(target_logit_out + row, target_logit)
 
 
 @triton.jit
@@ -61,7 +61,7 @@ def _gradient_in_place(  # type: ignore[no-untyped-def]
     loss_gradient,
     BLOCK: tl.constexpr,
 ):
-    """Of one block of one row: (softmax - one-hot target) x the loss's gradient, where the logits stood."""
+    """For one block of one row: overwrite the logits with (softmax - one-hot target) x the loss's gradient."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     logits += row * row_stride
@@ -74,7 +74,7 @@ def _gradient_in_place(  # type: ignore[no-untyped-def]
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
-    """See `vocab_parallel_cross_entropy`; backward can run once, since it overwrites the logits."""
+    """Autograd function of `vocab_parallel_cross_entropy`; backward runs once, since it overwrites the logits."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, group: Any) -> Tensor:
@@ -83,7 +83,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         ranks = 1 if group is None else group.size()
         first_id = 0 if ranks == 1 else group.rank() * columns
         flat_targets = targets.reshape(-1)
-        largest, total, wanted = logits.new_empty((3, rows.size(0)), dtype=torch.float32)
+        largest, total, target_logit = logits.new_empty((3, rows.size(0)), dtype=torch.float32)
         _row_statistics[(rows.size(0),)](
             rows,
             rows.stride(0),
@@ -92,27 +92,27 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
             columns,
             largest,
             total,
-            wanted,
+            target_logit,
             BLOCK=BLOCK,
             num_warps=WARPS,
         )
         if ranks > 1:
             overall = largest.clone()
             torch.distributed.all_reduce(overall, op=torch.distributed.ReduceOp.MAX, group=group)
-            sums = torch.stack((total * torch.exp(largest - overall), wanted))
+            sums = torch.stack((total * torch.exp(largest - overall), target_logit))
             torch.distributed.all_reduce(sums, group=group)
-            largest, (total, wanted) = overall, sums
+            largest, (total, target_logit) = overall, sums
         log_total = largest + torch.log(total)
         ctx.save_for_backward(rows, flat_targets, log_total)
         ctx.first_id = first_id
         ctx.shape = logits.shape
         ctx.was_used = False
-        return (log_total - wanted).view_as(targets)
+        return (log_total - target_logit).view_as(targets)
 
     @staticmethod
     def backward(ctx: Any, loss_gradient: Tensor) -> tuple[Tensor, None, None]:
         if ctx.was_used:
-            raise RuntimeError("this cross entropy's backward runs once: the gradient stands where the logits stood")
+            raise RuntimeError("backward of this cross entropy can run only once: it overwrites the logits")
         ctx.was_used = True
         rows, targets, log_total = ctx.saved_tensors
         columns = rows.size(1)
@@ -134,7 +134,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, group: Any = N
     """The loss of every token [s, b], fp32, in nats.
 
     `logits` [s, b, v] are this rank's columns of the vocabulary, contiguous, rank by rank in `group`; `targets`
-    [s, b] are ids in the whole vocabulary. Backward overwrites the logits: nothing else may need them then.
+    [s, b] are ids in the full vocabulary. Backward overwrites the logits: nothing else may use them afterwards.
     The signature is that of Megatron's `fused_vocab_parallel_cross_entropy`.
     """
     return VocabParallelCrossEntropy.apply(logits, targets, group)

@@ -1,8 +1,8 @@
-"""RMSNorm in Triton that also carries the residual stream past the block it stands before.
+"""RMSNorm in Triton with a fused residual gradient.
 
-Before a block the stream goes two ways, into the norm and past the block. Plain autograd adds the two gradients in a
-launch of its own, after two of the norm's. Here the stream that goes past comes out of the norm too, so that one launch
-makes its whole gradient, in fp32 until the end, and the weight's parts.
+The residual stream goes into a block's norm and, as the skip connection, past the block. Autograd adds the two
+gradients in a separate kernel, after the norm's two. Here the skip connection is a second output of the norm, so that
+one kernel computes the sum of both gradients, in fp32 until the end, and partial sums of the weight's gradient.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ import triton.language as tl
 from torch import Tensor
 
 COLUMNS_PER_WARP = 512
-WARPS_PER_PROCESSOR = 16
-"""Of the backward kernel; its programs stay and take row after row, to sum the weight's gradient in registers."""
+WARPS_PER_MULTIPROCESSOR = 16
+"""For the backward kernel, whose programs are persistent and sum the weight's gradient over their rows in registers."""
 
 
 @triton.jit
 def _normalize(  # type: ignore[no-untyped-def]
     hidden, weight, normed, scales, columns, eps, BLOCK: tl.constexpr
 ):
-    """One row: hidden x weight over the root of its mean square, and one over that root."""
+    """One row: hidden x weight / root mean square, and the reciprocal of the root mean square."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
-    exists = column < columns
-    values = tl.load(hidden + row * columns + column, mask=exists, other=0.0).to(tl.float32)
+    is_valid = column < columns
+    values = tl.load(hidden + row * columns + column, mask=is_valid, other=0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(values * values) / columns + eps)
-    factors = tl.load(weight + column, mask=exists, other=0.0).to(tl.float32)
-    tl.store(normed + row * columns + column, (values * scale * factors).to(normed.dtype.element_ty), mask=exists)
+    factors = tl.load(weight + column, mask=is_valid, other=0.0).to(tl.float32)
+    tl.store(normed + row * columns + column, (values * scale * factors).to(normed.dtype.element_ty), mask=is_valid)
     tl.store(scales + row, scale)
 
 
@@ -40,36 +40,36 @@ def _gradients(  # type: ignore[no-untyped-def]
     weight,
     scales,
     normed_gradient,
-    kept_gradient,
+    residual_gradient,
     hidden_gradient,
-    weight_parts,
+    weight_gradients,
     rows,
     columns,
     BLOCK: tl.constexpr,
-    HAS_KEPT: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
 ):
-    """Every so-manieth row's gradient, and this program's part of the weight's."""
+    """The gradients of this program's rows, and their share of the weight's gradient."""
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)
-    exists = column < columns
-    factors = tl.load(weight + column, mask=exists, other=0.0).to(tl.float32)
-    weight_part = tl.zeros((BLOCK,), dtype=tl.float32)
+    is_valid = column < columns
+    factors = tl.load(weight + column, mask=is_valid, other=0.0).to(tl.float32)
+    weight_gradient = tl.zeros((BLOCK,), dtype=tl.float32)
     for row in range(program, rows, tl.num_programs(0)):
-        place = tl.cast(row, tl.int64) * columns + column
+        offset = tl.cast(row, tl.int64) * columns + column
         scale = tl.load(scales + row)
-        unit = tl.load(hidden + place, mask=exists, other=0.0).to(tl.float32) * scale
-        above = tl.load(normed_gradient + place, mask=exists, other=0.0).to(tl.float32)
-        weight_part += above * unit
+        unit = tl.load(hidden + offset, mask=is_valid, other=0.0).to(tl.float32) * scale
+        above = tl.load(normed_gradient + offset, mask=is_valid, other=0.0).to(tl.float32)
+        weight_gradient += above * unit
         above *= factors
         gradient = (above - unit * (tl.sum(above * unit) / columns)) * scale
-        if HAS_KEPT:
-            gradient += tl.load(kept_gradient + place, mask=exists, other=0.0).to(tl.float32)
-        tl.store(hidden_gradient + place, gradient.to(hidden_gradient.dtype.element_ty), mask=exists)
-    tl.store(weight_parts + program * columns + column, weight_part, mask=exists)
+        if HAS_RESIDUAL:
+            gradient += tl.load(residual_gradient + offset, mask=is_valid, other=0.0).to(tl.float32)
+        tl.store(hidden_gradient + offset, gradient.to(hidden_gradient.dtype.element_ty), mask=is_valid)
+    tl.store(weight_gradients + program * columns + column, weight_gradient, mask=is_valid)
 
 
-class KeepingRMSNorm(torch.autograd.Function):
-    """See `keeping_rms_norm`."""
+class RMSNormWithResidual(torch.autograd.Function):
+    """Autograd function of `rms_norm_with_residual`."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -85,46 +85,46 @@ class KeepingRMSNorm(torch.autograd.Function):
         return normed, hidden.view_as(hidden)
 
     @staticmethod
-    def backward(ctx: Any, normed_gradient: Tensor | None, kept_gradient: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, normed_gradient: Tensor | None, residual_gradient: Tensor | None) -> tuple[Any, ...]:
         if normed_gradient is None:
-            return kept_gradient, None, None
+            return residual_gradient, None, None
         hidden, weight, scales = ctx.saved_tensors
         columns, rows = hidden.size(-1), scales.numel()
         block, warps = _sizes(columns)
-        programs = min(rows, _processors(hidden.device) * max(1, WARPS_PER_PROCESSOR // warps))
+        programs = min(rows, _num_multiprocessors(hidden.device) * max(1, WARPS_PER_MULTIPROCESSOR // warps))
         hidden_gradient = torch.empty_like(hidden)
-        weight_parts = hidden.new_empty((programs, columns), dtype=torch.float32)
-        has_kept = kept_gradient is not None
+        weight_gradients = hidden.new_empty((programs, columns), dtype=torch.float32)
+        has_residual = residual_gradient is not None
         _gradients[(programs,)](
             hidden,
             weight,
             scales,
             normed_gradient.contiguous(),
-            kept_gradient.contiguous() if kept_gradient is not None else hidden,
+            residual_gradient.contiguous() if residual_gradient is not None else hidden,
             hidden_gradient,
-            weight_parts,
+            weight_gradients,
             rows,
             columns,
             BLOCK=block,
-            HAS_KEPT=has_kept,
+            HAS_RESIDUAL=has_residual,
             num_warps=warps,
         )
-        return hidden_gradient, weight_parts.sum(0).to(weight.dtype), None
+        return hidden_gradient, weight_gradients.sum(0).to(weight.dtype), None
 
 
 def _sizes(columns: int) -> tuple[int, int]:
-    """Columns that a program holds in registers, and its warps."""
+    """Columns that a program keeps in registers, and its number of warps."""
     block: int = triton.next_power_of_2(columns)
     return block, min(16, max(1, block // COLUMNS_PER_WARP))
 
 
-def _processors(device: torch.device) -> int:
+def _num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
-def keeping_rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The norm of `hidden` [..., h] over its last dimension times `weight` [h], and `hidden` itself.
+def rms_norm_with_residual(hidden: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The norm of `hidden` [..., h] over its last dimension times `weight` [h], and `hidden` as the skip connection.
 
-    What goes on with the stream must take it from here, not from the argument.
+    The residual stream must continue from the second output, not from the argument.
     """
-    return KeepingRMSNorm.apply(hidden, weight, eps)
+    return RMSNormWithResidual.apply(hidden, weight, eps)

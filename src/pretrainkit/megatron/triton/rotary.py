@@ -1,7 +1,7 @@
-"""Rotary position embedding in Triton, in the places where Megatron has Transformer Engine's.
+"""Rotary position embedding in Triton, called where Megatron calls Transformer Engine's.
 
-The fused query/key/value form reads the projection once and writes rotated queries, rotated keys and values
-apart, in one launch, where plain torch takes about twenty; liger-kernel's starts from separate tensors.
+The fused query/key/value kernel reads the projection once and writes rotated queries, rotated keys and values to
+separate tensors in one launch; plain torch takes about twenty. liger-kernel's starts from separate tensors.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def _rotate(  # type: ignore[no-untyped-def]
 ):
     """All heads of one token, rotated by its angles.
 
-    `mixed` holds GROUPS times (QUERIES query heads and OTHERS more: one key and one value head, or none); the
-    outputs hold one kind each. BACKWARD goes from the outputs' gradients to the mixed one's, by minus the angles.
+    `mixed` has GROUPS groups of QUERIES query heads and OTHERS more heads (one key and one value head, or none); each
+    output has heads of one kind. BACKWARD computes the gradient of `mixed` from the outputs', with negated angles.
     """
     token = tl.program_id(0).to(tl.int64)
     per_group: tl.constexpr = QUERIES + OTHERS
@@ -70,19 +70,19 @@ def _rotate(  # type: ignore[no-untyped-def]
         first = tl.load(mixed, mask=exists, other=0.0).to(tl.float32)
         second = tl.load(mixed + HALF, mask=exists, other=0.0).to(tl.float32)
 
-    turned_first = tl.where(is_value, first, first * cosine[None, :] - second * sine[None, :])
-    turned_second = tl.where(is_value, second, second * cosine[None, :] + first * sine[None, :])
+    rotated_first = tl.where(is_value, first, first * cosine[None, :] - second * sine[None, :])
+    rotated_second = tl.where(is_value, second, second * cosine[None, :] + first * sine[None, :])
     if BACKWARD:
-        tl.store(mixed, turned_first.to(mixed.dtype.element_ty), mask=exists)
-        tl.store(mixed + HALF, turned_second.to(mixed.dtype.element_ty), mask=exists)
+        tl.store(mixed, rotated_first.to(mixed.dtype.element_ty), mask=exists)
+        tl.store(mixed + HALF, rotated_second.to(mixed.dtype.element_ty), mask=exists)
     else:
-        tl.store(query, turned_first.to(query.dtype.element_ty), mask=is_query)
-        tl.store(query + HALF, turned_second.to(query.dtype.element_ty), mask=is_query)
+        tl.store(query, rotated_first.to(query.dtype.element_ty), mask=is_query)
+        tl.store(query + HALF, rotated_second.to(query.dtype.element_ty), mask=is_query)
         if OTHERS:
-            tl.store(key, turned_first.to(key.dtype.element_ty), mask=is_key)
-            tl.store(key + HALF, turned_second.to(key.dtype.element_ty), mask=is_key)
-            tl.store(value, turned_first.to(value.dtype.element_ty), mask=is_value)
-            tl.store(value + HALF, turned_second.to(value.dtype.element_ty), mask=is_value)
+            tl.store(key, rotated_first.to(key.dtype.element_ty), mask=is_key)
+            tl.store(key + HALF, rotated_second.to(key.dtype.element_ty), mask=is_key)
+            tl.store(value, rotated_first.to(value.dtype.element_ty), mask=is_value)
+            tl.store(value + HALF, rotated_second.to(value.dtype.element_ty), mask=is_value)
 
 
 def _launch(
@@ -107,7 +107,7 @@ def _launch(
 
 
 class RotateQkv(torch.autograd.Function):
-    """See `rotate_qkv`."""
+    """Autograd function of `rotate_qkv`."""
 
     @staticmethod
     def forward(ctx: Any, mixed: Tensor, angles: Tensor, queries: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -128,21 +128,21 @@ class RotateQkv(torch.autograd.Function):
 
 
 class RotateHeads(torch.autograd.Function):
-    """See `rotate_heads`."""
+    """Autograd function of `rotate_heads`."""
 
     @staticmethod
     def forward(ctx: Any, heads: Tensor, angles: Tensor) -> Tensor:
         heads = heads.contiguous()
-        turned = torch.empty_like(heads)
-        _launch(heads[:, :, None], (turned, turned, turned), angles, heads.size(2), 0, backward=False)
+        rotated = torch.empty_like(heads)
+        _launch(heads[:, :, None], (rotated, rotated, rotated), angles, heads.size(2), 0, backward=False)
         ctx.angles = angles
-        return turned
+        return rotated
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        turned = gradient.contiguous()
-        heads = torch.empty_like(turned)
-        _launch(heads[:, :, None], (turned, turned, turned), ctx.angles, heads.size(2), 0, backward=True)
+        rotated = gradient.contiguous()
+        heads = torch.empty_like(rotated)
+        _launch(heads[:, :, None], (rotated, rotated, rotated), ctx.angles, heads.size(2), 0, backward=True)
         return heads, None
 
 
@@ -151,8 +151,8 @@ def rotate_qkv(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rotated queries [s, b, h, d], rotated keys and values [s, b, g, d] of a fused projection.
 
-    `mixed` [s, b, g, (h / g + 2) d], contiguous; the angles [s, 1, 1, d] in radians, both halves of d the same,
-    queries' and keys' the same (self-attention); `widths` are those of a group's queries, key and value. The
+    `mixed` [s, b, g, (h / g + 2) d] is contiguous. The angles [s, 1, 1, d] are in radians, equal in both halves of d,
+    and the same for queries and keys (self-attention). `widths` are those of a group's queries, key and value. The
     signature is that of Transformer Engine's `apply_fused_qkv_rotary_pos_emb`, which Megatron calls.
     """
     return RotateQkv.apply(mixed, query_angles, widths[0] // widths[1])
@@ -161,5 +161,5 @@ def rotate_qkv(
 def rotate_heads(heads: Tensor, angles: Tensor, interleaved: bool = False) -> Tensor:
     """Heads [s, b, h, d] rotated by angles [s, 1, 1, d]: Megatron's `fused_apply_rotary_pos_emb`."""
     if interleaved:
-        raise NotImplementedError("interleaved rotary embeddings (GPT-J's) are not in any supported model")
+        raise NotImplementedError("interleaved rotary embeddings (GPT-J's) are not supported")
     return RotateHeads.apply(heads, angles)
