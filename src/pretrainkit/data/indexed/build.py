@@ -19,7 +19,7 @@ from pretrainkit.data.indexed.request import Plan, Request, check_outputs, is_wr
 from pretrainkit.data.indexed.results import BadRecord, ChunkResult, Difference, Failure
 from pretrainkit.data.tokens import encoder
 from pretrainkit.data.tokens.encoder import EngineSpec
-from pretrainkit.data.tokens.parity import Question
+from pretrainkit.data.tokens.parity import ParitySample
 from pretrainkit.data.tokens.pool import WorkerPool
 from pretrainkit.data.tokens.tokenizer import TokenizerFile
 from pretrainkit.data.tokens.worker import Setup
@@ -187,7 +187,9 @@ class _Run:
         self.in_hand = [0] * len(self.pool)
         if not self.recorder.is_proven:
             # Asked and compared beside the work; nothing is committed before the result.
-            question = Question.about(plan.tokenizer.special_tokens, plan.sources, [*plan.units.values()], plan.rules)
+            question = ParitySample.about(
+                plan.tokenizer.special_tokens, plan.sources, [*plan.units.values()], plan.rules
+            )
             self.pool.ask(replace(setup.engine, name="tokenizers"), question)
 
     def _serve(self) -> None:

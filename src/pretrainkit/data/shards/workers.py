@@ -18,7 +18,7 @@ from typing import Any
 from pretrainkit.data.shards.request import ShardPlan
 from pretrainkit.data.shards.task import Block, Piece, ShardEncoder, ShardSetup, run_worker
 from pretrainkit.data.tokens.encoder import Encoder, EngineSpec, has_fastokens, load_encoder, num_threads, one_thread
-from pretrainkit.data.tokens.parity import Question, first_difference
+from pretrainkit.data.tokens.parity import ParitySample, first_difference
 from pretrainkit.data.tokens.pool import Reference, is_forkable
 from pretrainkit.errors import DataError, PretrainkitError
 from pretrainkit.logs import get_logger
@@ -150,7 +150,7 @@ class ShardWorkers:
         reference = None
         if plan.request.verify_tokens != "off":
             units = [unit for number in self._shard_ids for unit in plan.units(number)]
-            question = Question.about(plan.tokenizer.special_tokens, plan.sources, units, plan.rules)
+            question = ParitySample.about(plan.tokenizer.special_tokens, plan.sources, units, plan.rules)
             reference = Reference(self._spec("tokenizers"), question)
         may_fork, threads_before = is_forkable(), num_threads()
         try:

@@ -81,6 +81,13 @@ class EngineSpec:
     json_path: str
     special_tokens: bool
     """Whether a special token's spelling in a text is that token."""
+    verify_all: bool = False
+    """Compare the ids of every text with those of tokenizers."""
+
+    @property
+    def reference(self) -> EngineSpec:
+        """Hugging Face tokenizers for the same tokenizer."""
+        return EngineSpec("tokenizers", self.json_path, self.special_tokens)
 
 
 def load_encoder(spec: EngineSpec) -> Encoder:

@@ -1,7 +1,6 @@
-"""The proof that fastokens gives the ids of Hugging Face tokenizers: on strings that are hard, and on this input.
+"""Whether fastokens gives the ids of Hugging Face tokenizers: on strings that are hard, and on a sample of this input.
 
-What tokenizers gives is asked in a process of its own, while fastokens still loads; the comparison is made by a
-process that has fastokens.
+A separate process asks tokenizers for its ids while fastokens still loads; a worker, which has fastokens, compares.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from pretrainkit.data.readers.chunks import Unit
 from pretrainkit.data.readers.documents import RecordRules
 from pretrainkit.data.readers.sources import Source
 from pretrainkit.data.readers.spans import sample_texts
-from pretrainkit.data.tokens.encoder import Encoder
+from pretrainkit.data.tokens.encoder import Encoder, EngineSpec, load_encoder
 
 SAMPLE_PLACES = 8
 """Pieces of the input that the sample is taken from, evenly spread."""
@@ -79,21 +78,25 @@ def hard_strings(special_tokens: Iterable[str]) -> list[str]:
     return strings
 
 
+class EnginesDiffer(Exception):
+    """fastokens gives other ids than Hugging Face tokenizers, or can't be used for this tokenizer."""
+
+
 @dataclass(frozen=True)
-class Question:
-    """The texts on which both libraries are asked."""
+class ParitySample:
+    """The texts for which both libraries are asked."""
 
     special_tokens: tuple[str, ...]
     sources: list[Source]
     units: list[Unit]
-    """Those of which a sample is taken."""
+    """The units of which a sample is taken."""
     rules: RecordRules
 
     @classmethod
     def about(
         cls, special_tokens: Iterable[str], sources: list[Source], units: Sequence[Unit], rules: RecordRules
-    ) -> Question:
-        """A question about an input, cut into these units."""
+    ) -> ParitySample:
+        """A sample of an input that is cut into these units."""
         places = sorted({len(units) * i // SAMPLE_PLACES for i in range(SAMPLE_PLACES)}) if units else []
         return cls(tuple(special_tokens), sources, [units[place] for place in places], rules)
 
@@ -135,3 +138,26 @@ def first_difference(fast: Encoder, answers: Answers) -> str:
                 text = answers.texts[number][:80]
                 return f"{text!r}: tokenizers gives {wanted[:12].tolist()}, fastokens {got[:12].tolist()}"
     return ""
+
+
+class CheckedEncoder:
+    """fastokens, each of whose results is compared with that of Hugging Face tokenizers."""
+
+    def __init__(self, fast: Encoder, reference: Encoder) -> None:
+        self._fast, self._reference = fast, reference
+
+    def encode(self, texts: list[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
+        """All ids and offsets, as `Encoder.encode` gives them. Raises EnginesDiffer."""
+        ids, offsets = self._fast.encode(texts)
+        answers = ask(self._reference, texts)
+        if not (np.array_equal(ids, answers.ids) and np.array_equal(offsets, answers.offsets)):
+            raise EnginesDiffer(first_difference(self._fast, answers) or "ids changed on repetition")
+        return ids, offsets
+
+
+def load_checked_encoder(engine: EngineSpec) -> Encoder:
+    """Load a tokenizer, with the comparison that `verify_all` asks for. Raises whatever the library raises."""
+    encoder = load_encoder(engine)
+    if engine.verify_all and engine.name == "fastokens":
+        return CheckedEncoder(encoder, load_encoder(engine.reference))
+    return encoder

@@ -15,7 +15,7 @@ from typing import Any
 
 from pretrainkit.data.indexed.results import Failure
 from pretrainkit.data.tokens.encoder import EngineSpec
-from pretrainkit.data.tokens.parity import Answers, Question
+from pretrainkit.data.tokens.parity import Answers, ParitySample
 from pretrainkit.data.tokens.template import run_reference, run_template
 from pretrainkit.data.tokens.worker import Setup
 from pretrainkit.errors import DataError
@@ -115,7 +115,7 @@ class WorkerPool:
         del self._workers[count:]
         self._send(TEMPLATE, ("start", setup, count))
 
-    def ask(self, engine: EngineSpec, question: Question) -> None:
+    def ask(self, engine: EngineSpec, question: ParitySample) -> None:
         """Have Hugging Face tokenizers asked; `wait` gives the `answers`."""
         self._send(REFERENCE, ("ask", engine, question))
 
@@ -223,7 +223,7 @@ class WorkerPool:
 class Reference:
     """A process that holds Hugging Face tokenizers and is asked once what that library gives."""
 
-    def __init__(self, engine: EngineSpec, question: Question) -> None:
+    def __init__(self, engine: EngineSpec, question: ParitySample) -> None:
         forkable = is_forkable()
         context: Any = multiprocessing.get_context("fork" if forkable else "spawn")
         self._connection, theirs = context.Pipe()

@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection
 
 from pretrainkit.data.indexed.results import Difference, Failure
 from pretrainkit.data.tokens.encoder import Encoder, EngineSpec, load_encoder, num_threads, one_thread
-from pretrainkit.data.tokens.parity import Question, ask
+from pretrainkit.data.tokens.parity import ParitySample, ask
 from pretrainkit.data.tokens.worker import Encoders, Setup, serve
 from pretrainkit.errors import DataError
 
@@ -141,7 +141,7 @@ def run_reference(connection: Connection, inherited: Iterable[Connection]) -> No
             if kind == "load":
                 loader.load(spec)
                 continue
-            question: Question = details[0]
+            question: ParitySample = details[0]
             reply: object
             try:
                 reply = ask(loader.get(spec), question.texts())

@@ -1,0 +1,414 @@
+"""Worker processes that encode text, whatever the output: .bin/.idx, tar shards or packed rows.
+
+A fork server loads the tokenizer once and forks the workers, which share its memory. Each worker has a pipe of its own:
+on a shared one, a worker that is killed in the middle of a send would block all others. How a sink uses the pool:
+
+    class TarTask:                                  # picklable: everything that a worker needs to know
+        def open(self, encoder: Encoder, worker: int) -> Callable[[Block], Piece]: ...    # called once in every worker
+
+    with EncodePool(workers) as pool:               # first of all: it forks, so there must be no threads yet
+        pool.load(engine, with_reference=True)      # optional: loading overlaps with what this process does next
+        pool.start(task, engine, workers)           # raises EnginesDiffer if fastokens can't load the tokenizer
+        difference = pool.compare(engine, sample).result()     # "" if fastokens gives the ids of tokenizers
+        for block, piece in pool.ordered(blocks):   # replies in the order of the items; `submit` gives futures
+            ...
+
+After EnginesDiffer, or a difference, `start` again with the engine `tokenizers`. What a worker raises (errors of ours,
+OSError, EnginesDiffer) is raised where its reply is taken; so is WorkerDied. Leaving the context ends all processes.
+They ignore SIGINT and SIGTERM, which schedulers send to all processes of a job: the parent decides what those mean.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from multiprocessing import reduction
+from multiprocessing.connection import Connection
+from typing import Any, Protocol, TypeVar
+
+from pretrainkit.data.tokens.encoder import Encoder, EngineSpec, load_encoder, num_threads, one_thread
+from pretrainkit.data.tokens.parity import (
+    Answers,
+    EnginesDiffer,
+    ParitySample,
+    ask,
+    first_difference,
+    load_checked_encoder,
+)
+from pretrainkit.errors import DataError, PretrainkitError
+
+NOT_FORKABLE = ("tokenizers", "fastokens", "torch", "pyarrow")
+"""Modules that may have started threads, which don't survive in a forked process."""
+ITEMS_AHEAD = 2
+"""Items to submit for each worker: bounds memory, and no worker waits for its next item."""
+GRACE_S = 4.0
+"""Time for the fork server to end its children and itself before it is killed."""
+PR_SET_PDEATHSIG = 1
+FORK_SERVER, REFERENCE = "the process that loads the tokenizer", "the process that proves the ids"
+Item = TypeVar("Item")
+
+
+class EncodeTask(Protocol):
+    """What the workers of a sink do; it is pickled once."""
+
+    def open(self, encoder: Encoder, worker: int) -> Callable[[Any], Any]:
+        """The function that turns an item into a reply, both picklable. Called once in every worker."""
+
+
+class WorkerDied(DataError):
+    """A process exited unexpectedly."""
+
+
+class _Child:
+    """A process that the fork server has forked, the pipe to it, and requests that only it can answer."""
+
+    def __init__(self, name: str, pid: int, connection: Connection) -> None:
+        self.name, self.pid, self.connection = name, pid, connection
+        self.requests: deque[tuple[Any, Future[Any]]] = deque()
+        self.thread: threading.Thread | None = None
+
+
+class EncodePool:
+    """Up to `max_workers` processes that encode. Use as a context; the module's docstring shows how."""
+
+    def __init__(self, max_workers: int) -> None:
+        self._max_workers = max_workers
+        self._workers: list[_Child] = []
+        self._reference: _Child | None = None
+        self._requests: deque[tuple[Any, Future[Any]]] = deque()
+        self._changed = threading.Condition()
+        self._is_stopping = False
+        self._server_lock = threading.Lock()
+
+    def __enter__(self) -> EncodePool:
+        is_forkable = threading.active_count() == 1 and not any(name in sys.modules for name in NOT_FORKABLE)
+        context: Any = multiprocessing.get_context("fork" if is_forkable else "spawn")
+        self._server, theirs = context.Pipe()
+        inherited = [self._server] if is_forkable else []
+        gc.freeze()  # the collector doesn't touch, and so copy, pages that are shared from here on
+        self._process = context.Process(target=_serve_forks, args=(theirs, inherited), name=FORK_SERVER, daemon=True)
+        with contextlib.nullcontext() if is_forkable else _one_numpy_thread():
+            self._process.start()
+        theirs.close()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        """Number of workers: those that were started, else those that may be."""
+        return len(self._workers) or self._max_workers
+
+    def load(self, engine: EngineSpec, *, with_reference: bool = False) -> None:
+        """Begin to load a tokenizer in advance of `start`, and with the reference what `compare` needs."""
+        if with_reference:
+            self._reference = self._fork(REFERENCE, _ReferenceTask(engine.reference))
+        with self._watching_server():
+            self._server.send(("load", engine))
+
+    def start(self, task: EncodeTask, engine: EngineSpec, count: int) -> None:
+        """Load the tokenizer and fork `count` workers, in place of those of an earlier `start`.
+
+        Raises EnginesDiffer when fastokens can't load the tokenizer, DataError when tokenizers can't.
+        """
+        if self._workers:
+            self._ask_server("stop", [worker.pid for worker in self._workers])
+            self._end_threads()
+        self._ask_server("check", engine)
+        for number in range(min(count, self._max_workers)):
+            self._workers.append(self._fork(f"worker {number}", _WorkerTask(task, number)))
+        for worker in self._workers:
+            worker.thread = threading.Thread(target=self._serve_worker, args=(worker,), name=worker.name, daemon=True)
+            worker.thread.start()
+
+    def submit(self, item: Any, worker: int | None = None) -> Future[Any]:
+        """Have the next idle worker answer, or a certain one as soon as it is idle."""
+        future: Future[Any] = Future()
+        with self._changed:
+            (self._requests if worker is None else self._workers[worker].requests).append((item, future))
+            self._changed.notify_all()
+        return future
+
+    def ordered(self, items: Iterable[Item]) -> Iterator[tuple[Item, Any]]:
+        """Every item with its reply, in order."""
+        waiting: deque[tuple[Item, Future[Any]]] = deque()
+        for item in items:
+            waiting.append((item, self.submit(item)))
+            if len(waiting) >= ITEMS_AHEAD * len(self._workers):
+                first, future = waiting.popleft()
+                yield first, future.result()
+        while waiting:
+            first, future = waiting.popleft()
+            yield first, future.result()
+
+    def compare(self, engine: EngineSpec, sample: ParitySample) -> Future[str]:
+        """Where the workers' ids differ from those of Hugging Face tokenizers, in words; empty if nowhere.
+
+        The future raises DataError when the sample can't be read.
+        """
+        reference = self._reference or self._fork(REFERENCE, _ReferenceTask(engine.reference))
+        self._reference = None
+        future: Future[str] = Future()
+        thread = threading.Thread(target=self._compare, args=(reference, sample, future), name=REFERENCE, daemon=True)
+        thread.start()
+        return future
+
+    def close(self) -> None:
+        """End all processes at once. Replies that were not taken are lost, nothing else."""
+        if self._server.closed:
+            return
+        self._server.close()  # the fork server then ends its children and itself
+        self._process.join(GRACE_S)
+        self._process.kill()  # its children die with it
+        self._process.join()
+        self._end_threads()
+
+    def _end_threads(self) -> None:
+        """Requires that the workers have ended: their threads' calls return at that."""
+        with self._changed:
+            self._is_stopping = True
+            self._requests.clear()
+            self._changed.notify_all()
+        for worker in self._workers:
+            if worker.thread is not None:
+                worker.thread.join()
+            worker.connection.close()
+        self._workers, self._is_stopping = [], False
+
+    def _serve_worker(self, worker: _Child) -> None:
+        while True:
+            with self._changed:
+                while not (self._is_stopping or worker.requests or self._requests):
+                    self._changed.wait()
+                if self._is_stopping:
+                    return
+                item, future = (worker.requests or self._requests).popleft()
+            try:
+                future.set_result(self._exchange(worker, item))
+            except Exception as error:
+                future.set_exception(error)
+
+    def _compare(self, reference: _Child, sample: ParitySample, future: Future[str]) -> None:
+        try:
+            answers = self._exchange(reference, sample)
+            reference.connection.close()  # it exits; its tokenizer is not needed again
+            future.set_result(self.submit(answers).result())
+        except Exception as error:
+            future.set_exception(error)
+
+    def _exchange(self, child: _Child, item: Any) -> Any:
+        try:
+            child.connection.send(item)
+            reply = child.connection.recv()
+        except (EOFError, OSError):
+            if self._server.closed:
+                raise
+            raise _died(child.name, child.pid, self._ask_server("wait", child.pid)) from None
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+    def _fork(self, name: str, task: Any) -> _Child:
+        pid = self._ask_server("fork", task)
+        with self._watching_server():
+            return _Child(name, pid, Connection(reduction.recv_handle(self._server)))
+
+    def _ask_server(self, kind: str, content: Any) -> Any:
+        with self._server_lock, self._watching_server():
+            self._server.send((kind, content))
+            reply = self._server.recv()
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+    @contextlib.contextmanager
+    def _watching_server(self) -> Iterator[None]:
+        try:
+            yield
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            self._process.join(GRACE_S)
+            raise _died(FORK_SERVER, self._process.pid, self._process.exitcode) from None
+
+
+@contextlib.contextmanager
+def _one_numpy_thread() -> Iterator[None]:
+    """Keep numpy, which a spawned process imports, from starting threads: that process forks."""
+    names = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(dict.fromkeys(names, "1"))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _died(name: str, pid: int | None, code: int | None) -> WorkerDied:
+    how = "has ended" if code is None else f"exited ({code})"
+    if code is not None and code < 0:
+        how = f"was killed by signal {-code} ({signal.Signals(-code).name})"
+    hint = "; the kernel does that when memory runs out" if code == -signal.SIGKILL else ""
+    return WorkerDied(
+        f"{name} (process {pid}) {how}{hint}",
+        action="run the same command again, with fewer --workers if memory was short",
+    )
+
+
+def _serve_forks(connection: Connection, inherited: Iterable[Connection]) -> None:
+    """The fork server: answer requests until the parent is gone, then end all children.
+
+    `inherited` are the parent's connections, which would never end if this process kept them open.
+    """
+    for other in inherited:
+        other.close()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    one_thread()
+    server = _ForkServer(connection)
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        while True:
+            kind, content = connection.recv()
+            getattr(server, kind)(content)
+    server.stop_all()
+
+
+class _ForkServer:
+    """Loads a tokenizer and forks processes that have it. Its public methods are the requests that it serves."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._engine: EngineSpec | None = None
+        self._encoder: Encoder | None = None
+        self._error: Exception | None = None
+        self._children: set[int] = set()
+
+    def load(self, engine: EngineSpec) -> None:
+        """Load a tokenizer, unless it is the one that is loaded. `check` reports errors."""
+        if engine == self._engine:
+            return
+        self._engine, self._encoder, self._error = engine, None, None
+        try:
+            self._encoder = load_checked_encoder(engine)
+            if num_threads() > 1:
+                self._error = EnginesDiffer(f"{engine.name} has started threads, which don't survive in workers")
+        except Exception as error:  # the Rust libraries raise errors of many kinds
+            self._error = _load_error(engine, error)
+
+    def check(self, engine: EngineSpec) -> None:
+        """Reply with None once a tokenizer is loaded, or with what is wrong with it."""
+        self.load(engine)
+        self._connection.send(self._error)
+
+    def fork(self, task: _WorkerTask | _ReferenceTask) -> None:
+        """Fork a child; reply with its process id and the parent's end of a pipe to it."""
+        ours, theirs = multiprocessing.Pipe()
+        gc.freeze()
+        server = os.getpid()
+        pid = os.fork()
+        if not pid:
+            self._connection.close()
+            ours.close()
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a killed fork server takes its children along
+            if os.getppid() == server:
+                _run_child(theirs, task, self._encoder)
+            os._exit(1)
+        self._children.add(pid)
+        theirs.close()
+        self._connection.send(pid)
+        reduction.send_handle(self._connection, ours.fileno(), os.getppid())
+        ours.close()
+
+    def wait(self, pid: int) -> None:
+        """Reply with the exit code of a child that has ended; negative: the signal."""
+        self._children.discard(pid)
+        with contextlib.suppress(ChildProcessError):
+            self._connection.send(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+            return
+        self._connection.send(None)  # another request has asked for it
+
+    def stop(self, pids: list[int]) -> None:
+        """Kill children; reply once they have ended."""
+        for pid in self._children & set(pids):
+            os.kill(pid, signal.SIGKILL)
+        for pid in self._children & set(pids):
+            os.waitpid(pid, 0)
+        self._children -= set(pids)
+        self._connection.send(None)
+
+    def stop_all(self) -> None:
+        """Kill all children."""
+        with contextlib.suppress(OSError):  # there is nobody to reply to
+            self.stop(list(self._children))
+
+
+def _load_error(engine: EngineSpec, error: Exception) -> Exception:
+    found = f"{engine.name} does not load this tokenizer: {error}"
+    if engine.name == "fastokens":
+        return EnginesDiffer(found)
+    return DataError(found, where=engine.json_path, action="fix tokenizer.json, or update the package tokenizers")
+
+
+class _WorkerTask:
+    """What a worker does: the sink's task, and `compare`."""
+
+    def __init__(self, task: EncodeTask, number: int) -> None:
+        self._task, self._number = task, number
+
+    def open(self, encoder: Encoder | None) -> Callable[[Any], Any]:
+        assert encoder is not None, "a worker was forked before its tokenizer was loaded"
+        encode = self._task.open(encoder, self._number)
+        return lambda item: first_difference(encoder, item) if isinstance(item, Answers) else encode(item)
+
+
+class _ReferenceTask:
+    """Holds Hugging Face tokenizers and is asked which ids that library gives."""
+
+    def __init__(self, engine: EngineSpec) -> None:
+        self._engine = engine
+
+    def open(self, _: Encoder | None) -> Callable[[ParitySample], Answers]:
+        try:
+            encoder = load_encoder(self._engine)
+        except Exception as error:  # the Rust libraries raise errors of many kinds
+            problem = _load_error(self._engine, error)
+
+            def fail(_: ParitySample) -> Answers:
+                raise problem
+
+            return fail
+        return lambda sample: ask(encoder, sample.texts())
+
+
+def _run_child(connection: Connection, task: _WorkerTask | _ReferenceTask, encoder: Encoder | None) -> None:
+    """Reply to every item until the parent closes the pipe."""
+    try:
+        reply_to = task.open(encoder)
+        while True:
+            item = connection.recv()
+            reply: object
+            try:
+                reply = reply_to(item)
+            except (PretrainkitError, OSError, EnginesDiffer) as error:
+                reply = error
+            except MemoryError:
+                reply = DataError("out of memory", action="use fewer --workers, or set --max-doc-bytes")
+            del item
+            connection.send(reply)
+            del reply
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        pass  # the parent has closed the pipe, or was killed
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        sys.stderr.flush()
