@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Preflight of a node or container: GPUs, driver, all-reduce, disk, clock, packages and time left, as one table.
 
-With --software also what an image must have: the engine's imports, kernels of each library, caches outside the home.
+With --software also what an image must have: imports of the engine, caches outside the home, no foreign packages.
 
 With --num_nodes run it once on every node of a job; then they also try an all-reduce over all of them:
 
@@ -21,8 +21,8 @@ from pathlib import Path
 from pretrainkit.cli import Parser, run_command
 from pretrainkit.errors import EXIT_DONE, EXIT_FAILED, RequestError
 from pretrainkit.machine import count_gpus
-from pretrainkit.preflight.node_check import NodeCheckRequest
-from pretrainkit.preflight.node_probes import CONSTRAINTS
+from pretrainkit.preflight.node import NodeCheckRequest
+from pretrainkit.preflight.software import CONSTRAINTS
 from pretrainkit.units import parse_bytes, parse_duration
 
 
@@ -48,7 +48,7 @@ def build_parser() -> Parser:
     )
     what.add_argument("--constraints", type=Path, help="file of tested versions; unset: the checkout's constraints.txt")
     what.add_argument(
-        "--software", action="store_true", help="import the engine, run kernels once, look at caches and the home"
+        "--software", action="store_true", help="import the engine, check caches and packages of the home"
     )
     what.add_argument(
         "--kept", type=Path, help="with an image of containers/: packages that it must keep, name==version"
@@ -59,7 +59,7 @@ def build_parser() -> Parser:
     nodes.add_argument("--meeting", metavar="WORD", help="the same on all nodes, another for each check")
     parser.add_argument("--quick", action="store_true", help="no all-reduce, which with all else takes a second")
     parser.add_argument(
-        "--timeout", type=float, default=120.0, metavar="SECONDS", help="longest wait for each trial (120)"
+        "--timeout", type=float, default=120.0, metavar="SECONDS", help="longest wait for each probe (120)"
     )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
     return parser
@@ -67,7 +67,7 @@ def build_parser() -> Parser:
 
 def command(arguments: argparse.Namespace) -> int:
     """Look, print the reports of all nodes (on node 0), and tell by the exit code."""
-    from pretrainkit.preflight.nodes_check import check_nodes, find_place
+    from pretrainkit.preflight.cluster import check_nodes, find_place
 
     place = find_place(os.environ, num_nodes=arguments.num_nodes, node=arguments.node_rank, meeting=arguments.meeting)
     reports, network = check_nodes(make_request(arguments), place)

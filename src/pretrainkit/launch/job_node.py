@@ -25,7 +25,8 @@ from pretrainkit.jobs.slurm import expand_counts
 from pretrainkit.launch import agent
 from pretrainkit.launch.supervise import NODE_LOG, GracefulStop, redirect_output, supervise
 from pretrainkit.machine import count_cpus
-from pretrainkit.preflight import node_check
+from pretrainkit.preflight.cluster import check_connections
+from pretrainkit.preflight.node import NodeCheckRequest, check_node
 from pretrainkit.run import folder as experiment
 from pretrainkit.run.outcome import FILE_NAME as OUTCOME
 from pretrainkit.run.outcome import Outcome, read_outcome, write_outcome
@@ -127,7 +128,7 @@ def _report_ready(nodes: Rendezvous, arguments: argparse.Namespace) -> None:
     """Report that this node may start its ranks, or what the preflight has found."""
     problems: list[str] = []
     if arguments.check:
-        report = node_check.check_node(_check_request(arguments))
+        report = check_node(_check_request(arguments))
         for line in report.describe().splitlines():
             log.info("%s", line)
         problems = report.problems
@@ -138,7 +139,7 @@ def _check_network(nodes: Rendezvous, arguments: argparse.Namespace, endpoint: E
     """What is wrong with the connections of the nodes, the same text on all; empty when nothing is."""
     if not arguments.check or endpoint.num_nodes == 1:
         return ""
-    check = node_check.check_connections(
+    check = check_connections(
         _check_request(arguments), endpoint.address, endpoint.port, node=endpoint.node, hosts=nodes.hosts
     )
     if nodes.is_head:
@@ -146,9 +147,9 @@ def _check_network(nodes: Rendezvous, arguments: argparse.Namespace, endpoint: E
     return check.found if check.is_failed else ""
 
 
-def _check_request(arguments: argparse.Namespace) -> node_check.NodeCheckRequest:
+def _check_request(arguments: argparse.Namespace) -> NodeCheckRequest:
     # An all-reduce of ranks on the CPU would prove nothing about the machine.
-    return node_check.NodeCheckRequest(
+    return NodeCheckRequest(
         ranks=arguments.ranks,
         accelerator=arguments.accelerator,
         output_dir=arguments.experiment_dir,

@@ -1,52 +1,27 @@
-"""Which nodes are to blame when some pairs of them don't reach each other, and what is said about trials."""
+"""What is reported of GPUs, all-reduces and the network."""
 
 from __future__ import annotations
 
-from typing import Any
+from pathlib import Path
 
 import pytest
 
 from pretrainkit.preflight import collectives
-from pretrainkit.preflight.collectives_rank import judge, pair_of
-
-
-@pytest.mark.parametrize("num_nodes", [2, 3, 4, 7])
-def test_every_node_is_in_a_pair_with_each_neighbour(num_nodes: int) -> None:
-    pairs = {pair_of(kind, node, num_nodes) for kind in ("even", "odd") for node in range(num_nodes)} - {None}
-    ring = {(num_nodes - 1, 0)} if num_nodes == 4 else set()
-    assert pairs == {(node, node + 1) for node in range(num_nodes - 1)} | ring
 
 
 @pytest.mark.parametrize(
-    ("num_nodes", "failed", "bad_nodes"),
+    ("answers", "words"),
     [
-        (4, [(1, 2), (2, 3)], [2]),
-        (5, [(1, 2), (2, 3)], [2]),
-        (3, [(0, 1)], [0]),
-        (3, [], []),
-        (2, [(0, 1)], []),
+        (["ok", "ok", ""], "no answer from node 2 (c)"),
+        (["timeout", "", "refused"], "no answer from node 1 (b)"),
+        (["ok", "RuntimeError: refused", "ok"], "the all-reduce failed: node 1 (b): RuntimeError: refused"),
     ],
-    ids=["one of a ring", "one", "the first", "none", "two of two"],
+    ids=["silent", "silent and failed", "failed"],
 )
-def test_who_reaches_nobody_is_bad(num_nodes: int, failed: list[tuple[int, int]], bad_nodes: list[int]) -> None:
-    worked = {(node, node + 1): (node, node + 1) not in failed for node in range(num_nodes - 1)}
-    if num_nodes == 4:
-        worked[3, 0] = True
-    assert judge(num_nodes, worked) == {"bad_nodes": bad_nodes, "bad_pairs": [list(pair) for pair in failed]}
-
-
-@pytest.mark.parametrize(
-    ("result", "words"),
-    [
-        ({"bad_nodes": [2], "bad_pairs": [[1, 2]]}, "node 2 (c)"),
-        ({"bad_nodes": [], "bad_pairs": [[0, 1]]}, "don't reach each other: 0 (a) and 1 (b)"),
-        ({"bad_nodes": [], "bad_pairs": []}, "though pairs of nodes work"),
-        ({"error": "timeout"}, "no answer from node 0 (a): timeout"),
-    ],
-    ids=["node", "pair", "all", "head"],
-)
-def test_a_failure_of_the_network_names_nodes(result: dict[str, Any], words: str) -> None:
-    assert words in collectives._network_failure(result, ["a", "b", "c"]).found
+def test_a_failure_of_the_network_names_nodes(answers: list[str], words: str) -> None:
+    check = collectives._network_failure(answers, ["a", "b", "c"])
+    assert check and check.is_failed and check.found == words
+    assert collectives._network_failure(["ok"] * 3, ["a", "b", "c"]) is None
 
 
 def test_a_slow_and_a_wrong_gpu_are_named() -> None:
@@ -56,7 +31,7 @@ def test_a_slow_and_a_wrong_gpu_are_named() -> None:
     assert wrong.is_failed and "GPU 1: ValueError" in wrong.found
 
 
-def test_the_transport_is_read_from_nccls_log(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_the_transport_is_read_from_nccls_log(tmp_path: Path) -> None:
     (tmp_path / "nccl.host.1").write_text(
         "host:1:1 [0] NCCL INFO Using network IB\n"
         "host:1:1 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM/read\n"
@@ -64,3 +39,28 @@ def test_the_transport_is_read_from_nccls_log(tmp_path) -> None:  # type: ignore
         "host:1:1 [0] NCCL INFO Channel 01/0 : 1[1] -> 2[0] [send] via NET/IB/0/GDRDMA\n"
     )
     assert collectives._nccl_transport(tmp_path) == "NET/IB, P2P/CUMEM, network IB"
+
+
+@pytest.mark.parametrize(
+    ("transport", "has_nvlink", "status"),
+    [("P2P/CUMEM", True, "ok"), ("SHM", True, "warning"), ("SHM", False, "ok"), ("", True, "ok")],
+    ids=["NVLink", "unused NVLink", "PCIe", "unknown"],
+)
+def test_nvlink_that_nccl_leaves_unused_is_a_warning(transport: str, has_nvlink: bool, status: str) -> None:
+    results = [{"bytes_per_s": 300e9, "num_bytes": 2**26, "nccl": "2.27.7"}] * 2
+    check = collectives._all_reduce(results, "gpu", transport, has_nvlink)
+    assert (
+        check.status == status and check.found.startswith("2 ranks over NCCL 2.27.7") and "64.0 MiB at" in check.found
+    )
+
+
+def test_infiniband_that_is_not_used_is_a_warning(tmp_path: Path) -> None:
+    for device, state in (("mlx5_0", "4: ACTIVE\n"), ("mlx5_1", "1: DOWN\n")):
+        (tmp_path / device / "ports" / "1").mkdir(parents=True)
+        (tmp_path / device / "ports" / "1" / "state").write_text(state)
+    assert collectives.active_infiniband(tmp_path) == ["mlx5_0"]
+    assert collectives.active_infiniband(tmp_path / "none") == []
+    check = collectives._network("16 ranks on 2 nodes over NET/Socket, network Socket", ["mlx5_0"])
+    assert check.status == "warning" and "InfiniBand: mlx5_0" in check.found
+    assert collectives._network("16 ranks on 2 nodes over NET/IB, network IB", ["mlx5_0"]).status == "ok"
+    assert collectives._network("16 ranks on 2 nodes over NET/Socket, network Socket", []).status == "ok"

@@ -1,4 +1,4 @@
-"""What a look at an image finds: packages in the way, caches, broken imports, kernels with wrong results."""
+"""What a look at an image finds: packages in the way, caches, broken imports."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 
 from pretrainkit.machine import installed_version
-from pretrainkit.preflight import software_probes, software_rank
-from pretrainkit.preflight.node_check import NodeCheckRequest, check_node
-from pretrainkit.preflight.node_probes import FAILED, OK, SKIPPED, WARNING
-from pretrainkit.preflight.trials import Findings
+from pretrainkit.preflight import software
+from pretrainkit.preflight.node import NodeCheckRequest, check_node
+from pretrainkit.preflight.probe import Results
+from pretrainkit.preflight.report import FAILED, OK, WARNING
 
 
 def test_a_replaced_package_of_the_image_is_named(tmp_path: Path) -> None:
     kept = tmp_path / "kept.txt"
     kept.write_text(f"numpy=={installed_version('numpy')}\n")
-    assert software_probes.check_kept(kept).status == OK
+    assert software.check_kept(kept).status == OK
     kept.write_text("numpy==1.0\nno-such-thing==2.0+nv25.11\n")
-    check = software_probes.check_kept(kept)
+    check = software.check_kept(kept)
     assert (
         check.status == FAILED and "numpy 1.0 -> " in check.found and "no-such-thing 2.0+nv25.11 -> none" in check.found
     )
@@ -38,16 +38,16 @@ def test_packages_of_the_home_must_stay_out(
     (tmp_path / f"{package}-1.0.dist-info").mkdir()
     monkeypatch.setattr(site, "ENABLE_USER_SITE", enabled)
     monkeypatch.setattr(site, "getusersitepackages", lambda: str(tmp_path))
-    check = software_probes.check_isolation({}, {"torch"})
+    check = software.check_isolation({}, {"torch"})
     assert check.status == status, check
     if status == FAILED:
-        assert f"{tmp_path} takes the place of: torch" in check.found and "PYTHONNOUSERSITE" in check.action
+        assert f"{tmp_path} shadows: torch" in check.found and "PYTHONNOUSERSITE" in check.action
 
 
 def test_packages_of_pythonpath_are_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(site, "ENABLE_USER_SITE", False)
     (tmp_path / "Megatron_Core-0.9.dist-info").mkdir()
-    check = software_probes.check_isolation({"PYTHONPATH": f"/none:{tmp_path}"}, {"megatron-core"})
+    check = software.check_isolation({"PYTHONPATH": f"/none:{tmp_path}"}, {"megatron-core"})
     assert check.status == WARNING and "megatron-core" in check.found
 
 
@@ -55,13 +55,13 @@ def test_caches_are_looked_for_where_they_will_lie(tmp_path: Path, monkeypatch: 
     home, group = tmp_path / "home", tmp_path / "group"
     home.mkdir()
     (tmp_path / "file").touch()
-    everywhere = {name: f"{group}/{name}" for name in software_probes.HOME_CACHES}
-    assert software_probes.check_caches({"HOME": str(home), **everywhere}).status == OK
+    everywhere = {name: f"{group}/{name}" for name in software.HOME_CACHES}
+    assert software.check_caches({"HOME": str(home), **everywhere}).status == OK
     assert not group.exists(), "a look makes no folders"
-    closed = software_probes.check_caches({"HOME": str(home), **everywhere, "HF_HOME": f"{tmp_path}/file/hub"})
+    closed = software.check_caches({"HOME": str(home), **everywhere, "HF_HOME": f"{tmp_path}/file/hub"})
     assert closed.status == FAILED and f"HF_HOME ({tmp_path}/file/hub)" in closed.found
-    monkeypatch.setattr(software_probes, "SMALL_HOME", 2**60)
-    small = software_probes.check_caches({"HOME": str(home), "XDG_CACHE_HOME": str(group)})
+    monkeypatch.setattr(software, "MIN_HOME_BYTES", 2**60)
+    small = software.check_caches({"HOME": str(home), "XDG_CACHE_HOME": str(group)})
     assert small.status == WARNING and small.found.endswith(": TRITON_CACHE_DIR") and "cache_dir" in small.action
 
 
@@ -93,64 +93,23 @@ def test_caches_are_looked_for_where_they_will_lie(tmp_path: Path, monkeypatch: 
     ids=["good", "broken", "crash", "no driver at build", "no driver", "nothing"],
 )
 def test_imports(found: dict[str, Any], accelerator: str, status: str, words: str) -> None:
-    check = software_probes._imports(found, accelerator)
+    check = software._imports(found, accelerator)
     assert (check.status, words in check.found) == (status, True), check
-
-
-def test_kernels() -> None:
-    assert software_probes._kernels({}).status == SKIPPED
-    assert software_probes._kernels({"kernels": {"flash attention": 1.25}}).found == "flash attention (1.2 s)"
-    crashed = software_probes._kernels({"kernels": {"a": 1}, "running": "b", "error": "killed by SIGABRT"})
-    assert crashed.status == FAILED and crashed.found == "b: killed by SIGABRT"
 
 
 def test_what_is_tried_is_written_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "breaks.py").write_text("raise OSError('libx.so: no such file\\nmore')")
     (tmp_path / "exits.py").write_text("import json, sys; print(open(sys.path[0] + '/found').read()); sys.exit(3)")
     monkeypatch.syspath_prepend(str(tmp_path))
-    findings = Findings(tmp_path / "found")
-    done = software_rank.import_all(findings, ("json", "exits"), ("breaks", "absent_thing"))
+    results = Results(tmp_path / "found")
+    done = software.import_all(results, ("json", "exits"), ("breaks", "absent_thing"))
     found = json.loads((tmp_path / "found").read_text())
     assert done == {"json"} == set(found["imports"]) and found["absent"] == ["absent_thing"]
     assert found["failed_imports"] == {"exits": "SystemExit: 3", "breaks": "OSError: libx.so: no such file"}
 
-    def wrong() -> None:
-        raise ValueError("output is off by 7.0% of its largest value")
-
-    software_rank.run_all({"right": lambda: None, "wrong": wrong}, findings)
-    found = json.loads((tmp_path / "found").read_text())
-    assert list(found["kernels"]) == ["right"] and "7.0%" in found["failed_kernels"]["wrong"] and not found["running"]
-
-
-def test_a_kernel_with_a_wrong_result_is_found() -> None:
-    import torch
-
-    trials = software_rank.kernels(set(), device="cpu")
-    assert list(trials) == ["torch's attention"]
-    trials["torch's attention"]()
-
-    def not_causal(query: Any, key: Any, value: Any) -> Any:
-        words = (tensor.transpose(1, 2) for tensor in (query, key, value))
-        return torch.nn.functional.scaled_dot_product_attention(*words).transpose(1, 2)
-
-    with pytest.raises(ValueError, match="output is off by"):
-        software_rank._try_attention(not_causal, "cpu")
-    with pytest.raises(ValueError, match="nan"):
-        software_rank.compare("output", torch.full((2,), float("nan")), torch.ones(2))
-
-
-def test_the_trial_of_swiglu_passes_a_right_kernel_and_not_a_wrong_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    swiglu = pytest.importorskip("liger_kernel.ops.swiglu")
-    software_rank._try_swiglu("cpu", "float32")  # Triton's interpreter has no bf16
-    monkeypatch.setattr(swiglu, "swiglu_fused_gate_up_backward", lambda inputs, *_: torch.zeros_like(inputs))
-    with pytest.raises(ValueError, match=r"gradient is off by 100\.0%"):
-        software_rank._try_swiglu("cpu", "float32")
-
 
 def test_software_is_part_of_the_report_when_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(software_probes, "run_trials", lambda trials, module: [{"imports": {"torch": 1.0}}])
+    monkeypatch.setattr(software, "run_probes", lambda probes, module: [{"imports": {"torch": 1.0}}])
     (tmp_path / "kept.txt").touch()
     request = NodeCheckRequest(
         1, "cpu", tmp_path, collectives=False, constraints=None, software=True, kept=tmp_path / "kept.txt"

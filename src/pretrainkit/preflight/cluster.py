@@ -1,13 +1,13 @@
-"""The preflight of all nodes of a job at once: each looks at itself, then all try to reach each other.
+"""The preflight of all nodes of a job at once: each checks itself, then all try to reach each other.
 
-They meet in a folder of the shared disk, which has the name of the job: whoever doesn't see it has another disk.
+The nodes exchange their reports in a folder of the shared disk, named after the job: a node that mounts another disk
+is missing there.
 """
 
 from __future__ import annotations
 
 import shutil
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,9 @@ from pretrainkit.errors import RequestError
 from pretrainkit.jobs import rendezvous
 from pretrainkit.jobs.registry import read_allocation
 from pretrainkit.jobs.rendezvous import own_address
-from pretrainkit.preflight.node_check import NodeCheckRequest, NodeReport, check_connections, check_node
-from pretrainkit.preflight.node_probes import FAILED, SKIPPED, Check
-
-_POLL_S = 0.2
+from pretrainkit.preflight import collectives
+from pretrainkit.preflight.node import NodeCheckRequest, check_node
+from pretrainkit.preflight.report import FAILED, SKIPPED, Check, NodeReport, guarded
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ def check_nodes(request: NodeCheckRequest, place: Place) -> tuple[list[NodeRepor
         folder.mkdir(parents=True, exist_ok=True)
         files.write_json(folder / f"report_{place.node}.json", report.to_json())
     except OSError:  # the report says it; the others will miss this node
-        return [report], Check("network", SKIPPED, "the nodes can't meet without a shared folder")
+        return [report], Check("network", SKIPPED, "the nodes need a shared folder to exchange their reports")
     reports = _gather(folder, place, request.timeout_s)
     if not all(one.is_good for one in reports) or not request.collectives:
         network = Check("network", SKIPPED, "not tried" + ("" if request.collectives else ": --quick"))
@@ -88,9 +87,29 @@ def check_nodes(request: NodeCheckRequest, place: Place) -> tuple[list[NodeRepor
     return reports, network
 
 
+def check_connections(request: NodeCheckRequest, address: str, port: int, *, node: int, hosts: Sequence[str]) -> Check:
+    """The check 'network': an all-reduce over the ranks of all nodes.
+
+    All nodes call it at once, each with its place in `hosts`, while a TCPStore is open at address:port. All of them
+    get the same answer.
+    """
+    return guarded(
+        "network",
+        lambda: collectives.check_world(
+            request.ranks,
+            request.accelerator,
+            address=address,
+            port=port,
+            node=node,
+            hosts=hosts,
+            timeout_s=request.timeout_s,
+        ),
+    )
+
+
 def _gather(folder: Path, place: Place, timeout_s: float) -> list[NodeReport]:
     paths = [folder / f"report_{node}.json" for node in range(place.num_nodes)]
-    _wait(lambda: all(path.is_file() for path in paths), timeout_s)
+    files.wait_until(lambda: all(path.is_file() for path in paths), timeout_s=timeout_s)
     return [
         NodeReport.from_json(files.read_json(path)) if path.is_file() else _absent(node, place, timeout_s)
         for node, path in enumerate(paths)
@@ -100,7 +119,7 @@ def _gather(folder: Path, place: Place, timeout_s: float) -> list[NodeReport]:
 def _absent(node: int, place: Place, timeout_s: float) -> NodeReport:
     host = place.hosts[node] if place.hosts else f"number {node}"
     found = f"no report in the shared folder within {timeout_s:.0f} s"
-    action = "look whether the node is up and mounts the same output folder"
+    action = "check that the node is up and mounts the same output folder"
     return NodeReport(host, (Check("presence", FAILED, found, action),))
 
 
@@ -110,8 +129,8 @@ def _connect(folder: Path, place: Place, request: NodeCheckRequest, hosts: list[
     if place.node == 0:
         store = rendezvous.open_store()
         files.write_json(head, {"address": own_address([hosts[0]]), "port": store.port})
-    elif not _wait(head.is_file, request.timeout_s):
-        return Check("network", FAILED, f"node 0 ({hosts[0]}) does not say where to meet")
+    elif not files.wait_until(head.is_file, timeout_s=request.timeout_s):
+        return Check("network", FAILED, f"node 0 ({hosts[0]}) has not published its address")
     where = files.read_json(head)
     return check_connections(request, where["address"], where["port"], node=place.node, hosts=hosts)
 
@@ -120,14 +139,6 @@ def _leave(folder: Path, place: Place, timeout_s: float) -> None:
     """Node 0 holds the store open until all have done, and removes the folder."""
     (folder / f"done_{place.node}").touch()
     if place.node == 0:
-        _wait(lambda: all((folder / f"done_{node}").exists() for node in range(place.num_nodes)), timeout_s / 4)
+        done = [folder / f"done_{node}" for node in range(place.num_nodes)]
+        files.wait_until(lambda: all(path.exists() for path in done), timeout_s=timeout_s / 4)
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _wait(condition: Callable[[], bool], longest_s: float) -> bool:
-    end_s = time.monotonic() + longest_s
-    while not condition():
-        if time.monotonic() > end_s:
-            return False
-        time.sleep(_POLL_S)
-    return True

@@ -1,99 +1,37 @@
-"""The process of a look at the software: imports the engine, then runs kernels of each library once and compares.
+#!/usr/bin/env python
+"""Runs a kernel of each installed library once, forward and backward, on this GPU, and compares with torch in fp32.
 
-What it imports and runs is written before it is tried: a crash then has a name (`software_probes`).
+Part of `containers/check.sh`: an image's torch, Transformer Engine and flash attention must be built for each other and
+for the GPU. Exit code 1 when a kernel fails or its result is wrong; each is named.
 """
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
-import json
-import os
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
-from pretrainkit.errors import one_line
-from pretrainkit.preflight.trials import Findings, Trial
-
-REQUIRED = (
-    "numpy",
-    "torch",
-    "transformers",
-    "tokenizers",
-    "lightning.pytorch",
-    "megatron.core",
-    "nemo.collections.llm",
-)
-"""Modules without which no run starts, in the order in which their failures are best understood."""
-OPTIONAL = ("triton", "liger_kernel", "transformer_engine.pytorch", "flash_attn")
-"""Modules that make it fast; those that are installed must work."""
 TOKENS, HEADS, HEAD_SIZE, HIDDEN = 512, 8, 64, 1024
 LARGEST_ERROR = 0.03
 """Of a bf16 kernel against fp32, relative to the largest value (rounding is 0.004, sums of a thousand of them 0.01)."""
 
 
-def main() -> int:
-    """Do the trial that the command line describes."""
-    trial = Trial(**json.loads(sys.argv[1]))
-    findings = Findings(trial.result_file)
-    imported = import_all(findings)
-    if trial.accelerator == "gpu" and "torch" in imported:
-        run_all(kernels(imported), findings)
-    os._exit(0)
+def kernels(installed: set[str], device: str = "cuda") -> dict[str, Callable[[], None]]:
+    """Name -> function that raises when the kernel is wrong, for the libraries that are installed."""
+    checks: dict[str, Callable[[], None]] = {"torch's attention": lambda: _check_attention(_torch_attention, device)}
+    if "liger_kernel" in installed:
+        checks["liger-kernel's SwiGLU"] = lambda: _check_swiglu(device)
+    if "transformer_engine" in installed:
+        checks["Transformer Engine's norm and linear"] = lambda: _check_te_linear(device)
+        checks["Transformer Engine's attention"] = lambda: _check_attention(_te_attention, device)
+    if "flash_attn" in installed:
+        checks["flash attention"] = lambda: _check_attention(_flash_attention, device)
+    return checks
 
 
-def import_all(
-    findings: Findings, required: tuple[str, ...] = REQUIRED, optional: tuple[str, ...] = OPTIONAL
-) -> set[str]:
-    """Import modules one by one; gives the names of those that could be."""
-    done: dict[str, float] = {}
-    failed: dict[str, str] = {}
-    absent = [name for name in optional if importlib.util.find_spec(name.partition(".")[0]) is None]
-    for name in (*required, *(name for name in optional if name not in absent)):
-        findings.add(importing=name)
-        begin_s = time.monotonic()
-        try:
-            importlib.import_module(name)
-        except BaseException as error:  # a library may even exit
-            failed[name] = one_line(error)
-        else:
-            done[name] = round(time.monotonic() - begin_s, 2)
-        findings.add(imports=done, failed_imports=failed, absent=absent, importing="")
-    return set(done)
-
-
-def run_all(trials: dict[str, Callable[[], None]], findings: Findings) -> None:
-    """Run kernels one by one; each raises when its result is wrong."""
-    done: dict[str, float] = {}
-    failed: dict[str, str] = {}
-    for name, trial in trials.items():
-        findings.add(running=name)
-        begin_s = time.monotonic()
-        try:
-            trial()
-        except BaseException as error:
-            failed[name] = one_line(error)
-        else:
-            done[name] = round(time.monotonic() - begin_s, 2)
-        findings.add(kernels=done, failed_kernels=failed, running="")
-
-
-def kernels(imported: set[str], device: str = "cuda") -> dict[str, Callable[[], None]]:
-    """Name -> trial, for the libraries that could be imported."""
-    trials: dict[str, Callable[[], None]] = {"torch's attention": lambda: _try_attention(_torch_attention, device)}
-    if "liger_kernel" in imported:
-        trials["liger-kernel's SwiGLU"] = lambda: _try_swiglu(device)
-    if "transformer_engine.pytorch" in imported:
-        trials["Transformer Engine's norm and linear"] = lambda: _try_te_linear(device)
-        trials["Transformer Engine's attention"] = lambda: _try_attention(_te_attention, device)
-    if "flash_attn" in imported:
-        trials["flash attention"] = lambda: _try_attention(_flash_attention, device)
-    return trials
-
-
-def _try_attention(attention: Callable[[Any, Any, Any], Any], device: str) -> None:
+def _check_attention(attention: Callable[[Any, Any, Any], Any], device: str) -> None:
     """Causal attention of [1, tokens, heads, head size] in bf16, forward and backward, against fp32 written out."""
     import torch
 
@@ -134,7 +72,7 @@ def _te_attention(query: Any, key: Any, value: Any) -> Any:
     return layer(query, key, value)
 
 
-def _try_te_linear(device: str) -> None:
+def _check_te_linear(device: str) -> None:
     """Transformer Engine's RMSNorm with the linear layer behind it, forward and backward, against torch in fp32."""
     import torch
     import transformer_engine.pytorch as te
@@ -154,7 +92,7 @@ def _try_te_linear(device: str) -> None:
     compare("gradient", inputs.grad, exact.grad)
 
 
-def _try_swiglu(device: str, dtype: str = "bfloat16") -> None:
+def _check_swiglu(device: str, dtype: str = "bfloat16") -> None:
     """liger-kernel's SwiGLU as training has it, of gate and product in one tensor, which Triton compiles here."""
     import torch
     from liger_kernel.ops.swiglu import LigerFusedGateUpSiLUMulFunction
@@ -176,6 +114,29 @@ def compare(what: str, found: Any, expected: Any) -> None:
     error = float((found.detach().float() - expected.detach()).abs().max() / expected.detach().abs().max())
     if not error <= LARGEST_ERROR:
         raise ValueError(f"{what} is off by {error:.1%} of its largest value")
+
+
+def main() -> int:
+    """Run the kernels of what is installed; prints one line each."""
+    import torch
+
+    if not torch.cuda.is_available():
+        print("kernels     skipped  no GPU")
+        return 0
+    installed = {
+        name for name in ("liger_kernel", "transformer_engine", "flash_attn") if importlib.util.find_spec(name)
+    }
+    code = 0
+    for name, kernel in kernels(installed).items():
+        begin_s = time.monotonic()
+        try:
+            kernel()
+        except Exception as error:
+            print(f"kernels     failed   {name}: {type(error).__name__}: {error}")
+            code = 1
+        else:
+            print(f"kernels     ok       {name} ({time.monotonic() - begin_s:.1f} s)")
+    return code
 
 
 if __name__ == "__main__":

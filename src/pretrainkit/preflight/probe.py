@@ -1,0 +1,114 @@
+"""Probe processes: what may hang, crash or take a CUDA context runs in a process that can be killed.
+
+A probe is a module that is started as `python -m MODULE JSON`, with a `Probe` as JSON. It writes its results to a file
+after each step, since a later step may hang or crash.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pretrainkit import files
+
+_EXIT_S = 20
+"""Time that processes have to exit after their own timeout."""
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What one probe process has to do."""
+
+    accelerator: str
+    """gpu or cpu."""
+    local_rank: int
+    ranks_per_node: int
+    folder: str
+    """Temporary folder of the node, for results, logs and the store of the node's ranks."""
+    timeout_s: float
+    node: int = 0
+    num_nodes: int = 1
+    address: str = ""
+    """Host of the store that all nodes connect to; empty for a probe of one node."""
+    port: int = 0
+
+    @property
+    def result_file(self) -> Path:
+        """Where the process writes its results."""
+        return Path(self.folder) / f"rank_{self.local_rank}.json"
+
+    @property
+    def log_file(self) -> Path:
+        """Where its output goes."""
+        return Path(self.folder) / f"rank_{self.local_rank}.log"
+
+    @classmethod
+    def from_command_line(cls) -> Probe:
+        """The probe that this process is to run."""
+        return cls(**json.loads(sys.argv[1]))
+
+
+class Results:
+    """Results of a probe process so far; on disk after each step."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._values: dict[str, Any] = {}
+
+    def add(self, **values: Any) -> None:
+        """Add values, or replace those of the same name."""
+        self._values |= values
+        files.write_json(self._path, self._values)
+
+
+def run_probes(probes: list[Probe], module: str) -> list[dict[str, Any]]:
+    """Start a process per probe and wait; gives the results of each. 'error' says why some are missing."""
+    processes = [_start(module, probe) for probe in probes]
+    end_s = time.monotonic() + probes[0].timeout_s + _EXIT_S
+    try:
+        while any(process.poll() is None for process in processes) and time.monotonic() < end_s:
+            time.sleep(_POLL_S)
+    finally:
+        hangs = [process.poll() is None for process in processes]
+        for process in processes:
+            process.kill()
+        codes = [process.wait() for process in processes]
+    return [_result(probe, code, hung) for probe, code, hung in zip(probes, codes, hangs, strict=True)]
+
+
+def _start(module: str, probe: Probe) -> subprocess.Popen[bytes]:
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("NCCL_DEBUG", "TORCHELASTIC"))
+    }
+    environment |= {
+        "NCCL_DEBUG": "INFO",
+        "NCCL_DEBUG_SUBSYS": "INIT",
+        "NCCL_DEBUG_FILE": f"{probe.folder}/nccl.%h.%p",
+        # A collective that waits too long raises instead of hanging.
+        "TORCH_NCCL_BLOCKING_WAIT": "1",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", module, json.dumps(asdict(probe))]
+    with probe.log_file.open("wb") as output:
+        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment)
+
+
+def _result(probe: Probe, exit_code: int, hung: bool) -> dict[str, Any]:
+    results: dict[str, Any] = files.read_json(probe.result_file) if probe.result_file.is_file() else {}
+    if hung:
+        results.setdefault("error", f"no answer within {probe.timeout_s:.0f} s")
+    elif exit_code < 0:
+        results.setdefault("error", f"killed by {signal.Signals(-exit_code).name}")
+    elif exit_code > 0:
+        lines = probe.log_file.read_text(errors="replace").strip().splitlines()
+        results.setdefault("error", (lines or [f"exit code {exit_code}"])[-1])
+    return results

@@ -1,0 +1,71 @@
+"""What a preflight finds: checks, and the report of a node that they make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+OK, WARNING, FAILED, SKIPPED = "ok", "warning", "failed", "skipped"
+
+
+@dataclass(frozen=True)
+class Check:
+    """The result of one check."""
+
+    name: str
+    status: str
+    """ok, warning, failed or skipped."""
+    found: str
+    action: str = ""
+    """What to do about it."""
+
+    @property
+    def is_failed(self) -> bool:
+        """Whether no rank should be started."""
+        return self.status == FAILED
+
+    def describe(self) -> str:
+        """A line of the table, and one more with what to do."""
+        line = f"  {self.name:<12}{self.status:<9}{self.found}"
+        return f"{line}\n{'':<23}what to do: {self.action}" if self.action else line
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """All checks of one node."""
+
+    host: str
+    checks: tuple[Check, ...]
+
+    @property
+    def problems(self) -> list[str]:
+        """Why no rank should be started on this node; empty when the node is good."""
+        return [f"{check.name}: {check.found}" for check in self.checks if check.is_failed]
+
+    @property
+    def is_good(self) -> bool:
+        """Whether ranks may be started."""
+        return not self.problems
+
+    def describe(self) -> str:
+        """The table, one line a check, without a newline at the end."""
+        lines = [f"node {self.host}: {'good' if self.is_good else 'BAD'}"]
+        return "\n".join([*lines, *(check.describe() for check in self.checks)])
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain values."""
+        return {"host": self.host, "good": self.is_good, "checks": [asdict(check) for check in self.checks]}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> NodeReport:
+        """The report that `to_json` wrote."""
+        return cls(values["host"], tuple(Check(**check) for check in values["checks"]))
+
+
+def guarded(name: str, run: Callable[[], Check]) -> Check:
+    """The result of a check; one that raises is a failure of the node, since it would break the ranks too."""
+    try:
+        return run()
+    except Exception as error:
+        return Check(name, FAILED, f"the check itself failed: {type(error).__name__}: {error}")

@@ -1,0 +1,224 @@
+"""The software of a node or image: package versions, imports that work, writable caches, nothing foreign.
+
+python -m pretrainkit.preflight.software JSON      (the process that imports the engine)
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+import site
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pretrainkit.errors import one_line
+from pretrainkit.jobs.caches import HOME_CACHES
+from pretrainkit.machine import installed_version
+from pretrainkit.preflight.probe import Probe, Results, run_probes
+from pretrainkit.preflight.report import FAILED, OK, SKIPPED, WARNING, Check
+from pretrainkit.units import format_bytes
+
+_MODULE = "pretrainkit.preflight.software"
+CONSTRAINTS = Path(__file__).parents[3] / "constraints.txt"
+"""The tested versions, where the package runs from a checkout."""
+_ENGINE = ("torch", "nemo-toolkit", "megatron-core", "lightning", "transformers")
+_READING = ("tokenizers", "numpy", "omegaconf", "psutil", "safetensors")
+ENGINE = {*_ENGINE, *_READING}
+"""Packages without which no rank gets far; of the others an image may lack some that a run doesn't use."""
+MIN_HOME_BYTES = 50 * 10**9
+"""Bytes free in a home below which caches don't belong there (assumed; the weights of an 8B model take 16 GB)."""
+_NO_DRIVER = re.compile(r"libcuda|libnvidia|NVIDIA driver|CUDA driver|No CUDA GPUs|CUDA-capable", re.IGNORECASE)
+REQUIRED = (
+    "numpy",
+    "torch",
+    "transformers",
+    "tokenizers",
+    "lightning.pytorch",
+    "megatron.core",
+    "nemo.collections.llm",
+)
+"""Modules without which no run starts, in the order in which their failures are best understood."""
+OPTIONAL = ("triton", "liger_kernel", "transformer_engine.pytorch", "flash_attn")
+"""Modules that make it fast; those that are installed must work."""
+
+
+def check_packages(constraints: Path | None) -> Check:
+    """Installed packages that this project needs, against the versions it is tested with."""
+    needed = needed_packages()
+    installed = {name: installed_version(name) for name in needed}
+    missing = sorted(name for name, version in installed.items() if version is None)
+    if missing:
+        found = f"not installed: {', '.join(missing)}"
+        action = "install what the run uses: pip install -c constraints.txt, with --no-deps in an image that works"
+        return Check("packages", FAILED if ENGINE & set(missing) else WARNING, found, action)
+    if constraints is None or not constraints.is_file():
+        return Check("packages", SKIPPED, f"{len(needed)} installed; no constraints.txt to compare with")
+    tested = read_constraints(constraints.read_text(encoding="utf-8"))
+    different = [
+        f"{name} {installed[name]} (tested: {', '.join(sorted(tested[name]))})"
+        for name in needed
+        if name in tested and not {str(installed[name]), str(installed[name]).partition("+")[0]} & tested[name]
+    ]
+    if different:
+        action = "fine in an image that works; else install with -c constraints.txt"
+        return Check("packages", WARNING, f"{len(different)} of {len(needed)} differ: {'; '.join(different)}", action)
+    return Check("packages", OK, f"{len(needed)}, as in {constraints.name}")
+
+
+def read_constraints(text: str) -> dict[str, set[str]]:
+    """Package -> tested versions (several where they depend on Python's), names normalised."""
+    tested: dict[str, set[str]] = {}
+    for line in text.splitlines():
+        if match := re.match(r"\s*([A-Za-z0-9._-]+)==([^\s;#]+)", line):
+            tested.setdefault(_normal(match[1]), set()).add(match[2])
+    return tested
+
+
+def needed_packages() -> list[str]:
+    """Names of the packages that this one requires; none when it runs without being installed."""
+    try:
+        requirements = importlib.metadata.requires("pretrainkit") or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    names = [re.match(r"[A-Za-z0-9._-]+", text) for text in requirements if "extra ==" not in text]
+    return sorted(_normal(match[0]) for match in names if match)
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def check_kept(path: Path) -> Check:
+    """Whether the packages that an image must keep (name==version lines) are still those it came with."""
+    lines = [line.partition("==") for line in path.read_text(encoding="utf-8").split()]
+    found = {name: (version, installed_version(name)) for name, _, version in lines}
+    changed = [f"{name} {was} -> {now or 'none'}" for name, (was, now) in found.items() if was != now]
+    if changed:
+        action = "build the image again; torch and its kin are compiled for each other"
+        return Check("image's own", FAILED, f"replaced: {', '.join(changed)}", action)
+    return Check("image's own", OK, f"{len(found)} packages of the base image, untouched" if found else "none")
+
+
+def check_isolation(environment: Mapping[str, str], needed: set[str] | None = None) -> Check:
+    """Whether packages of the home, or of PYTHONPATH, shadow the installed ones that this project needs."""
+    name = "isolation"
+    needed = ENGINE | set(needed_packages()) if needed is None else needed
+    user_site = Path(site.getusersitepackages())
+    in_home = _distributions(user_site) if site.ENABLE_USER_SITE else set()
+    if in_the_way := sorted(in_home & needed):
+        found = f"{user_site} shadows: {', '.join(in_the_way)}"
+        return Check(name, FAILED, found, "export PYTHONNOUSERSITE=1, and leave the home outside (--no-home)")
+    paths = [Path(path) for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+    for path in paths:
+        if in_the_way := sorted(_distributions(path) & needed):
+            found = f"PYTHONPATH: {path} shadows: {', '.join(in_the_way)}"
+            return Check(name, WARNING, found, "unset PYTHONPATH, unless it is meant")
+    return Check(name, OK, "packages of the home stay out" if not site.ENABLE_USER_SITE else "no packages in the home")
+
+
+def _distributions(folder: Path) -> set[str]:
+    """Names of the packages that are installed in a folder."""
+    return {
+        re.sub(r"[-_.]+", "-", path.name.partition("-")[0]).lower()
+        for pattern in ("*.dist-info", "*.egg-info")
+        for path in folder.glob(pattern)
+    }
+
+
+def check_caches(environment: Mapping[str, str]) -> Check:
+    """Whether the hub's, Triton's and W&B's caches can be written, and don't fill a small home."""
+    home = Path(environment.get("HOME") or "/nonexistent")
+    base = Path(environment["XDG_CACHE_HOME"]) if environment.get("XDG_CACHE_HOME") else None
+    folders = {}
+    for variable, default in HOME_CACHES.items():
+        in_base = base / Path(default).name if base and default.startswith(".cache/") else home / default
+        folders[variable] = Path(environment[variable]) if environment.get(variable) else in_base
+    action = "set cache_dir in the site's file, or the variables, to a folder on a group disk"
+    if closed := [f"{variable} ({folder})" for variable, folder in folders.items() if not _is_writable(folder)]:
+        return Check("caches", FAILED, f"can't be written: {', '.join(closed)}", action)
+    in_home = [variable for variable, folder in folders.items() if folder.is_relative_to(home)]
+    if in_home and (free := shutil.disk_usage(_existing(home)).free) < MIN_HOME_BYTES:
+        found = f"in the home, which has {format_bytes(free)} free: {', '.join(in_home)}"
+        return Check("caches", WARNING, found, action)
+    places = dict.fromkeys(str(folder) for folder in folders.values())
+    return Check("caches", OK, f"writable: {', '.join(places)}")
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest thing above it that exists."""
+    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
+
+
+def _is_writable(folder: Path) -> bool:
+    """Whether files can be made in a folder, or the folder itself where it isn't there yet."""
+    try:
+        with tempfile.TemporaryDirectory(prefix=".check_node_", dir=_existing(folder)):
+            return True
+    except OSError:
+        return False
+
+
+def check_imports(accelerator: str, *, timeout_s: float) -> Check:
+    """Whether the engine, and the libraries of kernels that are installed, can be imported."""
+    with tempfile.TemporaryDirectory(prefix="check_node_") as folder:
+        return _imports(run_probes([Probe(accelerator, 0, 1, folder, timeout_s)], _MODULE)[0], accelerator)
+
+
+def _imports(found: dict[str, Any], accelerator: str) -> Check:
+    action = "build the image again, or install with -c constraints.txt; --quick leaves this out"
+    done, failed = found.get("imports", {}), dict(found.get("failed_imports", {}))
+    if module := found.get("importing"):
+        failed[module] = str(found.get("error", "the process ended"))
+    waiting = {name: why for name, why in failed.items() if accelerator == "cpu" and _NO_DRIVER.search(why)}
+    broken = [f"{name}: {why}" for name, why in failed.items() if name not in waiting]
+    if broken or not done:
+        return Check("imports", FAILED, "; ".join(broken) or str(found.get("error", "nothing imported")), action)
+    seconds = sum(float(value) for value in done.values())
+    words = f"{', '.join(done)} in {seconds:.0f} s"
+    if absent := found.get("absent"):
+        words += f"; not installed: {', '.join(absent)}"
+    if waiting:
+        names = ", ".join(waiting)
+        return Check("imports", WARNING, f"{words}; not without a driver: {names}", "look again on a node with GPUs")
+    return Check("imports", OK, words)
+
+
+def main() -> int:
+    """Import everything; the results are in the probe's file."""
+    import_all(Results(Probe.from_command_line().result_file))
+    os._exit(0)
+
+
+def import_all(
+    results: Results, required: tuple[str, ...] = REQUIRED, optional: tuple[str, ...] = OPTIONAL
+) -> set[str]:
+    """Import modules one by one; gives the names of those that could be.
+
+    A module's name is written before its import: a crash then has a name.
+    """
+    done: dict[str, float] = {}
+    failed: dict[str, str] = {}
+    absent = [name for name in optional if importlib.util.find_spec(name.partition(".")[0]) is None]
+    for name in (*required, *(name for name in optional if name not in absent)):
+        results.add(importing=name)
+        begin_s = time.monotonic()
+        try:
+            importlib.import_module(name)
+        except BaseException as error:  # a library may even exit
+            failed[name] = one_line(error)
+        else:
+            done[name] = round(time.monotonic() - begin_s, 2)
+        results.add(imports=done, failed_imports=failed, absent=absent, importing="")
+    return set(done)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
