@@ -2,35 +2,32 @@
 # Builds an image with this project and its packages. docs/containers.md says which kind for which cluster.
 #
 #   containers/build.sh apptainer --output /group/me/pretrainkit.sif --cache-dir /group/me/cache
-#   containers/build.sh docker|podman|buildah [--output pretrainkit.tar] [--cache-dir DIR]
+#   containers/build.sh docker|podman [--output pretrainkit.tar] [--cache-dir DIR]
 #
 # Options:
 #   --target gpu|cpu   on NGC's PyTorch (gpu, the default), or on plain Python for nodes without GPUs
 #   --output PATH      Apptainer: the .sif file, or with --sandbox the folder (pretrainkit-TARGET.sif); the others: an archive
 #                      for `load` beside the image in their store
 #   --sandbox          Apptainer: a folder that can be changed, instead of a .sif
-#   --tag NAME         docker, podman, buildah: the image's name (pretrainkit:TARGET)
-#   --cache-dir DIR    folder on a group disk for downloads and podman's or buildah's store (PRETRAINKIT_CACHE_DIR)
+#   --tag NAME         docker, podman: the image's name (pretrainkit:TARGET)
+#   --cache-dir DIR    folder on a group disk for downloads and podman's store (PRETRAINKIT_CACHE_DIR)
 #   --tmp-dir DIR      folder for unpacking; a node's own disk is best (PRETRAINKIT_TMP_DIR; CACHE_DIR/tmp)
 #   --base IMAGE       another base image than that of versions.env: a name in a registry, or for Apptainer a file or folder
 #   --pip-conf FILE    pip's settings during the build, such as a mirror; it doesn't stay in the image
 #   --overwrite        replace an output that exists
-#   --dry-run          look at the room and show the commands, do nothing
-#   --no-room-check    don't look at quotas and free room
+#   --dry-run          show the commands, do nothing
 #   -- WORD...         further options for the builder itself
-# Exit codes: 0 built and checked inside; 1 failed; 2 wrong request or too little room, before anything starts.
+# Exit codes: 0 built and checked inside; 1 failed; 2 wrong request, before anything starts.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # shellcheck source=containers/steps.sh
 . "$here/steps.sh"
-# shellcheck source=containers/room.sh
-. "$here/room.sh"
 
-builder='' target=gpu output='' sandbox=0 tag='' base='' pip_conf='' overwrite=0 check=1 extra=()
+builder='' target=gpu output='' sandbox=0 tag='' base='' pip_conf='' overwrite=0 extra=()
 cache_dir=${PRETRAINKIT_CACHE_DIR:-} tmp_dir=${PRETRAINKIT_TMP_DIR:-}
 while [ $# -gt 0 ]; do
     case $1 in
-        apptainer | docker | podman | buildah) builder=$1 ;;
+        apptainer | docker | podman) builder=$1 ;;
         --target | --output | --tag | --cache-dir | --tmp-dir | --base | --pip-conf)
             [ $# -gt 1 ] || die 2 "$1 without a value"
             name=${1#--}
@@ -40,7 +37,7 @@ while [ $# -gt 0 ]; do
         --sandbox) sandbox=1 ;;
         --overwrite) overwrite=1 ;;
         --dry-run) dry_run=1 ;;
-        --no-room-check) check=0 ;;
+        --no-room-check) warn_no_room_check ;;
         --help | -h) usage "$0"; exit 0 ;;
         --) shift; extra=("$@"); break ;;
         *) die 2 "unknown: $1" "containers/build.sh --help" ;;
@@ -48,7 +45,7 @@ while [ $# -gt 0 ]; do
     shift
 done
 
-[ -n "$builder" ] || die 2 "no builder named" "apptainer, docker, podman or buildah; containers/build.sh --help"
+[ -n "$builder" ] || die 2 "no builder named" "apptainer, docker or podman; containers/build.sh --help"
 case $target in gpu) kind=NGC ;; cpu) kind=CPU ;; *) die 2 "--target $target" "gpu or cpu" ;; esac
 [ "$sandbox" = 0 ] || [ "$builder" = apptainer ] || die 2 "--sandbox with $builder" "Apptainer alone has them"
 command -v "$builder" > /dev/null || die 2 "$builder isn't installed here" "load its module, or take another builder"
@@ -58,7 +55,6 @@ for folder in "$cache_dir" "$tmp_dir" "$output"; do
     case $folder in *[:,]*) die 2 "$folder" "take a path without commas and colons: builders read them as separators" ;; esac
 done
 
-download=$(setting ${kind}_DOWNLOAD_GB) unpacked=$(setting ${kind}_UNPACKED_GB)
 base=${base:-$(setting ${kind}_IMAGE)}
 bootstrap=docker
 if [ "$builder" = apptainer ] && [ -e "$base" ]; then bootstrap=localimage base=$(realpath -- "$base"); fi
@@ -73,42 +69,24 @@ fi
 case $builder in
     apptainer) cached=${APPTAINER_CACHEDIR:-$HOME/.apptainer/cache} ;;
     docker) cached=$(docker info --format '{{ .DockerRootDir }}' 2> /dev/null) || die 2 "docker's daemon can't be reached" ;;
-    *) cached=$("$builder" info | sed -n 's/.*graphRoot"\{0,1\}: *"\{0,1\}\([^",]*\).*/\1/Ip' | head -n 1) ;;
+    *) cached=$(podman info --format '{{ .Store.GraphRoot }}') ;;
 esac
 if [ -n "$cache_dir" ]; then
-    case $builder in apptainer) cached=$cache_dir/apptainer ;; podman | buildah) cached=$cache_dir/containers ;; esac
+    case $builder in apptainer) cached=$cache_dir/apptainer ;; podman) cached=$cache_dir/containers ;; esac
 fi
 [ -n "$cached" ] || die 2 "$builder doesn't say where it keeps images" "--cache-dir"
 [ -n "$tmp_dir" ] || tmp_dir=${cache_dir:+$cache_dir/tmp}
 case $builder in
     apptainer) tmp_dir=${tmp_dir:-${APPTAINER_TMPDIR:-${TMPDIR:-/tmp}}} ;;
-    podman | buildah) tmp_dir=${tmp_dir:-${TMPDIR:-/var/tmp}} ;;
+    podman) tmp_dir=${tmp_dir:-${TMPDIR:-/var/tmp}} ;;
     *) tmp_dir=${tmp_dir:-${TMPDIR:-/tmp}} ;;
 esac
 cached=$(absolute "$cached") tmp_dir=$(absolute "$tmp_dir")
 if [ "$dry_run" = 0 ]; then
-    # First, since they take room.
     [ -z "$output" ] || remove_leftovers "$(prefix_beside "$output")"
     remove_leftovers "$tmp_dir/pretrainkit-build"
 fi
-if [ "$check" = 1 ]; then
-    case $builder in
-        apptainer)
-            need_room "$cached" "$download" download
-            need_room "$tmp_dir" "$unpacked" unpacking
-            if [ "$sandbox" = 1 ]; then image=$unpacked; else image=$((unpacked / 2)); fi
-            ;;
-        podman | buildah)
-            # What is downloaded, and later the new layer, lies there before it goes to the store.
-            need_room "$tmp_dir" "$download" "download and layers"
-            need_room "$cached" "$unpacked" unpacking
-            image=$unpacked
-            ;;
-        *) need_room "$cached" $((download + unpacked)) "download and unpacking"; image=$unpacked ;;
-    esac
-    [ -z "$output" ] || need_room "$(dirname -- "$output")" "$image" image
-    check_room
-fi
+echo "$target: about $(setting ${kind}_DOWNLOAD_GB) GB of downloads in $cached, $(setting ${kind}_UNPACKED_GB) GB unpacked in $tmp_dir" >&2
 
 # The builder's own files, too: it leaves gigabytes behind when it is killed.
 work=$(own_name "$tmp_dir/pretrainkit-build")
@@ -155,11 +133,7 @@ case $builder in
             die 1 "$builder build failed"
         if [ -n "$output" ]; then
             made+=("$temporary")
-            case $builder in
-                buildah) save=(push "$tag" "docker-archive:$temporary:$tag") ;;
-                *) save=(save --output "$temporary" "$tag") ;;
-            esac
-            step "$builder" ${store[@]+"${store[@]}"} "${save[@]}" || die 1 "$builder ${save[0]} failed"
+            step "$builder" ${store[@]+"${store[@]}"} save --output "$temporary" "$tag" || die 1 "$builder save failed"
         fi
         ;;
 esac

@@ -13,18 +13,15 @@
 #   --tmp-dir DIR      folder for unpacking; a node's own disk is best (PRETRAINKIT_TMP_DIR; CACHE_DIR/tmp)
 #   --pip-conf FILE    pip's settings while packages are installed, such as a mirror; it doesn't stay in the image
 #   --overwrite        replace an output that exists
-#   --dry-run          look at the room and show the commands, do nothing
-#   --no-room-check    don't look at quotas and free room
+#   --dry-run          show the commands, do nothing
 # Accounts of registries stand in enroot's own .credentials file, never on a command line.
-# Exit codes: 0 made and checked inside; 1 failed; 2 wrong request or too little room, before anything starts.
+# Exit codes: 0 made and checked inside; 1 failed; 2 wrong request, before anything starts.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # shellcheck source=containers/steps.sh
 . "$here/steps.sh"
-# shellcheck source=containers/room.sh
-. "$here/room.sh"
 
-from='' import_only=0 output=pretrainkit-gpu.sqsh pip_conf='' overwrite=0 check=1
+from='' import_only=0 output=pretrainkit-gpu.sqsh pip_conf='' overwrite=0
 cache_dir=${PRETRAINKIT_CACHE_DIR:-} tmp_dir=${PRETRAINKIT_TMP_DIR:-}
 while [ $# -gt 0 ]; do
     case $1 in
@@ -37,7 +34,7 @@ while [ $# -gt 0 ]; do
         --import-only) import_only=1 ;;
         --overwrite) overwrite=1 ;;
         --dry-run) dry_run=1 ;;
-        --no-room-check) check=0 ;;
+        --no-room-check) warn_no_room_check ;;
         --help | -h) usage "$0"; exit 0 ;;
         *) die 2 "unknown: $1" "containers/enroot.sh --help" ;;
     esac
@@ -67,21 +64,10 @@ case $from in
 esac
 
 if [ "$dry_run" = 0 ]; then
-    # First, since they take room.
     remove_leftovers "$(prefix_beside "$output")"
     remove_leftovers "$tmp_dir/pretrainkit-enroot"
 fi
-if [ "$check" = 1 ]; then
-    unpacked=$(setting NGC_UNPACKED_GB)
-    need_room "$cached" "$(setting NGC_DOWNLOAD_GB)" download
-    if [ "$import_only" = 1 ]; then
-        need_room "$tmp_dir" "$unpacked" unpacking
-    else
-        need_room "$tmp_dir" $((2 * unpacked + unpacked / 2)) "unpacking twice, the imported image"
-    fi
-    need_room "$(dirname -- "$output")" $((unpacked / 2)) image
-    check_room
-fi
+echo "about $(setting NGC_DOWNLOAD_GB) GB of downloads in $cached, twice $(setting NGC_UNPACKED_GB) GB unpacked in $tmp_dir" >&2
 
 work=$(own_name "$tmp_dir/pretrainkit-enroot")
 export ENROOT_CACHE_PATH=$cached ENROOT_TEMP_PATH=$work/tmp ENROOT_DATA_PATH=$work/data ENROOT_RUNTIME_PATH=$work/run

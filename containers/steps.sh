@@ -1,6 +1,6 @@
 # shellcheck shell=bash
-# What build.sh and enroot.sh do in the same way: errors, steps that --dry-run only shows, and outputs that appear whole or not
-# at all. Sourced; reads dry_run (0 or 1).
+# Shared by build.sh and enroot.sh: errors, steps that --dry-run only shows, and outputs that appear whole or not at all.
+# Sourced; reads dry_run (0 or 1).
 
 dry_run=0
 child=
@@ -12,6 +12,9 @@ die() {
     [ -z "${3:-}" ] || echo "  What to do: $3" >&2
     exit "$1"
 }
+
+# --no-room-check: accepted for one version more.
+warn_no_room_check() { echo "warning: --no-room-check has no effect: the builder itself reports a full disk" >&2; }
 
 # usage SCRIPT: the comment at its top.
 usage() { sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "$1"; }

@@ -13,13 +13,11 @@
 #   --image FILE       .sif (Apptainer) or .sqsh (enroot) to make with containers/, unless it exists
 #   --token-file FILE  file with the hub's token, which only you can read; HF_TOKEN does it, too
 # Prints the lines of DIR/offline.sh, which tell the libraries that there is no internet: eval "$(scripts/prefetch.sh ...)"
-# Exit codes: 0 all is there and verified; 1 failed; 2 wrong request or too little room, before anything starts.
+# Exit codes: 0 all is there and verified; 1 failed; 2 wrong request or too little disk space, before anything is downloaded.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # shellcheck source=containers/steps.sh
 . "$here/containers/steps.sh"
-# shellcheck source=containers/room.sh
-. "$here/containers/room.sh"
 
 dir='' image='' token_file='' sources=()
 while [ $# -gt 0 ]; do
@@ -58,9 +56,6 @@ fetch=("$python" "$here/tools/prefetch.py" --dir "$dir" ${sources[@]+"${sources[
 
 if [ ${#sources[@]} -gt 0 ]; then
     command -v "$python" > /dev/null || die 2 "no Python at $python" "make setup, or PYTHON=/path/to/python"
-    size=$("${fetch[@]}" --size)
-    need_room "$dir" $((size / 1000000000 + 1)) "models and tokenizers"
-    check_room
     step "${fetch[@]}" >&2
 fi
 if [ -n "$image" ] && [ -e "$image" ]; then
