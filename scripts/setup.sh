@@ -4,15 +4,15 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=${1:-.venv}
 
-supported() { "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 13))' 2>/dev/null; }
+supported() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null; }
 
 if ! { [ -x "$venv/bin/python" ] && supported "$venv/bin/python"; }; then
-    for python in ${PYTHON:-python3 python3.12 python3.11 python3.10}; do
+    for python in ${PYTHON:-python3 python3.12 python3.11}; do
         supported "$python" && break
         python=
     done
     if [ -z "$python" ]; then
-        echo "setup: no Python 3.10 to 3.12 found. What to do: install one, or name it: make setup PYTHON=/path/to/python3.11" >&2
+        echo "setup: no Python 3.11 or 3.12 found. What to do: install one, or name it: make setup PYTHON=/path/to/python3.11" >&2
         exit 2
     fi
     if ! "$python" -m venv --clear "$venv"; then

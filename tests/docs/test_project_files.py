@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
-import sys
 from pathlib import Path
 
 import pytest
+import tomllib
 import yaml
 from doc_pages import REPOSITORY, read_page
 
 from pretrainkit.models.registry import FAMILIES
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 
 def read(name: str) -> str:
