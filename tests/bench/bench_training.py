@@ -41,7 +41,7 @@ PATHS = {
     "plain": ("torch", "off"),
     "fused": ("torch", "auto"),
     "launched": ("torch", "norm,rotary,swiglu,cross_entropy,weight_gradient"),
-    "graphed": ("torch", "norm,rotary,swiglu,cross_entropy,weight_gradient,launches"),
+    "graphed": ("torch", "norm,rotary,swiglu,cross_entropy,weight_gradient,cuda_graphs"),
     "te": ("te", "off"),
     "te_fused": ("te", "auto"),
 }

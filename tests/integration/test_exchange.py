@@ -33,4 +33,4 @@ def test_a_run_has_the_losses_of_megatrons_layers(
     records = read_metrics(run_file.parent / "metrics.jsonl")
     assert [record["loss"] for record in records if "loss" in record] == pytest.approx(plain, abs=1e-6)
     used = next(record["kernels"] for record in records if record.get("event") == "start")
-    assert (used["exchange"], used["attention"]) == ("copies", "cpu")
+    assert (used["tp_comm_overlap"], used["attention"]) == ("copies", "cpu")

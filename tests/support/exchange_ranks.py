@@ -104,7 +104,7 @@ def train(rank: int, world_size: int, *, run_file: Path, shared: Path) -> None:
         return memories.setdefault(group, LatePeerMemory(group, shared))
 
     choose_for = kernels.choose_for
-    kernels.choose_for = lambda run: dataclasses.replace(choose_for(run), exchange="copies")
+    kernels.choose_for = lambda run: dataclasses.replace(choose_for(run), tp_comm_overlap="copies")
     layer_spec.peer_memory_of = peer_memory_of
     ranks.train_until_stopped(rank, world_size, run_file=run_file)
     assert memories

@@ -20,9 +20,9 @@ FUSED = kernels.Kernels(
     rotary="triton",
     swiglu="liger",
     cross_entropy="triton",
-    weight_gradient="product",
-    exchange="torch",
-    launches="torch",
+    weight_gradient="gemm",
+    tp_comm_overlap="torch",
+    cuda_graphs="torch",
 )
 
 
@@ -64,7 +64,7 @@ def train_replaying(rank: int, world_size: int, *, run_file: Path, fused: bool =
     if fused:
         use_fused_kernels()
     choose = kernels.choose_for
-    kernels.choose_for = lambda run: dataclasses.replace(choose(run), launches="graphs")
+    kernels.choose_for = lambda run: dataclasses.replace(choose(run), cuda_graphs="graphs")
     cuda_graphs.CudaGraphs = CpuGraphs
     nemo._overlaps = lambda run: overlaps
     ranks.train_rank(rank, world_size, run_file=run_file)

@@ -7,11 +7,19 @@ from dataclasses import dataclass
 from pretrainkit.config.option import option
 from pretrainkit.units import parse_duration
 
-FUSED_KERNELS = ("norm", "rotary", "swiglu", "cross_entropy", "weight_gradient", "exchange", "launches")
+FUSED_KERNELS = ("norm", "rotary", "swiglu", "cross_entropy", "weight_gradient", "tp_comm_overlap", "cuda_graphs")
 """The kernels that --fused_kernels may name."""
+RENAMED_KERNELS = {"exchange": "tp_comm_overlap", "launches": "cuda_graphs"}
+"""Old names, which --fused_kernels accepts with a warning."""
 MAX_SEED = 2**32 - 1
 """Largest seed that numpy's RandomState, which orders Megatron's samples, takes."""
 DURATION = "[D-]HH:MM:SS"
+
+
+def kernel_names(fused_kernels: str) -> tuple[str, ...]:
+    """The kernels that a value of --fused_kernels names, by their present names."""
+    names = () if fused_kernels in ("auto", "off") else fused_kernels.split(",")
+    return tuple(RENAMED_KERNELS.get(name, name) for name in names)
 
 
 @dataclass(frozen=True)

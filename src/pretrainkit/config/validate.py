@@ -12,7 +12,7 @@ from pretrainkit.config import resolve
 from pretrainkit.config.resolve import RunFacts
 from pretrainkit.config.schema import OPTIONS, RunConfig
 from pretrainkit.config.split import parse_split
-from pretrainkit.config.training import FUSED_KERNELS
+from pretrainkit.config.training import FUSED_KERNELS, kernel_names
 from pretrainkit.config.validate_data import data_problems
 from pretrainkit.config.validate_parallel import parallel_problems
 from pretrainkit.errors import RequestError
@@ -62,8 +62,7 @@ def _names(config: RunConfig) -> Iterator[RequestError]:
         parse_split(config.data.split)
     except RequestError as problem:
         yield problem
-    kernels = config.training.fused_kernels
-    for name in () if kernels in ("auto", "off") else kernels.split(","):
+    for name in kernel_names(config.training.fused_kernels):
         if name not in FUSED_KERNELS:
             yield RequestError(
                 f"unknown kernel {name!r}",

@@ -7,12 +7,19 @@ from collections.abc import Iterator
 from pretrainkit.config import resolve
 from pretrainkit.config.resolve import RunFacts
 from pretrainkit.config.schema import ResolvedRun
+from pretrainkit.config.training import RENAMED_KERNELS
 from pretrainkit.units import format_count
 
 
 def warnings_of(run: ResolvedRun, facts: RunFacts) -> list[str]:
     """Warnings about a run that passed every check."""
-    return [*_ranks(run, facts), *_data(run, facts), *_schedule(run)]
+    return [*_renamed(run), *_ranks(run, facts), *_data(run, facts), *_schedule(run)]
+
+
+def _renamed(run: ResolvedRun) -> Iterator[str]:
+    for name in run.config.training.fused_kernels.split(","):
+        if name in RENAMED_KERNELS:
+            yield f"--fused_kernels {name} is now --fused_kernels {RENAMED_KERNELS[name]}; the old name will be removed"
 
 
 def _ranks(run: ResolvedRun, facts: RunFacts) -> Iterator[str]:

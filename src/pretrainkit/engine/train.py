@@ -160,7 +160,7 @@ def _model(run: ResolvedRun, chosen: kernels.Kernels, readers: Readers, recorder
     # Set after construction, so that NeMo's saved context keeps its own defaults and loads anywhere.
     if chosen.layer_spec == "torch":
         config.transformer_layer_spec = functools.partial(
-            torch_layer_spec, fused_norm=chosen.norm == "triton", overlaps=chosen.exchange == "copies"
+            torch_layer_spec, fused_norm=chosen.norm == "triton", overlaps=chosen.tp_comm_overlap == "copies"
         )
     for name, value in recompute_fields(run.recompute).items():
         setattr(config, name, value)

@@ -1,18 +1,19 @@
-"""Which implementation each part of a layer gets: what is installed, what fits the run, what was asked.
+"""Which implementation each part of a layer gets: what is installed, what fits the run, what was asked for.
 
-| part | plain | fused | why |
+| part | default | fused | why |
 |---|---|---|---|
-| norm | torch's | triton | the residual stream's gradient needs no launch of its own |
-| rotary | Megatron's torch code | triton | about twenty launches a layer become one |
-| swiglu | Megatron's torch code | liger | gate and product in one pass, nothing saved but the input |
+| norm | torch's | triton | the residual gradient needs no kernel launch of its own |
+| rotary | Megatron's torch code | triton | one launch per layer instead of about twenty |
+| swiglu | Megatron's torch code | liger | gate and product in one pass, only the input is saved |
 | cross_entropy | Megatron's | triton | no fp32 copy of the logits |
-| weight_gradient | added after the product | product | the product accumulates into the fp32 buffer |
-| exchange | before or after a product, by NCCL | copies | copy engines bring a part while another is multiplied |
-| launches | kernel by kernel | graphs | short kernels don't wait for the host |
+| weight_gradient | added after the GEMM | gemm | the GEMM accumulates into the fp32 buffer |
+| tp_comm_overlap | NCCL before or after a GEMM | copies | copy engines fetch one chunk while another is multiplied |
+| cuda_graphs | eager | graphs | short kernels don't wait for the host |
 
-With Transformer Engine its layers have their own norm, rotary embedding and exchange. The exchange is that of
-tensor-parallel ranks under sequence parallelism, and is left to NCCL where parts are small (LEAST_PART_TOKENS) or cards
-can't reach each other's memory. Graphs serve whole models on one card with nothing recomputed, up to LARGEST_GRAPHED.
+Transformer Engine's layers have their own norm, rotary embedding and communication. tp_comm_overlap is for
+tensor-parallel ranks with sequence parallelism; NCCL is kept where chunks are small (MIN_CHUNK_TOKENS) or GPUs have no
+access to each other's memory. cuda_graphs is for one GPU per model replica without recomputation, up to
+MAX_GRAPHED_WORK.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pretrainkit.config.schema import ResolvedRun
-from pretrainkit.config.training import FUSED_KERNELS
+from pretrainkit.config.training import FUSED_KERNELS, kernel_names
 from pretrainkit.errors import RequestError
 from pretrainkit.models.flops import layer_parameters
 
@@ -34,25 +35,25 @@ _FUSED = {
     "rotary": "triton",
     "swiglu": "liger",
     "cross_entropy": "triton",
-    "weight_gradient": "product",
-    "exchange": "copies",
-    "launches": "graphs",
+    "weight_gradient": "gemm",
+    "tp_comm_overlap": "copies",
+    "cuda_graphs": "graphs",
 }
 _BF16_ONLY = ("cross_entropy", "weight_gradient")
-"""Megatron's own cross entropy serves in fp32 (`model_config`), and so does adding a product of that type."""
-_NEEDS = {"liger": ("liger_kernel", "triton"), "triton": ("triton",), "product": (), "copies": (), "graphs": ()}
-LEAST_PART_TOKENS = 8192
-"""Tokens of one rank's part from which copies are taken. On two H200 with parts of 8,192 tokens the 1B shape trained 6%
-faster than with NCCL; with parts of 2,048 the 8B shape trained 5% slower."""
+"""In fp32 Megatron's own cross entropy and accumulation of weight gradients are exact and used."""
+_NEEDS = {"liger": ("liger_kernel", "triton"), "triton": ("triton",), "gemm": (), "copies": (), "graphs": ()}
+MIN_CHUNK_TOKENS = 8192
+"""Tokens of one rank's chunk from which tp_comm_overlap is used. On two H200 the 1B shape trained 6% faster than with
+NCCL with chunks of 8,192 tokens; the 8B shape trained 5% slower with chunks of 2,048."""
 
 _FOR_GRAPHS = "torch's layers, TP, PP and CP of 1, no recomputation, no attention within documents"
-LARGEST_GRAPHED = 0.7e12
-"""Parameters of a layer x tokens of a microbatch up to which graphs are taken; beyond it the host is ahead anyway."""
+MAX_GRAPHED_WORK = 0.7e12
+"""Parameters of a layer x tokens of a microbatch up to which graphs are used; beyond it the GPU doesn't wait anyway."""
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """The choice for one run; every rank makes the same one."""
+    """The choice for one run, the same on every rank."""
 
     layer_spec: str
     """te (Transformer Engine's layers) or torch (ours)."""
@@ -61,15 +62,15 @@ class Kernels:
     swiglu: str
     cross_entropy: str
     weight_gradient: str
-    exchange: str
-    launches: str
+    tp_comm_overlap: str
+    cuda_graphs: str
 
     def __str__(self) -> str:
         parts = ", ".join(f"{part} {getattr(self, part)}" for part in FUSED_KERNELS)
         return f"{self.layer_spec} layers; {parts}"
 
     def to_json(self) -> dict[str, str]:
-        """The switches, for the records."""
+        """As metrics.jsonl has it."""
         return dataclasses.asdict(self)
 
 
@@ -83,25 +84,25 @@ def choose_for(run: ResolvedRun) -> Kernels:
     parallel, training = run.config.parallel, run.config.training
     ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size
     tokens = training.micro_batch_size * run.config.data.sequence_length
-    exchanges = run.sequence_parallel and run.config.launch.num_gpus % parallel.tensor_model_parallel_size == 0
+    overlaps = run.sequence_parallel and run.config.launch.num_gpus % parallel.tensor_model_parallel_size == 0
     return choose(
-        # Attention within documents is ours alone.
+        # Only our layers have attention within documents.
         layer_spec="torch" if run.reset_attention_mask else training.layer_spec,
         fused_kernels=training.fused_kernels,
         accelerator=run.accelerator,
         precision=run.precision,
         installed=installed_libraries(),
-        part_tokens=tokens // ranks if exchanges else 0,
+        chunk_tokens=tokens // ranks if overlaps else 0,
         layer_work=layer_parameters(run.model) * tokens if _can_be_graphed(run) else 0,
     )
 
 
 def _can_be_graphed(run: ResolvedRun) -> bool:
-    """Whether every microbatch is the same work on one card, and the only one under way."""
+    """Whether all microbatches are the same work on one GPU, one after another."""
     parallel = run.config.parallel
-    is_whole = parallel.tensor_model_parallel_size * parallel.context_parallel_size == 1
     return (
-        is_whole
+        parallel.tensor_model_parallel_size == 1
+        and parallel.context_parallel_size == 1
         and parallel.pipeline_model_parallel_size == 1
         and run.recompute.granularity == "none"
         and not run.reset_attention_mask
@@ -115,31 +116,31 @@ def choose(
     accelerator: str,
     precision: str,
     installed: frozenset[str],
-    part_tokens: int = 0,
+    chunk_tokens: int = 0,
     layer_work: float = 0,
 ) -> Kernels:
     """The kernels of a run on this machine.
 
-    `layer_spec` is auto, te or torch; `fused_kernels` is auto, off, or some of FUSED_KERNELS with commas between.
-    `part_tokens` is the size of the parts of a layer's input that ranks of one node exchange, 0 if they don't;
-    `layer_work` the parameters of a layer x tokens of a microbatch, 0 if graphs can't serve.
-    Raises RequestError when something asked for by name isn't installed.
+    `layer_spec` is auto, te or torch; `fused_kernels` is auto, off, or a comma-separated list of FUSED_KERNELS.
+    `chunk_tokens` is the size of the chunks of a layer's input that ranks of one node gather, 0 if there are none;
+    `layer_work` is parameters of a layer x tokens of a microbatch, 0 if graphs can't be used.
+    Raises RequestError when something that was asked for by name can't be used.
     """
     fusable = accelerator == "gpu"
     unused = {
-        *(("exchange",) if part_tokens < LEAST_PART_TOKENS else ()),
-        *(("launches",) if layer_work > LARGEST_GRAPHED else ()),
+        *(("tp_comm_overlap",) if chunk_tokens < MIN_CHUNK_TOKENS else ()),
+        *(("cuda_graphs",) if layer_work > MAX_GRAPHED_WORK else ()),
     }
     faster = tuple(part for part in FUSED_KERNELS if part not in unused)
-    asked = {"auto": faster, "off": ()}.get(fused_kernels, tuple(fused_kernels.split(",")))
+    asked = {"auto": faster, "off": ()}.get(fused_kernels, kernel_names(fused_kernels))
     fused = tuple(
         part
         for part in asked
         if fusable
         and installed.issuperset(_NEEDS[_FUSED[part]])
         and (precision == "bf16" or part not in _BF16_ONLY)
-        and (part_tokens or part != "exchange")
-        and (part != "launches" or (layer_work and layer_spec != "te"))
+        and (chunk_tokens or part != "tp_comm_overlap")
+        and (part != "cuda_graphs" or (layer_work and layer_spec != "te"))
     )
     missing = [part for part in asked if fused_kernels != "auto" and part not in fused]
     if missing:
@@ -147,9 +148,9 @@ def choose(
             f"fused {', '.join(missing)} can't be used on this machine ({accelerator}, {precision})",
             needed=f"a GPU, {_packages(missing)}"
             + (", bf16" if set(missing) & set(_BF16_ONLY) else "")
-            + (", sequence parallelism within nodes" if "exchange" in missing else "")
-            + (f", {_FOR_GRAPHS}" if "launches" in missing else ""),
-            action="install what is missing, or leave it out: --fused_kernels auto takes what is there",
+            + (", sequence parallelism within nodes" if "tp_comm_overlap" in missing else "")
+            + (f", {_FOR_GRAPHS}" if "cuda_graphs" in missing else ""),
+            action="install what is missing, or leave it out: --fused_kernels auto uses what is available",
             where="--fused_kernels",
         )
     if layer_spec == "te" and "transformer_engine" not in installed:
@@ -159,13 +160,13 @@ def choose(
             where="--layer_spec te",
         )
     if layer_spec == "auto":
-        # Ours with every kernel is the faster one; plain torch layers are not, with long microbatches.
+        # Our layers are faster than Transformer Engine's with all kernels, but not without, with long microbatches.
         wanted = {"norm", "rotary", "swiglu", "cross_entropy"} - (set() if precision == "bf16" else set(_BF16_ONLY))
         ours_is_faster = wanted.issubset(fused)
         layer_spec = "te" if "transformer_engine" in installed and fusable and not ours_is_faster else "torch"
     choice = {part: _FUSED[part] if part in fused else PLAIN for part in FUSED_KERNELS}
     if layer_spec == "te":
-        choice |= {"norm": "te", "rotary": "te", "exchange": "te", "launches": PLAIN}
+        choice |= {"norm": "te", "rotary": "te", "tp_comm_overlap": "te", "cuda_graphs": PLAIN}
     return Kernels(layer_spec=layer_spec, **choice)
 
 
@@ -175,14 +176,14 @@ def _packages(parts: list[str]) -> str:
 
 
 def config_fields(kernels: Kernels, *, qk_norm: bool) -> dict[str, Any]:
-    """The fields of Megatron's TransformerConfig that switch these kernels on."""
+    """The fields of Megatron's TransformerConfig that enable these kernels."""
     fused_rotary = kernels.rotary == "triton"
     return {
         "apply_rope_fusion": kernels.rotary != PLAIN,
-        # Norms of queries and keys stand between the projection and the rotation.
+        # Norms of queries and keys come between the projection and the rotation.
         "fused_single_qkv_rope": fused_rotary and not qk_norm,
         "bias_activation_fusion": kernels.swiglu == "liger",
-        # Without biases and dropout a sum is left; a compiled call takes longer on the host than the sum on the GPU.
+        # Without biases and dropout only a sum is left; a compiled call takes longer on the host than that on the GPU.
         "bias_dropout_fusion": False,
         "gradient_accumulation_fusion": kernels.weight_gradient != PLAIN,
     }

@@ -189,7 +189,7 @@ KERNELS = {
             "Megatron's fusion keeps an fp32 copy of the logits",
         ),
     ),
-    ("weight_gradient", "product"): (
+    ("weight_gradient", "gemm"): (
         Patch(
             "megatron.core.tensor_parallel.layers:fused_weight_gradient_mlp_cuda",
             ours("wgrad:WgradGemm"),

@@ -96,6 +96,7 @@ def test_the_vocabulary_is_padded_to_one_size_at_every_power_of_two(vocabulary: 
             {"parallel__pipeline_model_parallel_size": 8, "training__micro_batch_size": 16},
             "4 micro batches per step in 8 pipeline stages",
         ),
+        ({"training__fused_kernels": "norm,launches"}, "launches is now --fused_kernels cuda_graphs"),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
 )

@@ -15,7 +15,7 @@ from pretrainkit.megatron.kernels import LIBRARIES, Kernels, choose, config_fiel
 
 ALL = frozenset(LIBRARIES)
 PLAIN = Kernels(*8 * ["torch"])
-FUSED = Kernels("torch", "triton", "triton", "liger", "triton", "product", "torch", "torch")
+FUSED = Kernels("torch", "triton", "triton", "liger", "triton", "gemm", "torch", "torch")
 
 
 def chosen(
@@ -24,7 +24,7 @@ def chosen(
     fused: str = "auto",
     accelerator: str = "gpu",
     precision: str = "bf16",
-    part_tokens: int = 0,
+    chunk_tokens: int = 0,
     layer_work: float = 0,
 ) -> Kernels:
     return choose(
@@ -33,7 +33,7 @@ def chosen(
         accelerator=accelerator,
         precision=precision,
         installed=frozenset(installed),
-        part_tokens=part_tokens,
+        chunk_tokens=chunk_tokens,
         layer_work=layer_work,
     )
 
@@ -43,35 +43,42 @@ def test_on_gpu_everything_installed_is_used() -> None:
 
 
 def test_ranks_that_exchange_parts_of_a_layer_have_them_copied() -> None:
-    assert chosen("triton", "liger_kernel", part_tokens=8192) == dataclasses.replace(FUSED, exchange="copies")
-    assert chosen("triton", "liger_kernel", part_tokens=8192, fused="rotary").exchange == "torch"
-    with pytest.raises(RequestError, match=r"fused exchange can't be used(.|\n)*sequence parallelism"):
-        chosen("triton", "liger_kernel", fused="exchange")
+    assert chosen("triton", "liger_kernel", chunk_tokens=8192) == dataclasses.replace(FUSED, tp_comm_overlap="copies")
+    assert chosen("triton", "liger_kernel", chunk_tokens=8192, fused="rotary").tp_comm_overlap == "torch"
+    with pytest.raises(RequestError, match=r"fused tp_comm_overlap can't be used(.|\n)*sequence parallelism"):
+        chosen("triton", "liger_kernel", fused="tp_comm_overlap")
 
 
 def test_small_parts_are_copied_only_if_asked() -> None:
-    assert chosen("triton", "liger_kernel", part_tokens=8191) == FUSED
-    assert chosen("triton", "liger_kernel", part_tokens=8191, fused="exchange").exchange == "copies"
+    assert chosen("triton", "liger_kernel", chunk_tokens=8191) == FUSED
+    assert chosen("triton", "liger_kernel", chunk_tokens=8191, fused="tp_comm_overlap").tp_comm_overlap == "copies"
+
+
+@pytest.mark.parametrize(("old", "new"), [("exchange", "tp_comm_overlap"), ("launches", "cuda_graphs")])
+def test_old_names_of_kernels_are_accepted(old: str, new: str) -> None:
+    work = {"chunk_tokens": 8192, "layer_work": 0.7e12}
+    both = [chosen("triton", "liger_kernel", fused=f"norm,{name}", **work) for name in (old, new)]
+    assert both[0] == both[1] != chosen("triton", "liger_kernel", fused="norm", **work)
 
 
 def test_layers_of_little_work_are_replayed() -> None:
-    assert chosen("triton", "liger_kernel", layer_work=0.7e12) == dataclasses.replace(FUSED, launches="graphs")
+    assert chosen("triton", "liger_kernel", layer_work=0.7e12) == dataclasses.replace(FUSED, cuda_graphs="graphs")
     assert chosen("triton", "liger_kernel", layer_work=0.71e12) == FUSED
-    assert chosen("triton", "liger_kernel", layer_work=0.71e12, fused="launches").launches == "graphs"
+    assert chosen("triton", "liger_kernel", layer_work=0.71e12, fused="cuda_graphs").cuda_graphs == "graphs"
     assert chosen("triton", "liger_kernel", layer_work=0.1e12, accelerator="cpu") == PLAIN
-    assert chosen(layer_work=0.1e12, precision="fp32") == dataclasses.replace(PLAIN, launches="graphs")
+    assert chosen(layer_work=0.1e12, precision="fp32") == dataclasses.replace(PLAIN, cuda_graphs="graphs")
 
 
 def test_layers_that_cant_be_replayed_are_not() -> None:
-    assert chosen("transformer_engine", layer_work=0.1e12).launches == "torch"
-    with pytest.raises(RequestError, match=r"fused launches can't be used(.|\n)*torch's layers, TP, PP and CP of 1"):
-        chosen("transformer_engine", layer_work=0.1e12, layers="te", fused="launches")
-    with pytest.raises(RequestError, match=r"fused launches can't be used(.|\n)*torch's layers, TP, PP and CP of 1"):
-        chosen("triton", fused="launches", layer_work=0)
+    assert chosen("transformer_engine", layer_work=0.1e12).cuda_graphs == "torch"
+    with pytest.raises(RequestError, match=r"fused cuda_graphs can't be used(.|\n)*torch's layers, TP, PP and CP of 1"):
+        chosen("transformer_engine", layer_work=0.1e12, layers="te", fused="cuda_graphs")
+    with pytest.raises(RequestError, match=r"fused cuda_graphs can't be used(.|\n)*torch's layers, TP, PP and CP of 1"):
+        chosen("triton", fused="cuda_graphs", layer_work=0)
 
 
 @pytest.mark.parametrize(
-    ("changes", "launches"),
+    ("changes", "cuda_graphs"),
     [
         ({}, "graphs"),
         ({"data_parallel_size": 2}, "graphs"),
@@ -84,13 +91,13 @@ def test_layers_that_cant_be_replayed_are_not() -> None:
     ],
 )
 def test_replays_are_for_whole_models_whose_microbatches_are_alike(
-    make_run: Callable[..., ResolvedRun], monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], launches: str
+    make_run: Callable[..., ResolvedRun], monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], cuda_graphs: str
 ) -> None:
     monkeypatch.setattr(kernels, "installed_libraries", lambda: frozenset(("triton", "liger_kernel")))
     run = dataclasses.replace(make_run(), accelerator="gpu", precision="bf16")
     if "parallel" in changes:
         changes = {"config": dataclasses.replace(run.config, **changes)}
-    assert kernels.choose_for(dataclasses.replace(run, **changes)).launches == launches
+    assert kernels.choose_for(dataclasses.replace(run, **changes)).cuda_graphs == cuda_graphs
 
 
 @pytest.mark.parametrize(("num_gpus", "exchange"), [(8, "copies"), (4, "copies"), (2, "torch"), (6, "torch")])
@@ -108,7 +115,7 @@ def test_ranks_of_several_nodes_exchange_parts_by_nccl(
         data=change(run.config.data, sequence_length=4096),
     )
     run = dataclasses.replace(run, config=config, accelerator="gpu", precision="bf16", sequence_parallel=True)
-    assert kernels.choose_for(run).exchange == exchange
+    assert kernels.choose_for(run).tp_comm_overlap == exchange
 
 
 def test_on_cpu_nothing_is_fused() -> None:
@@ -123,7 +130,7 @@ def test_in_fp32_the_cross_entropy_and_the_weight_gradient_stay_plain() -> None:
 
 
 def test_without_liger_its_parts_stay_plain() -> None:
-    assert chosen("triton") == Kernels("torch", "triton", "triton", "torch", "triton", "product", "torch", "torch")
+    assert chosen("triton") == Kernels("torch", "triton", "triton", "torch", "triton", "gemm", "torch", "torch")
 
 
 def test_off_is_plain_torch() -> None:
@@ -146,7 +153,7 @@ def test_the_faster_layers_of_those_installed_are_taken(installed: frozenset[str
 
 def test_transformer_engines_layers_keep_their_own_rotation() -> None:
     choice = chosen(*ALL, layers="te")
-    assert choice == Kernels("te", "te", "te", "liger", "triton", "product", "te", "torch")
+    assert choice == Kernels("te", "te", "te", "liger", "triton", "gemm", "te", "torch")
     assert config_fields(choice, qk_norm=False) == {
         "apply_rope_fusion": True,
         "fused_single_qkv_rope": False,

@@ -206,9 +206,9 @@ def test_the_chosen_recomputation_is_in_the_run() -> None:
 
 
 def test_kernels_that_recomputation_rules_out_are_refused_where_it_is_chosen() -> None:
-    with pytest.raises(RequestError, match=r"fused launches can't be used(.|\n)*no recomputation"):
-        with_estimates(run_of(LLAMA_1B, micro_batch_size=16, fused_kernels="launches"))
-    assert with_estimates(run_of(LLAMA_1B, fused_kernels="launches")).recompute.granularity == "none"
+    with pytest.raises(RequestError, match=r"fused cuda_graphs can't be used(.|\n)*no recomputation"):
+        with_estimates(run_of(LLAMA_1B, micro_batch_size=16, fused_kernels="cuda_graphs"))
+    assert with_estimates(run_of(LLAMA_1B, fused_kernels="cuda_graphs")).recompute.granularity == "none"
 
 
 def test_a_run_on_cpu_has_no_estimates() -> None:

@@ -158,7 +158,7 @@ class GraphedModel(pl.Callback):
         self._chosen, self._layers = chosen, list[cuda_graphs.GraphedLayers]()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._chosen.launches == "graphs":
+        if self._chosen.cuda_graphs == "graphs":
             self._layers = [cuda_graphs.install(chunk.module) for chunk in trainer.strategy.megatron_parallel]
 
     @property
