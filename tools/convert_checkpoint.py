@@ -77,12 +77,12 @@ def run(arguments: argparse.Namespace) -> int:
         import torch
 
     from pretrainkit.checkpoint.convert import Options, convert, default_target
-    from pretrainkit.checkpoint.detect import Kind, detect
+    from pretrainkit.checkpoint.detect import CheckpointFormat, detect
     from pretrainkit.checkpoint.parallel import Parallelism
 
-    source_kind = detect(arguments.source).kind
-    target_kind = Kind(arguments.target_format) if arguments.target_format else default_target(source_kind)
-    if arguments.test_precision and (source_kind is Kind.HF) == (target_kind is Kind.HF):
+    source_kind = detect(arguments.source).format
+    target_kind = CheckpointFormat(arguments.target_format) if arguments.target_format else default_target(source_kind)
+    if arguments.test_precision and (source_kind is CheckpointFormat.HF) == (target_kind is CheckpointFormat.HF):
         raise RequestError(
             f"compares a Megatron with a Hugging Face model, not {source_kind} with {target_kind}",
             where="--test-precision",
@@ -111,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
         from pretrainkit.release.models import RunOptions, check_models
 
         sides = (arguments.source, arguments.target)
-        megatron, hugging_face = sides if target_kind is Kind.HF else sides[::-1]
+        megatron, hugging_face = sides if target_kind is CheckpointFormat.HF else sides[::-1]
         run_options = RunOptions(ignore_config_fields=options.ignore_config_fields, dtype=options.dtype)
         checks = check_models(megatron, hugging_face, hf_folder=arguments.hf_model, options=run_options)
     exit_code = EXIT_DONE if all(check.passed for check in checks) else EXIT_FAILED
@@ -130,7 +130,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point."""
+    """TensorMapping point."""
     parser = build_parser()
     return run_command(or_submit(run, __file__, argv), parser, argv)
 

@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point."""
+    """TensorMapping point."""
     return run_command(run, build_parser(), argv)
 
 

@@ -188,9 +188,10 @@ def make_model(folder: Path, num_layers: int) -> None:
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
-    from pretrainkit.checkpoint.formats.hf import HfTarget
-    from pretrainkit.checkpoint.lazy_tensor import Rows
-    from pretrainkit.checkpoint.mapping import expand
+    from pretrainkit.checkpoint.formats.hf import HfWriter
+    from pretrainkit.checkpoint.lazy_tensor import LazyTensor
+    from pretrainkit.checkpoint.mapping import tensor_mappings
+    from pretrainkit.checkpoint.plan import ConversionPlan
     from pretrainkit.models.registry import read_shape
 
     folder.mkdir(parents=True)
@@ -198,18 +199,19 @@ def make_model(folder: Path, num_layers: int) -> None:
     vocabulary = {f"<{i}>": i for i in range(CONFIG["vocab_size"])}  # type: ignore[call-overload]
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<0>"))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<128001>").save_pretrained(folder)
-    entries = expand(read_shape(folder))
-    target = HfTarget(folder, entries, dict.fromkeys(entries, torch.bfloat16), max_shard_bytes=5_000_000_000)
+    shape = read_shape(folder)
+    mappings = tensor_mappings(shape)
+    target = HfWriter(folder, ConversionPlan(shape, mappings, dict.fromkeys(mappings, torch.bfloat16), folder))
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(2**26 + 2**20, generator=generator).to(torch.bfloat16)
 
-    def random_rows(shape: tuple[int, ...]) -> Rows:
+    def random_rows(shape: tuple[int, ...]) -> LazyTensor:
         first = int(torch.randint(2**20, (), generator=generator))
         count = torch.Size(shape).numel()
-        return Rows.of(noise[first:].repeat(-(-count // 2**26))[:count].reshape(shape))
+        return LazyTensor.of(noise[first:].repeat(-(-count // 2**26))[:count].reshape(shape))
 
     for part, of_part in enumerate(target.parts):
-        target.write_part(part, ((entry, [random_rows(shape) for shape in entry.shapes]) for entry in of_part))
+        target.write_part(part, ((mapping, [random_rows(shape) for shape in mapping.shapes]) for mapping in of_part))
     target.finish()
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from pretrainkit.checkpoint.convert import Options, convert
-from pretrainkit.checkpoint.detect import Kind
+from pretrainkit.checkpoint.detect import CheckpointFormat
 from pretrainkit.checkpoint.parallel import Parallelism
 
 pytestmark = pytest.mark.integration
@@ -23,13 +23,13 @@ KILLS = int(os.environ.get("PRETRAINKIT_KILLS", "5"))
 """Kills per format; set it to 50 for a release."""
 
 
-@pytest.mark.parametrize("kind", Kind, ids=str)
+@pytest.mark.parametrize("kind", CheckpointFormat, ids=str)
 def test_killed_conversion_leaves_no_folder_that_looks_complete(
-    make_model: Callable[..., Path], assert_same: Callable[[Path, Path], None], tmp_path: Path, kind: Kind
+    make_model: Callable[..., Path], assert_same: Callable[[Path, Path], None], tmp_path: Path, kind: CheckpointFormat
 ) -> None:
     # About 60 MB, so that the writing takes most of the time.
     source = released = make_model("llama", hidden_size=512, intermediate_size=2048, vocab_size=2000)
-    if kind is Kind.HF:
+    if kind is CheckpointFormat.HF:
         convert(source, tmp_path / "nemo")
         source = tmp_path / "nemo"
     options = Options(to=kind, parallelism=Parallelism(2, 2), workers=2, max_shard_bytes=10_000_000, overwrite=True)
@@ -54,7 +54,7 @@ def test_killed_conversion_leaves_no_folder_that_looks_complete(
         # The old folder, the new one, or none; whatever has the name must be whole.
         if target.exists():
             whole += 1
-            convert(target, tmp_path / "back", Options(to=Kind.HF, overwrite=True))
+            convert(target, tmp_path / "back", Options(to=CheckpointFormat.HF, overwrite=True))
             assert_same(released, tmp_path / "back")
     assert killed
     convert(source, target, options)

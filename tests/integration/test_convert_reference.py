@@ -10,7 +10,7 @@ import pytest
 import ranks
 
 from pretrainkit.checkpoint.convert import Options, convert
-from pretrainkit.checkpoint.detect import Kind
+from pretrainkit.checkpoint.detect import CheckpointFormat
 from pretrainkit.checkpoint.parallel import Parallelism
 
 pytestmark = pytest.mark.integration
@@ -18,9 +18,9 @@ pytestmark = pytest.mark.integration
 
 MODELS = ("llama-tied", "llama3-rope", "mistral", "qwen2", "qwen3", "mixtral", "qwen3-moe", "qwen2-moe")
 CASES = [
-    *((name, Kind.TORCH, Parallelism(2)) for name in MODELS),
-    *((name, Kind.TORCH_DIST, Parallelism(1)) for name in MODELS),
-    ("mixtral", Kind.TORCH, Parallelism(1, 1, 2)),
+    *((name, CheckpointFormat.TORCH, Parallelism(2)) for name in MODELS),
+    *((name, CheckpointFormat.TORCH_DIST, Parallelism(1)) for name in MODELS),
+    ("mixtral", CheckpointFormat.TORCH, Parallelism(1, 1, 2)),
 ]
 
 
@@ -28,7 +28,7 @@ CASES = [
     ("name", "kind", "cut"), CASES, ids=[f"{name}-{kind}-TP{cut.tensor}-EP{cut.expert}" for name, kind, cut in CASES]
 )
 def test_megatron_model_gives_the_logits_of_transformers(
-    make_model: Callable[..., Path], tmp_path: Path, name: str, kind: Kind, cut: Parallelism
+    make_model: Callable[..., Path], tmp_path: Path, name: str, kind: CheckpointFormat, cut: Parallelism
 ) -> None:
     import torch
     from transformers import AutoModelForCausalLM

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pretrainkit.checkpoint.convert import Options, convert
-from pretrainkit.checkpoint.detect import Kind
+from pretrainkit.checkpoint.detect import CheckpointFormat
 from pretrainkit.checkpoint.parallel import Parallelism
 
 pytestmark = pytest.mark.integration
@@ -33,9 +33,9 @@ def test_smollm2_comes_back_from_every_format(assert_same: Callable[[Path, Path]
     source = tmp_path / "smollm2-135m"
     # Nine heads of three groups and thirty layers: TP=3, and stages of 6, 9, 9 and 6 layers.
     cut = Parallelism(3, 4, 1, 6, 6)
-    convert(source, tmp_path / "torch", Options(to=Kind.TORCH, parallelism=cut, workers=2))
-    convert(tmp_path / "torch", tmp_path / "torch_dist", Options(to=Kind.TORCH_DIST, workers=2))
-    convert(tmp_path / "torch_dist", tmp_path / "nemo", Options(to=Kind.NEMO, workers=2))
+    convert(source, tmp_path / "torch", Options(to=CheckpointFormat.TORCH, parallelism=cut, workers=2))
+    convert(tmp_path / "torch", tmp_path / "torch_dist", Options(to=CheckpointFormat.TORCH_DIST, workers=2))
+    convert(tmp_path / "torch_dist", tmp_path / "nemo", Options(to=CheckpointFormat.NEMO, workers=2))
     convert(tmp_path / "nemo", tmp_path / "back", Options(workers=2))
     assert_same(source, tmp_path / "back")
     for path in source.iterdir():

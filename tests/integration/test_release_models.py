@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pretrainkit.checkpoint.convert import Options, convert
-from pretrainkit.checkpoint.detect import Kind
+from pretrainkit.checkpoint.detect import CheckpointFormat
 from pretrainkit.checkpoint.parallel import Parallelism
 from pretrainkit.release.models import RunOptions, check_models
 
@@ -32,7 +32,7 @@ def release(
     """A Megatron checkpoint and the Hugging Face folder released from it."""
     ranks.fork_server()  # models are compared in forks of it
 
-    def make(name: str, kind: Kind, cut: Parallelism) -> tuple[Path, Path]:
+    def make(name: str, kind: CheckpointFormat, cut: Parallelism) -> tuple[Path, Path]:
         folder = tmp_path_factory.mktemp("release")
         shutil.copytree(make_model(name, vocab_size=320, pad_token_id=2), folder / "hf")
         for path in tokenizer_folder.iterdir():
@@ -54,7 +54,7 @@ def verify(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_command_passes_a_clean_release_and_writes_its_report(release: Callable[..., tuple[Path, Path]]) -> None:
-    source, released = release("llama-tied", Kind.TORCH, Parallelism(2, 2))
+    source, released = release("llama-tied", CheckpointFormat.TORCH, Parallelism(2, 2))
     done = verify(source, released, "--base", source.parent / "hf")
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(released.with_name("released.verified.json").read_text())
@@ -67,7 +67,7 @@ def test_command_passes_a_clean_release_and_writes_its_report(release: Callable[
 
 
 def test_command_refuses_a_changed_release(release: Callable[..., tuple[Path, Path]]) -> None:
-    source, released = release("llama", Kind.NEMO, Parallelism())
+    source, released = release("llama", CheckpointFormat.NEMO, Parallelism())
     config = json.loads((released / "config.json").read_text())
     (released / "config.json").write_text(json.dumps({**config, "rope_theta": 99.0}))
     done = verify(source, released, "--json")
@@ -82,7 +82,7 @@ def test_release_that_is_no_model_is_a_wrong_request(tmp_path: Path) -> None:
 
 
 def test_models_that_differ_are_noticed_by_their_logits(release: Callable[..., tuple[Path, Path]]) -> None:
-    source, released = release("llama", Kind.TORCH_DIST, Parallelism())
+    source, released = release("llama", CheckpointFormat.TORCH_DIST, Parallelism())
     config = json.loads((released / "config.json").read_text())
     (released / "config.json").write_text(json.dumps({**config, "rope_theta": 500.0}))
     failed = [check.name for check in check_models(source, released, options=SMALL) if not check.passed]
@@ -90,13 +90,15 @@ def test_models_that_differ_are_noticed_by_their_logits(release: Callable[..., t
 
 
 def test_models_with_experts_are_compared(release: Callable[..., tuple[Path, Path]]) -> None:
-    checks = check_models(*release("qwen3-moe", Kind.NEMO, Parallelism()), options=SMALL)
+    checks = check_models(*release("qwen3-moe", CheckpointFormat.NEMO, Parallelism()), options=SMALL)
     assert all(check.passed for check in checks), checks
     assert len(checks) == 8
 
 
-@pytest.mark.parametrize("kind", [Kind.NEMO, Kind.TORCH], ids=str)
-def test_cast_release_is_compared_in_its_dtype(release: Callable[..., tuple[Path, Path]], kind: Kind) -> None:
+@pytest.mark.parametrize("kind", [CheckpointFormat.NEMO, CheckpointFormat.TORCH], ids=str)
+def test_cast_release_is_compared_in_its_dtype(
+    release: Callable[..., tuple[Path, Path]], kind: CheckpointFormat
+) -> None:
     source, _ = release("llama-tied", kind, Parallelism())
     cast = source.with_name("cast")
     convert(source, cast, Options(dtype=torch.bfloat16))
@@ -108,12 +110,12 @@ def test_cast_release_is_compared_in_its_dtype(release: Callable[..., tuple[Path
 
 
 def test_what_is_stored_in_one_dtype_is_not_rounded(release: Callable[..., tuple[Path, Path]]) -> None:
-    checks = check_models(*release("qwen2", Kind.NEMO, Parallelism()), options=SMALL)
+    checks = check_models(*release("qwen2", CheckpointFormat.NEMO, Parallelism()), options=SMALL)
     assert all(check.passed and "rounded" not in check.found for check in checks), checks
 
 
 def test_wrong_weight_of_a_cast_release_is_noticed(release: Callable[..., tuple[Path, Path]]) -> None:
-    source, _ = release("llama", Kind.NEMO, Parallelism())
+    source, _ = release("llama", CheckpointFormat.NEMO, Parallelism())
     cast = source.with_name("cast")
     convert(source, cast, Options(dtype=torch.bfloat16))
     weights = load_file(cast / "model.safetensors")
@@ -125,7 +127,7 @@ def test_wrong_weight_of_a_cast_release_is_noticed(release: Callable[..., tuple[
 
 
 def test_conversion_that_casts_passes_its_own_test_of_precision(release: Callable[..., tuple[Path, Path]]) -> None:
-    source, _ = release("llama", Kind.NEMO, Parallelism())
+    source, _ = release("llama", CheckpointFormat.NEMO, Parallelism())
     flags = ("--dtype", "bfloat16", "--test-precision")
     there = run_tool("convert_checkpoint", source.parent / "hf", source.with_name("there"), *flags)
     assert there.returncode == 0 and "weights rounded to bfloat16" in there.stdout, there.stdout + there.stderr
@@ -134,7 +136,7 @@ def test_conversion_that_casts_passes_its_own_test_of_precision(release: Callabl
 
 
 def test_config_fields_to_ignore_are_ignored_where_models_run(release: Callable[..., tuple[Path, Path]]) -> None:
-    source, _ = release("llama", Kind.NEMO, Parallelism())
+    source, _ = release("llama", CheckpointFormat.NEMO, Parallelism())
     folder, flags = source.parent, ("--ignore-config-fields", "max_sequence_length")
     config = json.loads((folder / "hf" / "config.json").read_text())
     (folder / "hf" / "config.json").write_text(json.dumps({**config, "max_sequence_length": 4096}))

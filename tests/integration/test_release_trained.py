@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pretrainkit.checkpoint.convert import Options, convert
-from pretrainkit.checkpoint.detect import Kind
+from pretrainkit.checkpoint.detect import CheckpointFormat
 from pretrainkit.checkpoint.parallel import Parallelism
 from pretrainkit.release.files import verify_files
 from pretrainkit.release.models import RunOptions, check_models
@@ -47,6 +47,6 @@ def test_trained_checkpoint_is_released(
         checks = check_models(checkpoint, tmp_path / "released", options=options)
         assert all(check.passed for check in checks), checks
     # Resharding what was trained loses nothing either.
-    convert(checkpoint, tmp_path / "torch", Options(to=Kind.TORCH, parallelism=Parallelism(2, 2)))
+    convert(checkpoint, tmp_path / "torch", Options(to=CheckpointFormat.TORCH, parallelism=Parallelism(2, 2)))
     convert(tmp_path / "torch", tmp_path / "again")
     assert_same(tmp_path / "released", tmp_path / "again")

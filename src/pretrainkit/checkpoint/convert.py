@@ -20,13 +20,15 @@ from typing import Any
 
 import torch
 
-from pretrainkit.checkpoint.detect import HF_SOURCE, Found, Kind, detect
+from pretrainkit.checkpoint.detect import CheckpointFormat, DetectedCheckpoint, detect
 from pretrainkit.checkpoint.fingerprint import weights_fingerprint
-from pretrainkit.checkpoint.formats.megatron_args import flags_to_add
-from pretrainkit.checkpoint.lazy_tensor import Rows
-from pretrainkit.checkpoint.mapping import Entry, expand
+from pretrainkit.checkpoint.formats.hf_files import HF_SOURCE
+from pretrainkit.checkpoint.formats.megatron_lm import required_flags
+from pretrainkit.checkpoint.lazy_tensor import LazyTensor
+from pretrainkit.checkpoint.mapping import TensorMapping, tensor_mappings
+from pretrainkit.checkpoint.open import WeightReader, WeightWriter, check_expressible, open_reader, open_writer
 from pretrainkit.checkpoint.parallel import Parallelism
-from pretrainkit.checkpoint.targets import Source, Target, TargetPlan, open_source
+from pretrainkit.checkpoint.plan import ConversionPlan
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import CheckpointError, RequestError
 from pretrainkit.files import atomic_folder, remove_leftovers, write_json
@@ -39,6 +41,14 @@ logger = get_logger(__name__)
 REPORT_NAME = "conversion.json"
 """The report that a Megatron checkpoint carries."""
 
+VOCABULARY_DIVISOR = {
+    CheckpointFormat.HF: 1,
+    CheckpointFormat.NEMO: 1,
+    CheckpointFormat.TORCH_DIST: 128,
+    CheckpointFormat.TORCH: 128,
+}
+"""Defaults of --make-vocab-size-divisible-by: Megatron-LM's own; NeMo's models pad while loading."""
+
 SPARE_BYTES = 100_000_000
 """Disk space that is kept free beyond the weights, for what lies beside them (assumed ample)."""
 
@@ -47,7 +57,7 @@ SPARE_BYTES = 100_000_000
 class Options:
     """How a conversion is done."""
 
-    to: Kind | None = None
+    to: CheckpointFormat | None = None
     """Target format; by default nemo from Hugging Face, and hf from anything else."""
     hf_folder: Path | None = None
     """Config.json, tokenizer and generation config, for a Megatron source that doesn't carry them."""
@@ -105,48 +115,52 @@ def convert(source: str | Path, target: str | Path, options: Options | None = No
     options = options or Options()
     started = time.monotonic()
     found, target = detect(Path(source)), Path(target)
-    kind = options.to or default_target(found.kind)
+    format = options.to or default_target(found.format)
     _check_target(target, found, options)
     hf_folder = find_hf_folder(found, options.hf_folder)
     shape = read_shape(hf_folder, ignore_fields=options.ignore_config_fields)
     options.parallelism.check(shape)
-    entries = expand(shape)
-    reader = open_source(found, entries, shape)
-    plan = TargetPlan(
-        kind,
+    mappings = tensor_mappings(shape)
+    reader = open_reader(found, mappings, shape)
+    plan = ConversionPlan(
         shape,
-        entries,
-        {entry: _target_dtype(entry, reader.dtype(entry), options.dtype) for entry in entries},
+        mappings,
+        {mapping: _target_dtype(mapping, reader.dtype(mapping), options.dtype) for mapping in mappings},
         hf_folder,
         options.parallelism,
-        options.vocabulary_divisor,
+        options.vocabulary_divisor or VOCABULARY_DIVISOR[format],
         options.iteration,
         options.max_shard_bytes,
         options.workers,
     )
-    plan.check()
+    check_expressible(shape, format)
     _check_space(target, plan.num_bytes)
     if left := remove_leftovers(target):
         logger.warning("left by other processes, to be removed unless they still run: %s", ", ".join(map(str, left)))
-    logger.info("converting %s (%s) to %s (%s)", source, found.kind, target, kind)
+    logger.info("converting %s (%s) to %s (%s)", source, found.format, target, format)
     with _explained(target), atomic_folder(target, replace=options.overwrite) as folder:
-        writer = plan.open(folder)
+        writer = open_writer(format, folder, plan)
         _copy(reader, writer, plan)
         writer.finish()
         report = Report(
             source=str(source),
-            source_kind=str(found.kind),
+            source_kind=str(found.format),
             target=str(target),
-            target_kind=str(kind),
+            target_kind=str(format),
             shape=shape,
-            num_tensors=sum(len(entry.hf) for entry in entries),
+            num_tensors=sum(len(mapping.hf) for mapping in mappings),
             num_bytes=plan.num_bytes,
             dtypes=_count_dtypes(plan.dtypes),
             elapsed_s=round(time.monotonic() - started, 3),
             source_fingerprint=_fingerprint(found, reader, plan.dtypes),
-            notes=[*_cast_notes(reader, plan.dtypes), *reader.notes(), *_padding_notes(plan), *_megatron_notes(plan)],
+            notes=[
+                *_cast_notes(reader, plan.dtypes),
+                *reader.notes(),
+                *_padding_notes(plan, format),
+                *_megatron_lm_notes(shape, format),
+            ],
         )
-        if kind is not Kind.HF:
+        if format is not CheckpointFormat.HF:
             # Names only: a checkpoint may be given away, and paths tell about the machine.
             write_json(folder / REPORT_NAME, {**report.as_dict(), "source": Path(source).name, "target": target.name})
     elapsed_s = time.monotonic() - started
@@ -154,37 +168,39 @@ def convert(source: str | Path, target: str | Path, options: Options | None = No
     return report
 
 
-def default_target(source: Kind) -> Kind:
+def default_target(source: CheckpointFormat) -> CheckpointFormat:
     """The format that a source is converted to when none is asked for."""
-    return Kind.NEMO if source is Kind.HF else Kind.HF
+    return CheckpointFormat.NEMO if source is CheckpointFormat.HF else CheckpointFormat.HF
 
 
-def find_hf_folder(found: Found, given: Path | None = None) -> Path:
+def find_hf_folder(found: DetectedCheckpoint, given: Path | None = None) -> Path:
     """The folder with the config.json, tokenizer and generation config of a model.
 
     Raises RequestError when a Megatron checkpoint doesn't carry one and none is given.
     """
     if given is not None:
         return given
-    if found.kind is Kind.HF:
+    if found.format is CheckpointFormat.HF:
         return found.root
     for folder in (found.root / HF_SOURCE, found.weights / HF_SOURCE):
         if folder.is_dir():
             return folder
     raise RequestError(
-        f"a {found.kind} checkpoint that doesn't carry the model's config.json and tokenizer",
+        f"a {found.format} checkpoint that doesn't carry the model's config.json and tokenizer",
         where=str(found.root),
         needed="the Hugging Face folder that the model came from",
         action="add --hf-model FOLDER",
     )
 
 
-def _fingerprint(found: Found, reader: Source, dtypes: Mapping[Entry, torch.dtype]) -> str | None:
-    is_whole = all(reader.dtype(entry) == dtype for entry, dtype in dtypes.items())
-    return weights_fingerprint(found.root) if found.kind is Kind.HF and is_whole else None
+def _fingerprint(
+    found: DetectedCheckpoint, reader: WeightReader, dtypes: Mapping[TensorMapping, torch.dtype]
+) -> str | None:
+    is_whole = all(reader.dtype(mapping) == dtype for mapping, dtype in dtypes.items())
+    return weights_fingerprint(found.root) if found.format is CheckpointFormat.HF and is_whole else None
 
 
-def _copy(reader: Source, writer: Target, plan: TargetPlan) -> None:
+def _copy(reader: WeightReader, writer: WeightWriter, plan: ConversionPlan) -> None:
     """Stream every part, each in a worker of its own, with a progress bar on a terminal."""
     from tqdm import tqdm
 
@@ -197,18 +213,18 @@ def _copy(reader: Source, writer: Target, plan: TargetPlan) -> None:
         disable=not sys.stderr.isatty(),
     ) as progress:
 
-        def values(part: int) -> Iterator[tuple[Entry, list[Rows]]]:
-            for entry in writer.parts[part]:
-                dtype = plan.dtypes[entry]
-                yield entry, [value.to(dtype) for value in reader.read(entry)]
-                progress.update(entry.numel * dtype.itemsize)
+        def values(part: int) -> Iterator[tuple[TensorMapping, list[LazyTensor]]]:
+            for mapping in writer.parts[part]:
+                dtype = plan.dtypes[mapping]
+                yield mapping, [value.to(dtype) for value in reader.read(mapping)]
+                progress.update(mapping.numel * dtype.itemsize)
 
         with ThreadPoolExecutor(max_workers=plan.workers) as pool:
             for _ in pool.map(lambda part: writer.write_part(part, values(part)), range(len(writer.parts))):
                 pass
 
 
-def _check_target(target: Path, found: Found, options: Options) -> None:
+def _check_target(target: Path, found: DetectedCheckpoint, options: Options) -> None:
     if target.resolve() in (found.root.resolve(), found.weights.resolve()):
         raise RequestError("source and target are the same folder", where=str(target))
     if target.exists() and not target.is_dir():
@@ -239,37 +255,39 @@ def _explained(target: Path) -> Iterator[None]:
         ) from error
 
 
-def _target_dtype(entry: Entry, dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    return dtype if wanted is None or entry.weight.keep_dtype else wanted
+def _target_dtype(mapping: TensorMapping, dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    return dtype if wanted is None or mapping.weight.keep_dtype else wanted
 
 
-def _count_dtypes(dtypes: Mapping[Entry, torch.dtype]) -> dict[str, int]:
+def _count_dtypes(dtypes: Mapping[TensorMapping, torch.dtype]) -> dict[str, int]:
     counts: Counter[str] = Counter()
-    for entry, dtype in dtypes.items():
-        counts[_name(dtype)] += len(entry.hf)
+    for mapping, dtype in dtypes.items():
+        counts[_name(dtype)] += len(mapping.hf)
     return dict(counts)
 
 
-def _cast_notes(reader: Source, dtypes: Mapping[Entry, torch.dtype]) -> list[str]:
+def _cast_notes(reader: WeightReader, dtypes: Mapping[TensorMapping, torch.dtype]) -> list[str]:
     changes: Counter[str] = Counter()
-    for entry, dtype in dtypes.items():
-        if reader.dtype(entry) != dtype:
-            changes[f"{_name(reader.dtype(entry))} to {_name(dtype)}"] += len(entry.hf)
+    for mapping, dtype in dtypes.items():
+        if reader.dtype(mapping) != dtype:
+            changes[f"{_name(reader.dtype(mapping))} to {_name(dtype)}"] += len(mapping.hf)
     return [f"{count} tensors cast from {change}" for change, count in changes.items()]
 
 
-def _padding_notes(plan: TargetPlan) -> Sequence[str]:
-    rows = plan.padded_rows - plan.shape.vocab_size
-    if not rows:
+def _padding_notes(plan: ConversionPlan, format: CheckpointFormat) -> Sequence[str]:
+    rows = plan.padded_vocab_size - plan.shape.vocab_size
+    if format is CheckpointFormat.HF or not rows:
         return []
-    rule = f"{plan.shape.vocab_size} rounded up to a multiple of {plan.divisor} x TP {plan.parallelism.tensor}"
+    rule = (
+        f"{plan.shape.vocab_size} rounded up to a multiple of {plan.vocabulary_divisor} x TP {plan.parallelism.tensor}"
+    )
     return [f"{rows} padding rows (zeros) added to the vocabulary: {rule}"]
 
 
-def _megatron_notes(plan: TargetPlan) -> Sequence[str]:
-    if plan.kind not in (Kind.TORCH, Kind.TORCH_DIST):
+def _megatron_lm_notes(shape: ModelShape, format: CheckpointFormat) -> Sequence[str]:
+    if format not in (CheckpointFormat.TORCH, CheckpointFormat.TORCH_DIST):
         return []
-    return [f"Megatron-LM needs, beside --use-checkpoint-args: {flags_to_add(plan.shape)}"]
+    return [f"Megatron-LM needs, in addition to --use-checkpoint-args: {required_flags(shape)}"]
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -7,15 +7,12 @@ from enum import Enum
 from pathlib import Path
 
 from pretrainkit.checkpoint.formats import torch_dist
+from pretrainkit.checkpoint.formats.megatron_lm import TRACKER_NAME, tracked_iteration
 from pretrainkit.checkpoint.formats.weight_files import SINGLE_NAME
 from pretrainkit.errors import RequestError
 
-TRACKER_NAME = "latest_checkpointed_iteration.txt"
-HF_SOURCE = "hf_source"
-"""Folder inside a converted checkpoint with the model's config.json, tokenizer and generation config."""
 
-
-class Kind(str, Enum):
+class CheckpointFormat(str, Enum):
     """The formats that are read and written."""
 
     HF = "hf"
@@ -32,34 +29,34 @@ class Kind(str, Enum):
 
 
 @dataclass(frozen=True)
-class Found:
+class DetectedCheckpoint:
     """A recognised model folder."""
 
-    kind: Kind
+    format: CheckpointFormat
     root: Path
     """The folder that belongs together: what a user calls the checkpoint."""
     weights: Path
     """The folder with the weight files."""
 
 
-def detect(path: Path) -> Found:
+def detect(path: Path) -> DetectedCheckpoint:
     """Recognise a folder. Raises RequestError that says what was looked for."""
     if not path.is_dir():
         raise RequestError("no such folder", where=str(path))
     if (path / "weights").is_dir() and torch_dist.is_torch_dist(path / "weights"):
-        return Found(Kind.NEMO, path, path / "weights")
+        return DetectedCheckpoint(CheckpointFormat.NEMO, path, path / "weights")
     if path.name == "weights" and torch_dist.is_torch_dist(path):
-        return Found(Kind.NEMO, path.parent, path)
+        return DetectedCheckpoint(CheckpointFormat.NEMO, path.parent, path)
     if torch_dist.is_torch_dist(path):
         root = path.parent if (path.parent / TRACKER_NAME).is_file() else path
-        return Found(Kind.TORCH_DIST, root, path)
+        return DetectedCheckpoint(CheckpointFormat.TORCH_DIST, root, path)
     if any(path.glob("mp_rank_*")):
         root = path.parent if (path.parent / TRACKER_NAME).is_file() else path
-        return Found(Kind.TORCH, root, path)
+        return DetectedCheckpoint(CheckpointFormat.TORCH, root, path)
     if (path / TRACKER_NAME).is_file():
-        return detect(_tracked(path))
+        return detect(tracked_iteration(path))
     if (path / "config.json").is_file():
-        return Found(Kind.HF, path, path)
+        return DetectedCheckpoint(CheckpointFormat.HF, path, path)
     for folder in (path, path / "weights"):
         if (folder / torch_dist.CONFIG_NAME).is_file() or (folder / torch_dist.METADATA_NAME).is_file():
             raise RequestError(
@@ -77,26 +74,11 @@ def detect(path: Path) -> Found:
     )
 
 
-def _tracked(path: Path) -> Path:
-    """The iteration folder that Megatron-LM's tracker file names."""
-    text = (path / TRACKER_NAME).read_text(encoding="utf-8", errors="replace").strip()
-    name = "release" if text == "release" else f"iter_{int(text):07d}" if text.isdecimal() else None
-    if name is None or not (path / name).is_dir():
-        found = sorted(entry.name for entry in path.iterdir() if entry.is_dir())
-        raise RequestError(
-            f"{TRACKER_NAME} says {text!r}, which names no folder here",
-            where=str(path),
-            needed=f"one of {', '.join(found) or 'no folders at all'}",
-            action="give the iteration's folder itself",
-        )
-    return path / name
-
-
 def _hint(path: Path) -> str:
     if path.name.startswith("mp_rank_"):
         return f"one rank's part of a checkpoint: perhaps you mean {path.parent}"
-    inside = [entry for entry in sorted(path.iterdir()) if entry.is_dir()]
-    for entry in inside:
-        if (entry / "weights").is_dir() or (entry / "metadata.json").is_file() or any(entry.glob("mp_rank_*")):
-            return f"perhaps you mean {entry}"
+    inside = [folder for folder in sorted(path.iterdir()) if folder.is_dir()]
+    for folder in inside:
+        if (folder / "weights").is_dir() or (folder / "metadata.json").is_file() or any(folder.glob("mp_rank_*")):
+            return f"perhaps you mean {folder}"
     return ""

@@ -8,42 +8,114 @@ slice at a time. That is what makes conversion as fast as copying, in memory tha
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
-
-from pretrainkit.checkpoint.formats.torch_save import StoredTensor
 
 SLICE_BYTES = 32 * 2**20
 """How much of a block is cast or gathered at a time; more doesn't make it faster (measured: 16 to 256 MiB alike)."""
 COPY_BYTES = 2**20
 """How much is copied at a time: what a core's cache holds (measured: 256 KiB to 8 MiB alike)."""
 
+
+def map_bytes(path: Path, offset: int, num_bytes: int) -> torch.Tensor:
+    """`num_bytes` of a file as a uint8 tensor that is mapped, not read; dropping the tensor unmaps it.
+
+    The mapping is private (copy on write), so the file can't be changed through it.
+    """
+    if num_bytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    skip = offset % mmap.ALLOCATIONGRANULARITY
+    with path.open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), num_bytes + skip, access=mmap.ACCESS_COPY, offset=offset - skip)
+    mapped.madvise(mmap.MADV_SEQUENTIAL)
+    return torch.frombuffer(mapped, dtype=torch.uint8, count=num_bytes, offset=skip)
+
+
+def map_tensor(path: Path, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A contiguous tensor at a byte offset of a file, mapped."""
+    numel = torch.Size(shape).numel()
+    data = map_bytes(path, offset, numel * dtype.itemsize)
+    if offset % dtype.itemsize:
+        data = data.clone()  # a view in another dtype needs aligned memory
+    return data.view(dtype).view(shape)
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies in a `torch.save` file."""
+
+    path: Path
+    offset: int
+    """Byte of the file at which the tensor's first element lies."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @staticmethod
+    def contiguous(path: Path, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> StoredTensor:
+        """A row-major tensor."""
+        return StoredTensor(path, offset, dtype, shape, _row_major(shape))
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether its elements lie row-major without gaps."""
+        return self.stride == _row_major(self.shape) or 0 in self.shape
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its elements."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+    def view(self, shape: tuple[int, ...]) -> StoredTensor:
+        """The same elements in another shape; the tensor must be contiguous."""
+        assert self.is_contiguous and torch.Size(shape).numel() == torch.Size(self.shape).numel()
+        return StoredTensor.contiguous(self.path, self.offset, self.dtype, shape)
+
+    def read(self) -> torch.Tensor:
+        """The tensor, mapped; contiguous or not, as it was saved."""
+        if 0 in self.shape:
+            return torch.empty(self.shape, dtype=self.dtype)
+        last = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+        flat = map_tensor(self.path, self.offset, (last + 1,), self.dtype)
+        return flat.as_strided(self.shape, self.stride)
+
+
+def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    stride, steps = 1, []
+    for size in reversed(shape):
+        steps.append(stride)
+        stride *= size
+    return tuple(reversed(steps))
+
+
 Block: TypeAlias = StoredTensor | Tensor
 
 
 @dataclass(frozen=True)
-class Rows:
+class LazyTensor:
     """Blocks of equal trailing shape, one below the other, and the dtype that they are to have."""
 
     blocks: tuple[Block, ...]
     dtype: torch.dtype
 
     @staticmethod
-    def of(*blocks: Block) -> Rows:
+    def of(*blocks: Block) -> LazyTensor:
         """The blocks, with the dtype they have."""
-        return Rows(blocks, blocks[0].dtype)
+        return LazyTensor(blocks, blocks[0].dtype)
 
     @staticmethod
-    def joined(parts: Iterable[Rows]) -> Rows:
+    def joined(parts: Iterable[LazyTensor]) -> LazyTensor:
         """Several one below the other."""
         parts = list(parts)
-        return Rows(tuple(block for part in parts for block in part.blocks), parts[0].dtype)
+        return LazyTensor(tuple(block for part in parts for block in part.blocks), parts[0].dtype)
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
@@ -55,19 +127,19 @@ class Rows:
         """Of the whole tensor."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
-    def to(self, dtype: torch.dtype) -> Rows:
+    def to(self, dtype: torch.dtype) -> LazyTensor:
         """The same values in another dtype; cast when they are written or joined."""
         return replace(self, dtype=dtype)
 
-    def rows(self, first: int, count: int) -> Rows:
-        """Rows `first` to `first + count`."""
+    def rows(self, first: int, count: int) -> LazyTensor:
+        """LazyTensor `first` to `first + count`."""
         blocks, position = [], 0
         for block in self.blocks:
             begin, end = max(first - position, 0), min(first + count - position, block.shape[0])
             if begin < end:
                 blocks.append(_block_rows(block, begin, end - begin))
             position += block.shape[0]
-        return Rows(tuple(blocks), self.dtype)
+        return LazyTensor(tuple(blocks), self.dtype)
 
     def tensor(self) -> Tensor:
         """The whole tensor; mapped, not read, where it is one block of this dtype."""
@@ -144,6 +216,6 @@ def pwrite_all(descriptor: int, data: memoryview | bytes, offset: int) -> int:
     return done
 
 
-def tensors(values: Sequence[Rows]) -> list[Tensor]:
+def tensors(values: Sequence[LazyTensor]) -> list[Tensor]:
     """Each value as one tensor."""
     return [value.tensor() for value in values]

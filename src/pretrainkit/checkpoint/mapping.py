@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
-
-import torch
 
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import RequestError
@@ -15,7 +12,7 @@ from pretrainkit.models.registry import family_named
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorMapping:
     """One Megatron tensor and the Hugging Face tensors that it is made of."""
 
     weight: Weight
@@ -53,63 +50,33 @@ class Entry:
         return " + ".join(self.hf)
 
 
-def expand(shape: ModelShape) -> list[Entry]:
+def tensor_mappings(shape: ModelShape) -> list[TensorMapping]:
     """All tensors of a model, in the order of the Hugging Face model: embedding, layer by layer, head."""
-    entries: list[Entry] = []
+    mappings: list[TensorMapping] = []
     layered: list[Weight] = []
     for weight in family_named(shape.family).weights(shape):
         if weight.per_layer:
             layered.append(weight)
             continue
-        entries += _layers(layered, shape)
+        mappings += _layers(layered, shape)
         layered = []
-        entries.append(Entry(weight))
-    return entries + _layers(layered, shape)
+        mappings.append(TensorMapping(weight))
+    return mappings + _layers(layered, shape)
 
 
-def _layers(weights: Iterable[Weight], shape: ModelShape) -> list[Entry]:
+def _layers(weights: Iterable[Weight], shape: ModelShape) -> list[TensorMapping]:
     weights = list(weights)
     return [
-        Entry(weight, layer, expert)
+        TensorMapping(weight, layer, expert)
         for layer in range(shape.num_layers if weights else 0)
         for weight in weights
         for expert in (range(shape.num_experts) if weight.per_expert else (None,))
     ]
 
 
-@dataclass(frozen=True)
-class MegatronContent:
-    """What a Megatron checkpoint is to hold, in whatever format."""
-
-    entries: Sequence[Entry]
-    dtypes: Mapping[Entry, torch.dtype]
-    shape: ModelShape
-    common: Mapping[str, Any]
-    """What lies beside the weights: arguments, iteration."""
-    padded_rows: int
-    """Rows of the embedding, with its padding."""
-    num_parts: int
-    """Parts that workers write side by side."""
-
-    def parts(self) -> list[list[Entry]]:
-        """The entries in at most `num_parts` runs of about equal bytes, in order."""
-        return balance(self.entries, self.dtypes, self.num_parts)
-
-
-def balance(entries: Sequence[Entry], dtypes: Mapping[Entry, torch.dtype], num_files: int) -> list[list[Entry]]:
-    """Entries split into at most `num_files` runs of about equal bytes, in order."""
-    total = sum(entry.numel * dtypes[entry].itemsize for entry in entries)
-    parts: list[list[Entry]] = [[] for _ in range(min(num_files, len(entries)))]
-    done = 0
-    for entry in entries:
-        parts[min(done * len(parts) // max(total, 1), len(parts) - 1)].append(entry)
-        done += entry.numel * dtypes[entry].itemsize
-    return [part for part in parts if part]
-
-
-def check_names(entries: Iterable[Entry], found: Iterable[str], where: str) -> None:
-    """Raise RequestError unless `found` are exactly the Hugging Face names of the entries."""
-    wanted, present = {name for entry in entries for name in entry.hf}, set(found)
+def check_names(mappings: Iterable[TensorMapping], found: Iterable[str], where: str) -> None:
+    """Raise RequestError unless `found` are exactly the Hugging Face names of the mappings."""
+    wanted, present = {name for mapping in mappings for name in mapping.hf}, set(found)
     problems = [
         f"{len(names)} tensor{'s' if len(names) > 1 else ''} {what}: {_some(names)}"
         for what, names in (("missing", wanted - present), ("not known", present - wanted))

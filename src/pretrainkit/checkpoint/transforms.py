@@ -12,12 +12,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pretrainkit.checkpoint.lazy_tensor import Rows, tensors
+from pretrainkit.checkpoint.lazy_tensor import LazyTensor, tensors
 from pretrainkit.models.family import Layout
 
 
 def padded_vocabulary(num_rows: int, divisible_by: int, tensor_parallel_size: int) -> int:
-    """Rows of the embedding in Megatron: `num_rows` rounded up to a multiple of divisible_by x TP."""
+    """LazyTensor of the embedding in Megatron: `num_rows` rounded up to a multiple of divisible_by x TP."""
     multiple = divisible_by * tensor_parallel_size
     return -(-num_rows // multiple) * multiple
 
@@ -34,7 +34,9 @@ def split_qkv(merged: Tensor, groups: int, rows: Sequence[int]) -> list[Tensor]:
     return [part.flatten(0, 1) for part in grouped.split([count // groups for count in rows], dim=1)]
 
 
-def shard(layout: Layout, values: Sequence[Rows], *, rank: int, size: int, groups: int, padded_rows: int) -> Rows:
+def shard(
+    layout: Layout, values: Sequence[LazyTensor], *, rank: int, size: int, groups: int, padded_rows: int
+) -> LazyTensor:
     """One tensor-parallel rank's Megatron tensor, made from whole Hugging Face tensors.
 
     `groups` is G of the whole model; `padded_rows` is P, used for vocabulary tensors only. Padding rows are zero.
@@ -44,17 +46,17 @@ def shard(layout: Layout, values: Sequence[Rows], *, rank: int, size: int, group
     if layout is Layout.ROW:
         tensor = values[0].tensor()
         length = tensor.shape[1] // size
-        return Rows.of(tensor.narrow(1, rank * length, length))
+        return LazyTensor.of(tensor.narrow(1, rank * length, length))
     if layout is Layout.VOCABULARY:
         return _vocabulary_part(values[0], rank, padded_rows // size)
     parts = [value.rows(rank * value.shape[0] // size, value.shape[0] // size) for value in values]
     if layout is Layout.QKV:
         query, key, value = tensors(parts)
-        return Rows.of(merge_qkv(query, key, value, groups // size))
-    return Rows.joined(parts)
+        return LazyTensor.of(merge_qkv(query, key, value, groups // size))
+    return LazyTensor.joined(parts)
 
 
-def unshard(layout: Layout, parts: Sequence[Rows], *, rows: Sequence[int], groups: int) -> list[Rows]:
+def unshard(layout: Layout, parts: Sequence[LazyTensor], *, rows: Sequence[int], groups: int) -> list[LazyTensor]:
     """The whole Hugging Face tensors from the Megatron tensors of all ranks, in rank order.
 
     `rows` are the numbers of rows of the Hugging Face tensors; vocabulary rows beyond them are padding.
@@ -63,23 +65,23 @@ def unshard(layout: Layout, parts: Sequence[Rows], *, rows: Sequence[int], group
     if layout is Layout.REPLICATED:
         return [parts[0]]
     if layout is Layout.ROW:
-        return [parts[0] if size == 1 else Rows.of(torch.cat(tensors(parts), dim=1))]
+        return [parts[0] if size == 1 else LazyTensor.of(torch.cat(tensors(parts), dim=1))]
     if layout is Layout.QKV:
         counts = [count // size for count in rows]
         split = [split_qkv(part.tensor(), groups // size, counts) for part in parts]
-        return [Rows.of(*of_all) for of_all in zip(*split, strict=True)]
+        return [LazyTensor.of(*of_all) for of_all in zip(*split, strict=True)]
     if layout is Layout.VOCABULARY:
-        return [Rows.joined(parts).rows(0, rows[0])]
+        return [LazyTensor.joined(parts).rows(0, rows[0])]
     values, first = [], 0
     for count in rows:
-        values.append(Rows.joined(part.rows(first, count // size) for part in parts))
+        values.append(LazyTensor.joined(part.rows(first, count // size) for part in parts))
         first += count // size
     return values
 
 
-def _vocabulary_part(value: Rows, rank: int, rows: int) -> Rows:
+def _vocabulary_part(value: LazyTensor, rank: int, rows: int) -> LazyTensor:
     real = min(max(value.shape[0] - rank * rows, 0), rows)
     parts = [value.rows(rank * rows, real)] if real else []
     if real < rows:
-        parts.append(Rows.of(torch.zeros(rows - real, *value.shape[1:], dtype=value.dtype)))
-    return Rows.joined(parts)
+        parts.append(LazyTensor.of(torch.zeros(rows - real, *value.shape[1:], dtype=value.dtype)))
+    return LazyTensor.joined(parts)

@@ -33,8 +33,8 @@ from nemo.lightning.io.artifact.file import DirArtifact
 from nemo.lightning.io.pl import TrainerContext
 from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 
+from pretrainkit.checkpoint.formats.hf_files import save_hf_source
 from pretrainkit.checkpoint.formats.nemo import TOKENIZER_FOLDER, copy_tokenizer
-from pretrainkit.checkpoint.targets import carry_hf_files
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.engine.save_failures import SaveFailure, failure_of
 from pretrainkit.logs import get_logger
@@ -105,7 +105,7 @@ class Saver:
         with self._kept():
             if trainer.is_global_zero:
                 TrainerContext.from_trainer(trainer).io_dump(folder / "context", yaml_attrs=["model"])
-                carry_hf_files(Path(self._run.hf_folder), folder)
+                save_hf_source(Path(self._run.hf_folder), folder)
         if failure := self._agreed(trainer):
             self.end(trainer, wait=True, failure=failure)
             return failure

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from pretrainkit.checkpoint.convert import find_hf_folder
-from pretrainkit.checkpoint.detect import Kind, detect
-from pretrainkit.checkpoint.formats import hf
+from pretrainkit.checkpoint.detect import CheckpointFormat, detect
+from pretrainkit.checkpoint.formats import hf, hf_files
 from pretrainkit.checkpoint.formats.weight_files import INDEX_NAME
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import RequestError
@@ -36,7 +36,7 @@ def verify_files(
     Raises RequestError when one of the two isn't a model folder at all; every other fault is a failed check.
     """
     found = detect(source)
-    if detect(released).kind is not Kind.HF:
+    if detect(released).format is not CheckpointFormat.HF:
         raise RequestError("not a Hugging Face folder", where=str(released), needed="the folder to be released")
     origin = find_hf_folder(found, hf_folder)
     shape = read_shape(origin, ignore_fields=ignore_config_fields)
@@ -82,7 +82,7 @@ def _check_weight_files(released: Path) -> Iterator[Check]:
     located = hf.locate_tensors(released)
     yield Check("the index lists what the files hold", True, f"{len(located)} tensors")
     used = {location.path for location in located.values()}
-    stray = [path.name for path in sorted(released.iterdir()) if hf.is_weight_file(path) and path not in used]
+    stray = [path.name for path in sorted(released.iterdir()) if hf_files.is_weight_file(path) and path not in used]
     yield check_of("no other weight files", stray, "none")
     sizes = sum(location.num_bytes for location in located.values())
     index = released / INDEX_NAME
@@ -93,7 +93,7 @@ def _check_weight_files(released: Path) -> Iterator[Check]:
 
 def _check_side_files(origin: Path, released: Path) -> Iterator[Check]:
     problems = []
-    names = [path.name for path in hf.side_files(origin) if path.name != MODEL_CARD]
+    names = [path.name for path in hf_files.side_files(origin) if path.name != MODEL_CARD]
     for name in names:
         copy = released / name
         if not copy.is_file():

@@ -48,7 +48,7 @@ class Request:
     precision: str
     """Weights are rounded to it ('bf16' or 'fp32') before they are used in fp32."""
     padding_rows: int
-    """Rows of zeros that Megatron's output layer has beyond the vocabulary: each is one more logit, of 0."""
+    """LazyTensor of zeros that Megatron's output layer has beyond the vocabulary: each is one more logit, of 0."""
 
 
 def needed_bytes(shape: ModelShape, num_tokens: int) -> int:

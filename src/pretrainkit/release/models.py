@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pretrainkit.checkpoint.convert import Options, convert, find_hf_folder
-from pretrainkit.checkpoint.detect import Kind, detect
+from pretrainkit.checkpoint.detect import CheckpointFormat, detect
 from pretrainkit.checkpoint.formats import hf
 from pretrainkit.checkpoint.parallel import Parallelism
 from pretrainkit.checkpoint.transforms import padded_vocabulary
@@ -219,9 +219,11 @@ def _megatron_weights(source: Path, folder: Path, hf_folder: Path | None, option
     from pretrainkit.checkpoint.formats.torch_dist import read_metadata
 
     found = detect(source)
-    if found.kind in (Kind.HF, Kind.TORCH):
+    if found.format in (CheckpointFormat.HF, CheckpointFormat.TORCH):
         fields = options.ignore_config_fields
-        convert(source, folder / "nemo", Options(to=Kind.NEMO, hf_folder=hf_folder, ignore_config_fields=fields))
+        convert(
+            source, folder / "nemo", Options(to=CheckpointFormat.NEMO, hf_folder=hf_folder, ignore_config_fields=fields)
+        )
         found = detect(folder / "nemo")
     tensors = read_metadata(found.weights)
     name = next(name for name in tensors if name.endswith("embedding.word_embeddings.weight") and "optim" not in name)

@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pretrainkit.checkpoint.detect import Found
+from pretrainkit.checkpoint.detect import DetectedCheckpoint
 from pretrainkit.checkpoint.formats.safetensors import open_by_package
-from pretrainkit.checkpoint.mapping import Entry, expand
-from pretrainkit.checkpoint.targets import Source, open_source
+from pretrainkit.checkpoint.mapping import TensorMapping, tensor_mappings
+from pretrainkit.checkpoint.open import WeightReader, open_reader
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.models.registry import read_config
 from pretrainkit.release.verdict import Check, check_of
@@ -25,10 +25,10 @@ DTYPE_FIELDS = ("dtype", "torch_dtype")
 """Names that config.json has had for the dtype of the weights."""
 
 
-def check_weights(found: Found, released: Path, shape: ModelShape) -> Iterator[Check]:
-    entries = expand(shape)
-    reader = open_source(found, entries, shape)
-    wanted = {name for entry in entries for name in entry.hf}
+def check_weights(found: DetectedCheckpoint, released: Path, shape: ModelShape) -> Iterator[Check]:
+    mappings = tensor_mappings(shape)
+    reader = open_reader(found, mappings, shape)
+    wanted = {name for mapping in mappings for name in mapping.hf}
     with ExitStack() as stack:
         read, names = open_by_package(released, stack)
         extra = names - wanted - ({"lm_head.weight"} if shape.tie_word_embeddings else set())
@@ -36,8 +36,8 @@ def check_weights(found: Found, released: Path, shape: ModelShape) -> Iterator[C
         yield check_of("every tensor is there", sorted(missing), f"{len(wanted)} tensors")
         yield check_of("no tensor that the architecture doesn't have", sorted(extra), "none")
         comparison = _Comparison(_declared_dtype(released))
-        for entry in entries:
-            comparison.add(entry, reader, read, missing)
+        for mapping in mappings:
+            comparison.add(mapping, reader, read, missing)
         if shape.tie_word_embeddings and "lm_head.weight" in names:
             embedding = read("model.embed_tokens.weight")
             same = _same_bits(read("lm_head.weight"), embedding)
@@ -58,9 +58,11 @@ class _Comparison:
         self.cast: set[str] = set()
         self.num_elements = 0
 
-    def add(self, entry: Entry, reader: Source, read: Callable[[str], Tensor], missing: set[str]) -> None:
-        """Compare the tensors of an entry."""
-        for name, shape, rows in zip(entry.hf, entry.shapes, reader.read(entry), strict=True):
+    def add(
+        self, mapping: TensorMapping, reader: WeightReader, read: Callable[[str], Tensor], missing: set[str]
+    ) -> None:
+        """Compare the tensors of a mapping."""
+        for name, shape, rows in zip(mapping.hf, mapping.shapes, reader.read(mapping), strict=True):
             if name in missing:
                 continue
             tensor = read(name)
@@ -71,9 +73,9 @@ class _Comparison:
             if expected.dtype != tensor.dtype:
                 self.cast.add(f"{expected.dtype} to {tensor.dtype}".replace("torch.", ""))
                 expected = expected.to(tensor.dtype)
-                if entry.weight.keep_dtype:
+                if mapping.weight.keep_dtype:
                     self.dtypes.append(f"{name} must not be cast")
-            if self.declared not in (None, tensor.dtype) and not entry.weight.keep_dtype:
+            if self.declared not in (None, tensor.dtype) and not mapping.weight.keep_dtype:
                 self.dtypes.append(f"{name} is {tensor.dtype}")
             if not _same_bits(tensor, expected):
                 count = int((tensor != expected).sum())

@@ -22,7 +22,7 @@ from pretrainkit.models.registry import read_shape
 CACHE_NAME = ".converted"
 """Folder in experiments_dir with the checkpoints made from Hugging Face folders."""
 HF_SOURCE = "hf_source"
-"""Folder with the model's config.json inside a converted checkpoint (`pretrainkit.checkpoint.detect`)."""
+"""Folder with the model's config.json inside a converted checkpoint (`pretrainkit.checkpoint.formats.hf_files`)."""
 CONVERSION_REPORT = "conversion.json"
 """File in a converted checkpoint that tells what it was made from (`pretrainkit.checkpoint.convert`)."""
 COMMIT_MARK = "complete.json"
@@ -161,10 +161,10 @@ def provide(initial: InitialWeights, model: ModelShape) -> Path:
 def _check_tensors(checkpoint: Path, model: ModelShape) -> None:
     """Raise CheckpointError unless a checkpoint holds the model's tensors, with their shapes; none is read."""
     from pretrainkit.checkpoint.detect import detect
-    from pretrainkit.checkpoint.mapping import expand
+    from pretrainkit.checkpoint.mapping import tensor_mappings
     from pretrainkit.checkpoint.targets import open_source
 
-    open_source(detect(checkpoint), expand(model), model)
+    open_source(detect(checkpoint), tensor_mappings(model), model)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import pytest
 from hf_models import MIXTURES, MODELS
 
 from pretrainkit.checkpoint.convert import Options, convert
-from pretrainkit.checkpoint.detect import Kind, detect
+from pretrainkit.checkpoint.detect import CheckpointFormat, detect
 from pretrainkit.checkpoint.parallel import Parallelism
 
 PIPELINES = {"PP1": (1, None, None), "PP2": (2, None, None), "PP3-uneven": (3, 1, 1)}
@@ -35,7 +35,7 @@ def test_classic_checkpoint_comes_back_bit_equal(
     parallelism: Parallelism,
 ) -> None:
     source = make_model(name)
-    convert(source, tmp_path / "torch", Options(to=Kind.TORCH, parallelism=parallelism, workers=2))
+    convert(source, tmp_path / "torch", Options(to=CheckpointFormat.TORCH, parallelism=parallelism, workers=2))
     ranks = parallelism.tensor * parallelism.pipeline * parallelism.expert
     assert len(list(tmp_path.glob("torch/release/mp_rank_*/model_optim_rng.pt"))) == ranks
     convert(tmp_path / "torch", tmp_path / "back")
@@ -43,21 +43,21 @@ def test_classic_checkpoint_comes_back_bit_equal(
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-@pytest.mark.parametrize("kind", [Kind.NEMO, Kind.TORCH_DIST], ids=str)
+@pytest.mark.parametrize("kind", [CheckpointFormat.NEMO, CheckpointFormat.TORCH_DIST], ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_distributed_checkpoint_comes_back_bit_equal(
     make_model: Callable[..., Path],
     assert_same: Callable[[Path, Path], None],
     tmp_path: Path,
     name: str,
-    kind: Kind,
+    kind: CheckpointFormat,
     workers: int,
 ) -> None:
-    if kind is Kind.NEMO and name == "qwen2-moe":
+    if kind is CheckpointFormat.NEMO and name == "qwen2-moe":
         pytest.skip("NeMo has no Qwen2-MoE")
     source = make_model(name)
     convert(source, tmp_path / "megatron", Options(to=kind, workers=workers))
-    assert detect(tmp_path / "megatron").kind is kind
+    assert detect(tmp_path / "megatron").format is kind
     convert(tmp_path / "megatron", tmp_path / "back", Options(workers=workers))
     assert_same(source, tmp_path / "back")
     assert (tmp_path / "back/config.json").read_bytes() == (source / "config.json").read_bytes()
@@ -68,9 +68,9 @@ def test_dtype_of_the_source_is_kept(
     make_model: Callable[..., Path], assert_same: Callable[[Path, Path], None], tmp_path: Path, dtype: str
 ) -> None:
     source = make_model("qwen3", dtype=dtype)
-    convert(source, tmp_path / "a", Options(to=Kind.TORCH, parallelism=Parallelism(2, 2)))
-    convert(tmp_path / "a", tmp_path / "b", Options(to=Kind.TORCH_DIST))
-    convert(tmp_path / "b", tmp_path / "c", Options(to=Kind.NEMO))
+    convert(source, tmp_path / "a", Options(to=CheckpointFormat.TORCH, parallelism=Parallelism(2, 2)))
+    convert(tmp_path / "a", tmp_path / "b", Options(to=CheckpointFormat.TORCH_DIST))
+    convert(tmp_path / "b", tmp_path / "c", Options(to=CheckpointFormat.NEMO))
     convert(tmp_path / "c", tmp_path / "back")
     assert_same(source, tmp_path / "back")
 
@@ -83,9 +83,9 @@ def test_resharding_gives_the_files_that_a_direct_conversion_gives(
 
     source = make_model(name)
     wanted = Parallelism(4, 2)
-    convert(source, tmp_path / "direct", Options(to=Kind.TORCH, parallelism=wanted))
-    convert(source, tmp_path / "other", Options(to=Kind.TORCH, parallelism=Parallelism(2, 3, 1, 1, 1)))
-    convert(tmp_path / "other", tmp_path / "resharded", Options(to=Kind.TORCH, parallelism=wanted))
+    convert(source, tmp_path / "direct", Options(to=CheckpointFormat.TORCH, parallelism=wanted))
+    convert(source, tmp_path / "other", Options(to=CheckpointFormat.TORCH, parallelism=Parallelism(2, 3, 1, 1, 1)))
+    convert(tmp_path / "other", tmp_path / "resharded", Options(to=CheckpointFormat.TORCH, parallelism=wanted))
     for path in sorted((tmp_path / "direct").rglob("*.pt")):
         direct = torch.load(path, weights_only=False)
         resharded = torch.load(tmp_path / "resharded" / path.relative_to(tmp_path / "direct"), weights_only=False)

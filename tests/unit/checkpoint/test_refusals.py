@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pretrainkit.checkpoint.convert import Options, convert
-from pretrainkit.checkpoint.detect import Kind
+from pretrainkit.checkpoint.detect import CheckpointFormat
 from pretrainkit.checkpoint.parallel import Parallelism
 from pretrainkit.errors import CheckpointError, PretrainkitError, RequestError
 
@@ -42,13 +42,13 @@ def refused(source: Path, target: Path, options: Options | None = None) -> str:
 def test_layout_that_does_not_fit(
     make_model: Callable[..., Path], tmp_path: Path, cut: Parallelism, words: list[str]
 ) -> None:
-    message = refused(make_model("llama"), tmp_path / "out", Options(to=Kind.TORCH, parallelism=cut))
+    message = refused(make_model("llama"), tmp_path / "out", Options(to=CheckpointFormat.TORCH, parallelism=cut))
     assert all(word in message for word in words), message
 
 
 def test_experts_that_do_not_divide(make_model: Callable[..., Path], tmp_path: Path) -> None:
     message = refused(
-        make_model("mixtral"), tmp_path / "out", Options(to=Kind.TORCH, parallelism=Parallelism(expert=3))
+        make_model("mixtral"), tmp_path / "out", Options(to=CheckpointFormat.TORCH, parallelism=Parallelism(expert=3))
     )
     assert "8 experts" in message and "1, 2, 4, 8" in message
 
@@ -177,9 +177,9 @@ def test_source_is_not_its_own_target(make_model: Callable[..., Path]) -> None:
     assert "same folder" in refused(source, source, Options(overwrite=True))
 
 
-@pytest.mark.parametrize("kind", list(Kind)[1:], ids=str)
+@pytest.mark.parametrize("kind", list(CheckpointFormat)[1:], ids=str)
 def test_checkpoint_without_hugging_face_files_needs_them(
-    make_model: Callable[..., Path], assert_same: Callable[[Path, Path], None], tmp_path: Path, kind: Kind
+    make_model: Callable[..., Path], assert_same: Callable[[Path, Path], None], tmp_path: Path, kind: CheckpointFormat
 ) -> None:
     source = make_model("llama")
     convert(source, tmp_path / "megatron", Options(to=kind))
@@ -189,8 +189,10 @@ def test_checkpoint_without_hugging_face_files_needs_them(
     assert_same(source, tmp_path / "out")
 
 
-@pytest.mark.parametrize("kind", list(Kind)[1:], ids=str)
-def test_config_of_another_model_is_refused(make_model: Callable[..., Path], tmp_path: Path, kind: Kind) -> None:
+@pytest.mark.parametrize("kind", list(CheckpointFormat)[1:], ids=str)
+def test_config_of_another_model_is_refused(
+    make_model: Callable[..., Path], tmp_path: Path, kind: CheckpointFormat
+) -> None:
     convert(make_model("llama"), tmp_path / "megatron", Options(to=kind))
     for changes in ({"rope_theta": 77.0}, {"num_hidden_layers": 3}, {"vocab_size": 900}):
         with pytest.raises(PretrainkitError):
@@ -219,14 +221,14 @@ def test_parent_of_checkpoints_gets_a_hint(make_model: Callable[..., Path], tmp_
 
 
 def test_one_rank_of_a_checkpoint_gets_a_hint(make_model: Callable[..., Path], tmp_path: Path) -> None:
-    convert(make_model("llama"), tmp_path / "m", Options(to=Kind.TORCH))
+    convert(make_model("llama"), tmp_path / "m", Options(to=CheckpointFormat.TORCH))
     message = refused(tmp_path / "m" / "release" / "mp_rank_00", tmp_path / "out")
     assert f"perhaps you mean {tmp_path / 'm' / 'release'}" in message
 
 
 @pytest.mark.parametrize("tracked", ["", "12", "abc", "iter_5"])
 def test_tracker_that_names_nothing(make_model: Callable[..., Path], tmp_path: Path, tracked: str) -> None:
-    convert(make_model("llama"), tmp_path / "m", Options(to=Kind.TORCH_DIST))
+    convert(make_model("llama"), tmp_path / "m", Options(to=CheckpointFormat.TORCH_DIST))
     (tmp_path / "m" / "latest_checkpointed_iteration.txt").write_text(tracked)
     assert "release" in refused(tmp_path / "m", tmp_path / "out")
 
@@ -234,7 +236,7 @@ def test_tracker_that_names_nothing(make_model: Callable[..., Path], tmp_path: P
 def test_unsupported_scaling_for_megatron_lm(make_model: Callable[..., Path], tmp_path: Path) -> None:
     rope = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 8.0}
     source = make_model("llama", rope_scaling={**rope, "original_max_position_embeddings": 256})
-    message = refused(source, tmp_path / "out", Options(to=Kind.TORCH_DIST))
+    message = refused(source, tmp_path / "out", Options(to=CheckpointFormat.TORCH_DIST))
     assert "high_freq_factor 8.0" in message and "nemo" in message
     convert(source, tmp_path / "out")
 
@@ -251,8 +253,10 @@ def test_full_disk_is_refused_at_the_start(
     assert "free" in refused(make_model("llama"), tmp_path / "out")
 
 
-@pytest.mark.parametrize("kind", Kind, ids=str)
-def test_write_that_fails_leaves_nothing(make_model: Callable[..., Path], tmp_path: Path, kind: Kind) -> None:
+@pytest.mark.parametrize("kind", CheckpointFormat, ids=str)
+def test_write_that_fails_leaves_nothing(
+    make_model: Callable[..., Path], tmp_path: Path, kind: CheckpointFormat
+) -> None:
     """Files may not grow beyond 100 kB here: what a full disk or quota does in the middle of the work."""
     source = make_model("llama")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -265,9 +269,9 @@ def test_write_that_fails_leaves_nothing(make_model: Callable[..., Path], tmp_pa
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("kind", list(Kind)[1:], ids=str)
+@pytest.mark.parametrize("kind", list(CheckpointFormat)[1:], ids=str)
 def test_every_missing_or_cut_file_of_a_checkpoint_is_noticed(
-    make_model: Callable[..., Path], tmp_path: Path, kind: Kind
+    make_model: Callable[..., Path], tmp_path: Path, kind: CheckpointFormat
 ) -> None:
     convert(make_model("llama"), tmp_path / "m", Options(to=kind, parallelism=Parallelism(2, 2), workers=2))
     files = [path for path in sorted((tmp_path / "m").rglob("*")) if path.suffix in (".distcp", ".pt")]

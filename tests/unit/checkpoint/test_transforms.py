@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from pretrainkit.checkpoint.lazy_tensor import Rows
+from pretrainkit.checkpoint.lazy_tensor import LazyTensor
 from pretrainkit.checkpoint.transforms import merge_qkv, padded_vocabulary, shard, split_qkv, unshard
 from pretrainkit.models.family import Layout
 
@@ -37,7 +37,7 @@ def test_merged_qkv_is_group_by_group(trailing: tuple[int, ...]) -> None:
 
 def test_rank_of_a_gated_matrix_holds_its_gate_over_its_up() -> None:
     gate, up = torch.randn(8, HIDDEN), torch.randn(8, HIDDEN)
-    part = shard(Layout.GATED, [Rows.of(gate), Rows.of(up)], rank=1, size=2, groups=1, padded_rows=0)
+    part = shard(Layout.GATED, [LazyTensor.of(gate), LazyTensor.of(up)], rank=1, size=2, groups=1, padded_rows=0)
     assert torch.equal(part.tensor(), torch.cat([gate[4:], up[4:]]))
 
 
@@ -46,7 +46,7 @@ def test_vocabulary_is_padded_with_zeros_at_the_end() -> None:
     padded = padded_vocabulary(263, 128, 2)
     assert padded == 512
     parts = [
-        shard(Layout.VOCABULARY, [Rows.of(embedding)], rank=rank, size=2, groups=1, padded_rows=padded).tensor()
+        shard(Layout.VOCABULARY, [LazyTensor.of(embedding)], rank=rank, size=2, groups=1, padded_rows=padded).tensor()
         for rank in range(2)
     ]
     whole = torch.cat(parts)
@@ -69,7 +69,7 @@ def test_parts_of_all_ranks_give_the_whole(layout: Layout, size: int) -> None:
         Layout.ROW: [torch.randn(3, 8)],
         Layout.VOCABULARY: [torch.randn(13, HIDDEN)],
     }.get(layout, [torch.randn(8, HIDDEN)])
-    values = [Rows.of(tensor) for tensor in tensors]
+    values = [LazyTensor.of(tensor) for tensor in tensors]
     parts = [shard(layout, values, rank=rank, size=size, groups=GROUPS, padded_rows=16) for rank in range(size)]
     whole = unshard(layout, parts, rows=[len(tensor) for tensor in tensors], groups=GROUPS)
     assert all(torch.equal(found.tensor(), tensor) for found, tensor in zip(whole, tensors, strict=True))

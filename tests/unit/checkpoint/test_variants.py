@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pretrainkit.checkpoint.convert import Options, convert
-from pretrainkit.checkpoint.detect import Kind
+from pretrainkit.checkpoint.detect import CheckpointFormat
 from pretrainkit.checkpoint.formats.torch_dist import FORMAT
 from pretrainkit.checkpoint.parallel import Parallelism
 from pretrainkit.errors import PretrainkitError
@@ -91,7 +91,7 @@ def test_classic_checkpoint_in_other_spellings(
 ) -> None:
     source = make_model(name)
     cut = Parallelism(2, 2, 2 if name != "llama" else 1)
-    convert(source, tmp_path / "m", Options(to=Kind.TORCH, parallelism=cut))
+    convert(source, tmp_path / "m", Options(to=CheckpointFormat.TORCH, parallelism=cut))
     rewrite_ranks(tmp_path / "m", change)
     convert(tmp_path / "m", tmp_path / "back")
     assert_same(source, tmp_path / "back")
@@ -102,7 +102,7 @@ def test_interleaved_stages(
 ) -> None:
     """Four layers over two stages of two chunks: stage 0 holds layers 0 and 2, stage 1 holds 1 and 3."""
     source = make_model("llama")
-    convert(source, tmp_path / "m", Options(to=Kind.TORCH, parallelism=Parallelism(1, 4)))
+    convert(source, tmp_path / "m", Options(to=CheckpointFormat.TORCH, parallelism=Parallelism(1, 4)))
     ranks = sorted((tmp_path / "m" / "release").iterdir())
     states = [torch.load(rank / "model_optim_rng.pt", weights_only=False) for rank in ranks]
     for rank in ranks[2:]:
@@ -119,7 +119,7 @@ def test_optimizer_and_random_states_are_left_out_and_reported(
     make_model: Callable[..., Path], assert_same: Callable[[Path, Path], None], tmp_path: Path
 ) -> None:
     source = make_model("llama")
-    convert(source, tmp_path / "m", Options(to=Kind.TORCH, iteration=7))
+    convert(source, tmp_path / "m", Options(to=CheckpointFormat.TORCH, iteration=7))
     path = tmp_path / "m/iter_0000007/mp_rank_00/model_optim_rng.pt"
     state = torch.load(path, weights_only=False)
     state |= {"optimizer": {"state": {0: torch.ones(5)}}, "rng_state": [{"np": (1, 2)}]}
@@ -134,7 +134,7 @@ def test_arguments_are_not_needed(
     make_model: Callable[..., Path], assert_same: Callable[[Path, Path], None], tmp_path: Path
 ) -> None:
     source = make_model("qwen2")
-    convert(source, tmp_path / "m", Options(to=Kind.TORCH, parallelism=Parallelism(2)))
+    convert(source, tmp_path / "m", Options(to=CheckpointFormat.TORCH, parallelism=Parallelism(2)))
     for path in (tmp_path / "m").rglob("*.pt"):
         torch.save({"model": torch.load(path, weights_only=False)["model"]}, path)
     convert(tmp_path / "m", tmp_path / "back")
@@ -180,7 +180,7 @@ def one_tensor_too_few(model: dict[str, Any]) -> dict[str, Any]:
 def test_contradictions_are_refused(
     make_model: Callable[..., Path], tmp_path: Path, change: Change, cut: Parallelism, words: list[str]
 ) -> None:
-    convert(make_model("llama-tied"), tmp_path / "m", Options(to=Kind.TORCH, parallelism=cut))
+    convert(make_model("llama-tied"), tmp_path / "m", Options(to=CheckpointFormat.TORCH, parallelism=cut))
     rewrite_ranks(tmp_path / "m", change)
     with pytest.raises(PretrainkitError) as caught:
         convert(tmp_path / "m", tmp_path / "back")
@@ -189,7 +189,7 @@ def test_contradictions_are_refused(
 
 
 def test_old_checkpoint_versions_are_refused(make_model: Callable[..., Path], tmp_path: Path) -> None:
-    convert(make_model("llama"), tmp_path / "m", Options(to=Kind.TORCH))
+    convert(make_model("llama"), tmp_path / "m", Options(to=CheckpointFormat.TORCH))
     path = next((tmp_path / "m").rglob("*.pt"))
     torch.save({**torch.load(path, weights_only=False), "checkpoint_version": 1.0}, path)
     with pytest.raises(PretrainkitError, match=r"version 1\.0"):
@@ -215,7 +215,7 @@ def test_distributed_checkpoint_with_layers_and_experts_of_their_own(
     split_gate: bool,
 ) -> None:
     source = make_model(name)
-    convert(source, tmp_path / "m", Options(to=Kind.TORCH))
+    convert(source, tmp_path / "m", Options(to=CheckpointFormat.TORCH))
     model = torch.load(tmp_path / "m/release/mp_rank_00/model_optim_rng.pt", weights_only=False)["model"]
     tensors = {}
     for key, tensor in without_extra_states(model).items():
@@ -237,7 +237,7 @@ def test_distributed_checkpoint_with_layers_of_their_own_and_experts_stacked(
 ) -> None:
     """As megatron-core keeps models whose layers are not all alike (moe_layer_freq)."""
     source = make_model("mixtral")
-    convert(source, tmp_path / "m", Options(to=Kind.TORCH))
+    convert(source, tmp_path / "m", Options(to=CheckpointFormat.TORCH))
     model = torch.load(tmp_path / "m/release/mp_rank_00/model_optim_rng.pt", weights_only=False)["model"]
     tensors: dict[str, Any] = {}
     experts: dict[str, dict[int, Any]] = {}
@@ -259,7 +259,7 @@ def test_megatron_core_reads_what_is_written(make_model: Callable[..., Path], tm
     from torch.distributed import checkpoint
 
     source = make_model("llama-tied")
-    convert(source, tmp_path / "m", Options(to=Kind.TORCH_DIST, workers=3))
+    convert(source, tmp_path / "m", Options(to=CheckpointFormat.TORCH_DIST, workers=3))
     expected = load_file(source / "model.safetensors")
     state = {
         "embedding.word_embeddings.weight": torch.empty(384, 64),
@@ -301,7 +301,7 @@ def test_router_bias_is_never_cast(
     for layer in range(4):
         tensors[bias.hf[0].format(layer=layer)] = torch.full((8,), 1 + 2**-12)
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    for kind in (Kind.NEMO, Kind.TORCH):
+    for kind in (CheckpointFormat.NEMO, CheckpointFormat.TORCH):
         convert(source, tmp_path / str(kind), Options(to=kind, dtype=torch.bfloat16))
         convert(tmp_path / str(kind), tmp_path / f"{kind}-back")
         back = load_file(tmp_path / f"{kind}-back" / "model.safetensors")

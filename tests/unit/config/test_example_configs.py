@@ -20,7 +20,7 @@ import pytest
 import yaml
 from published_models import CONFIGS, PARAMETERS, write_config
 
-from pretrainkit.checkpoint.mapping import expand
+from pretrainkit.checkpoint.mapping import tensor_mappings
 from pretrainkit.config.run_file import read_run
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.data.indexed.format import bin_path, idx_path, write_index
@@ -113,7 +113,7 @@ def pretrain() -> Any:
 def test_a_models_shape_has_the_published_parameters(model: Path, tmp_path: Path) -> None:
     hub_name = yaml.safe_load(model.read_text(encoding="utf-8"))["hf_model_id"]
     shape = read_shape(write_config(hub_name, tmp_path))
-    assert sum(entry.numel for entry in expand(shape)) == PARAMETERS[hub_name]
+    assert sum(entry.numel for entry in tensor_mappings(shape)) == PARAMETERS[hub_name]
     line = next(line for line in README.read_text(encoding="utf-8").splitlines() if f" {hub_name}" in line)
     assert line.startswith(f"| `{model.stem}` |") and line.endswith(f"| {PARAMETERS[hub_name]:,} |")
 

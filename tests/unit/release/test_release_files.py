@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pretrainkit.checkpoint.convert import Options, convert
-from pretrainkit.checkpoint.detect import Kind
+from pretrainkit.checkpoint.detect import CheckpointFormat
 
 SIDE_FILES = {
     "tokenizer.json": '{"version": "1.0"}',
@@ -40,8 +40,8 @@ def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-@pytest.mark.parametrize("kind", list(Kind)[1:], ids=str)
-def test_side_files_come_back_byte_for_byte(source: Path, tmp_path: Path, kind: Kind) -> None:
+@pytest.mark.parametrize("kind", list(CheckpointFormat)[1:], ids=str)
+def test_side_files_come_back_byte_for_byte(source: Path, tmp_path: Path, kind: CheckpointFormat) -> None:
     convert(source, tmp_path / "m", Options(to=kind))
     convert(tmp_path / "m", tmp_path / "back")
     assert {path.name for path in (tmp_path / "back").iterdir()} == {*SIDE_FILES, "config.json", "model.safetensors"}
@@ -63,7 +63,7 @@ def test_config_keeps_all_but_the_dtype_and_local_paths(source: Path, tmp_path: 
 
 
 def test_no_path_of_the_machine_stays_in_a_checkpoint(source: Path, tmp_path: Path) -> None:
-    for kind in Kind:
+    for kind in CheckpointFormat:
         convert(source, tmp_path / f"to-{kind}", Options(to=kind))
         for path in (tmp_path / f"to-{kind}").rglob("*"):
             assert path.is_dir() or str(tmp_path).encode() not in path.read_bytes(), path
@@ -90,7 +90,7 @@ def test_files_are_cut_at_the_limit_and_listed(
 def test_transformers_loads_a_release_with_every_weight(source: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    convert(source, tmp_path / "m", Options(to=Kind.TORCH_DIST))
+    convert(source, tmp_path / "m", Options(to=CheckpointFormat.TORCH_DIST))
     convert(tmp_path / "m", tmp_path / "back")
     _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "back", output_loading_info=True)
     assert not any(info.values())
@@ -98,15 +98,17 @@ def test_transformers_loads_a_release_with_every_weight(source: Path, tmp_path: 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "llama3-rope"])
 def test_flags_that_megatron_lm_needs_are_told(make_model: Callable[..., Path], tmp_path: Path, name: str) -> None:
-    notes = " ".join(convert(make_model(name), tmp_path / "m", Options(to=Kind.TORCH_DIST)).notes)
+    notes = " ".join(convert(make_model(name), tmp_path / "m", Options(to=CheckpointFormat.TORCH_DIST)).notes)
     assert "--norm-epsilon 1e-06" in notes
     assert ("--qk-layernorm" in notes) == (name == "qwen3")
     assert ("--use-rope-scaling --rope-scaling-factor 32" in notes) == (name == "llama3-rope")
 
 
 @pytest.mark.parametrize("iteration", [None, 0, 1200])
-@pytest.mark.parametrize("kind", [Kind.TORCH, Kind.TORCH_DIST], ids=str)
-def test_tracker_names_what_was_written(source: Path, tmp_path: Path, kind: Kind, iteration: int | None) -> None:
+@pytest.mark.parametrize("kind", [CheckpointFormat.TORCH, CheckpointFormat.TORCH_DIST], ids=str)
+def test_tracker_names_what_was_written(
+    source: Path, tmp_path: Path, kind: CheckpointFormat, iteration: int | None
+) -> None:
     convert(source, tmp_path / "m", Options(to=kind, iteration=iteration))
     name = "release" if iteration is None else f"iter_{iteration:07d}"
     assert (tmp_path / "m" / name).is_dir()

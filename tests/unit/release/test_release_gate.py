@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pretrainkit.checkpoint.convert import Options, convert
-from pretrainkit.checkpoint.detect import Kind
+from pretrainkit.checkpoint.detect import CheckpointFormat
 from pretrainkit.checkpoint.parallel import Parallelism
 from pretrainkit.release.files import verify_files
 
@@ -25,7 +25,9 @@ def made(
     """A Megatron checkpoint and the Hugging Face folder released from it."""
     done: dict[Any, tuple[Path, Path]] = {}
 
-    def make(name: str, kind: Kind = Kind.NEMO, cut: Parallelism | None = None, **config: Any) -> tuple[Path, Path]:
+    def make(
+        name: str, kind: CheckpointFormat = CheckpointFormat.NEMO, cut: Parallelism | None = None, **config: Any
+    ) -> tuple[Path, Path]:
         key = (name, kind, cut, repr(config))
         if key not in done:
             folder = tmp_path_factory.mktemp("release")
@@ -41,9 +43,11 @@ def made(
 
 
 @pytest.mark.parametrize("cut", [Parallelism(), Parallelism(2, 2)], ids=["TP1", "TP2-PP2"])
-@pytest.mark.parametrize("kind", list(Kind)[1:], ids=str)
+@pytest.mark.parametrize("kind", list(CheckpointFormat)[1:], ids=str)
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "llama3-rope", "qwen2", "qwen3-moe"])
-def test_clean_model_passes(made: Callable[..., tuple[Path, Path]], name: str, kind: Kind, cut: Parallelism) -> None:
+def test_clean_model_passes(
+    made: Callable[..., tuple[Path, Path]], name: str, kind: CheckpointFormat, cut: Parallelism
+) -> None:
     verdict = verify_files(*made(name, kind, cut))
     assert verdict.passed, [check for check in verdict.checks if not check.passed]
     assert "config.json" in verdict.hashes and "model.safetensors.index.json" in verdict.hashes
@@ -174,9 +178,9 @@ def test_fault_is_refused(made: Callable[..., tuple[Path, Path]], tmp_path: Path
     assert any(expected in name for name in failed), failed
 
 
-@pytest.mark.parametrize("kind", list(Kind)[1:], ids=str)
+@pytest.mark.parametrize("kind", list(CheckpointFormat)[1:], ids=str)
 def test_wrong_rope_theta_of_the_carried_config_is_refused(
-    made: Callable[..., tuple[Path, Path]], tmp_path: Path, kind: Kind
+    made: Callable[..., tuple[Path, Path]], tmp_path: Path, kind: CheckpointFormat
 ) -> None:
     """Source and release may both have been given the wrong config.json: the checkpoint's own settings tell."""
     source, released = made("llama", kind)

@@ -92,7 +92,7 @@ def test_weights_of_another_shape_are_refused(hf_folder: Path, tmp_path: Path) -
 
 
 def test_the_folder_with_the_source_config_has_the_converters_name() -> None:
-    from pretrainkit.checkpoint.detect import HF_SOURCE
+    from pretrainkit.checkpoint.formats.hf_files import HF_SOURCE
 
     assert initial_weights.HF_SOURCE == HF_SOURCE
 

@@ -1,52 +1,43 @@
-"""Hugging Face model folders as source and target of a conversion: weights in safetensors, and side files."""
+"""Reads and writes the weights of Hugging Face model folders: safetensors files with an index."""
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from pretrainkit.checkpoint.formats.safetensors import SafetensorsWriter, TensorPlan, read_header
-from pretrainkit.checkpoint.formats.torch_save import StoredTensor
 from pretrainkit.checkpoint.formats.weight_files import INDEX_NAME, SINGLE_NAME, weight_files
-from pretrainkit.checkpoint.lazy_tensor import Rows
-from pretrainkit.checkpoint.mapping import Entry, check_names
+from pretrainkit.checkpoint.lazy_tensor import LazyTensor, StoredTensor
+from pretrainkit.checkpoint.mapping import TensorMapping, check_names
+from pretrainkit.checkpoint.plan import ConversionPlan
 from pretrainkit.errors import RequestError
 from pretrainkit.files import read_json, write_json
 
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
-_SIDE_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py", ".md", ".vocab", ".bpe")
-_NEVER_COPIED = {"config.json", INDEX_NAME, "pytorch_model.bin.index.json", "trainer_state.json", "training_args.bin"}
-_LICENCES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
 _IGNORED_TENSORS = ("rotary_emb.inv_freq",)
 """Buffers that old transformers versions saved; they follow from config.json."""
 
 
-class HfSource:
+class HfReader:
     """The weights of a Hugging Face folder, read one at a time."""
 
-    kind = "hf"
-
-    def __init__(self, folder: Path, entries: Sequence[Entry], *, tied: bool) -> None:
+    def __init__(self, folder: Path, mappings: Sequence[TensorMapping], *, tied: bool) -> None:
         self.folder = folder
         self.tensors = {
             name: location for name, location in locate_tensors(folder).items() if not name.endswith(_IGNORED_TENSORS)
         }
         extra_head = "lm_head.weight" if tied else None
-        check_names(entries, (name for name in self.tensors if name != extra_head), str(folder))
-        for entry in entries:
-            dtypes = {self.tensors[name].dtype for name in entry.hf}
+        check_names(mappings, (name for name in self.tensors if name != extra_head), str(folder))
+        for mapping in mappings:
+            dtypes = {self.tensors[name].dtype for name in mapping.hf}
             if len(dtypes) > 1:
                 raise RequestError(
-                    f"{entry} have different dtypes: {', '.join(sorted(map(str, dtypes)))}",
+                    f"{mapping} have different dtypes: {', '.join(sorted(map(str, dtypes)))}",
                     where=str(folder),
                     needed="one dtype, since Megatron keeps them in one tensor",
                 )
-            for name, shape in zip(entry.hf, entry.shapes, strict=True):
+            for name, shape in zip(mapping.hf, mapping.shapes, strict=True):
                 if self.tensors[name].shape != shape:
                     raise RequestError(
                         f"tensor {name} has shape {list(self.tensors[name].shape)}",
@@ -64,12 +55,12 @@ class HfSource:
                 needed="equal weights, or tie_word_embeddings false",
             )
 
-    def dtype(self, entry: Entry) -> torch.dtype:
-        return self.tensors[entry.hf[0]].dtype
+    def dtype(self, mapping: TensorMapping) -> torch.dtype:
+        return self.tensors[mapping.hf[0]].dtype
 
-    def read(self, entry: Entry) -> list[Rows]:
-        """The Hugging Face tensors of an entry."""
-        return [Rows.of(self.tensors[name]) for name in entry.hf]
+    def read(self, mapping: TensorMapping) -> list[LazyTensor]:
+        """The Hugging Face tensors of a mapping."""
+        return [LazyTensor.of(self.tensors[name]) for name in mapping.hf]
 
     def notes(self) -> list[str]:
         return []
@@ -78,7 +69,7 @@ class HfSource:
 def locate_tensors(folder: Path) -> dict[str, StoredTensor]:
     """Every tensor of a folder by name, from the files' own headers.
 
-    Raises RequestError when the index and the headers disagree: a missing file, or an entry that is in no file.
+    Raises RequestError when the index and the headers disagree: a missing file, or a mapping that is in no file.
     """
     paths, index_path = weight_files(folder), folder / INDEX_NAME
     if not paths:
@@ -111,34 +102,25 @@ def locate_tensors(folder: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-class HfTarget:
-    """Writes sharded safetensors with an index, config.json and side files into an empty folder."""
+class HfWriter:
+    """Writes safetensors files, with an index where there are several, into a folder."""
 
-    kind = "hf"
-
-    def __init__(
-        self,
-        folder: Path,
-        entries: Sequence[Entry],
-        dtypes: Mapping[Entry, torch.dtype],
-        *,
-        max_shard_bytes: int,
-    ) -> None:
-        self.folder, self.dtypes = folder, dtypes
-        self.parts = _shards(entries, dtypes, max_shard_bytes)
-        """Entries by file: one worker writes one file."""
+    def __init__(self, folder: Path, plan: ConversionPlan) -> None:
+        self.folder, self.dtypes = folder, plan.dtypes
+        self.parts = plan.shards()
+        """Tensors by file: one worker writes one file."""
         count = len(self.parts)
         self._names = (
             [SINGLE_NAME] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
         )
 
-    def write_part(self, part: int, values: Iterable[tuple[Entry, Sequence[Rows]]]) -> None:
+    def write_part(self, part: int, values: Iterable[tuple[TensorMapping, Sequence[LazyTensor]]]) -> None:
         """Write one file; `values` come in the order of `parts[part]`."""
-        plan = [tensor for entry in self.parts[part] for tensor in _plan(entry, self.dtypes[entry])]
+        plan = [tensor for mapping in self.parts[part] for tensor in _plan(mapping, self.dtypes[mapping])]
         with (self.folder / self._names[part]).open("wb", buffering=0) as file:
             writer = SafetensorsWriter(file.fileno(), plan)
-            for _, of_entry in values:
-                for value in of_entry:
+            for _, tensors_of_entry in values:
+                for value in tensors_of_entry:
                     writer.write(value)
             writer.finish()
 
@@ -155,73 +137,5 @@ class HfTarget:
         )
 
 
-def _plan(entry: Entry, dtype: torch.dtype) -> list[TensorPlan]:
-    return [TensorPlan(name, shape, dtype) for name, shape in zip(entry.hf, entry.shapes, strict=True)]
-
-
-def _shards(entries: Sequence[Entry], dtypes: Mapping[Entry, torch.dtype], max_shard_bytes: int) -> list[list[Entry]]:
-    """Entries by file, filled in order up to the limit; an entry larger than the limit has its own file."""
-    shards: list[list[Entry]] = [[]]
-    used = 0
-    for entry in entries:
-        size = entry.numel * dtypes[entry].itemsize
-        if shards[-1] and used + size > max_shard_bytes:
-            shards.append([])
-            used = 0
-        shards[-1].append(entry)
-        used += size
-    return shards
-
-
-def is_weight_file(path: Path) -> bool:
-    """Whether a file of a model folder holds weights, in whatever format.
-
-    `tokenizer.model` is one where transformers made the folder from a GGUF file: it saves the whole GGUF as that.
-    """
-    if not path.is_file():
-        return False
-    if path.name == "tokenizer.model":
-        with path.open("rb") as file:
-            return file.read(4) == b"GGUF"
-    return path.name.endswith(_WEIGHT_SUFFIXES) and not path.name.startswith("tokenizer")
-
-
-def side_files(folder: Path) -> list[Path]:
-    """The files of a model folder that go along with its weights: tokenizer, chat template, generation config, ..."""
-    found = []
-    for path in sorted(folder.iterdir()):
-        if not path.is_file() or path.name in _NEVER_COPIED or path.name.startswith("."):
-            continue
-        if is_weight_file(path):
-            continue
-        if path.suffix in _SIDE_SUFFIXES or path.name.startswith(_LICENCES):
-            found.append(path)
-    return found
-
-
-def copy_side_files(source: Path, target: Path) -> list[str]:
-    """Copy a model folder's side files byte for byte; the names copied."""
-    names = []
-    for path in side_files(source):
-        shutil.copyfile(path, target / path.name)
-        names.append(path.name)
-    return names
-
-
-def release_config(config: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """The source's config.json with what the conversion changed, and nothing else: the dtype, and no local path."""
-    released = {
-        key: value
-        for key, value in config.items()
-        if not (key == "_name_or_path" and (str(value).startswith(("/", ".", "~")) or Path(str(value)).exists()))
-    }
-    key = "dtype" if "dtype" in config else "torch_dtype"
-    released[key] = str(dtype).removeprefix("torch.")
-    return released
-
-
-def write_config(target: Path, config: Mapping[str, Any]) -> None:
-    """Write config.json as transformers does: two spaces, keys sorted, a newline at the end."""
-    (target / "config.json").write_text(
-        json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8"
-    )
+def _plan(mapping: TensorMapping, dtype: torch.dtype) -> list[TensorPlan]:
+    return [TensorPlan(name, shape, dtype) for name, shape in zip(mapping.hf, mapping.shapes, strict=True)]

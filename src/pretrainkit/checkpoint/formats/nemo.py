@@ -1,21 +1,20 @@
-"""Writes the `context/` folder of a NeMo 2 checkpoint without importing NeMo.
+"""The files of a NeMo 2 checkpoint around its weights, written without importing NeMo.
 
 `context/io.json` is a Fiddle configuration (fiddle.experimental.serialization, version 0.0.1) of NeMo's
-`TrainerContext`: which model class with which config and tokenizer, and a trainer. `nemo.lightning.io.
-load_context` builds the objects from it. Beside it lie the files that it refers to.
+`TrainerContext`: the model class with its config and tokenizer, and a trainer. `nemo.lightning.io.load_context`
+builds the objects from it. The files that it refers to are in the same folder.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from pretrainkit.checkpoint.formats.hf import side_files
+from pretrainkit.checkpoint.formats.hf_files import GENERATION_CONFIG, side_files
+from pretrainkit.checkpoint.plan import ConversionPlan
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import RequestError
 from pretrainkit.files import read_json, write_json
@@ -26,42 +25,21 @@ CONTENT_METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix
 
 TOKENIZER_FOLDER = "nemo_tokenizer"
 GENERATION_FOLDER = "artifacts"
-GENERATION_CONFIG = "generation_config.json"
 
 
-@dataclass(frozen=True)
-class Call:
-    """A class or function by its importable name, `module:name`, and the arguments to call it with."""
-
-    target: str
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Name:
-    """An importable object by its name, `module:name`."""
-
-    target: str
-
-
-def write_context(folder: Path, model: Call, hf_folder: Path) -> None:
-    """Write a context for a model (`model_call`) with the tokenizer and generation config of `hf_folder`."""
+def write_context(folder: Path, plan: ConversionPlan) -> None:
+    """Write the context of a model. Raises RequestError when NeMo has no class for it."""
     folder.mkdir()
-    copy_tokenizer(hf_folder, folder / TOKENIZER_FOLDER)
-    generation = hf_folder / GENERATION_CONFIG
+    copy_tokenizer(plan.hf_folder, folder / TOKENIZER_FOLDER)
+    generation = plan.hf_folder / GENERATION_CONFIG
     if generation.is_file():
         (folder / GENERATION_FOLDER).mkdir()
         shutil.copyfile(generation, folder / GENERATION_FOLDER / GENERATION_CONFIG)
-    strategy = Call(
-        "nemo.lightning.pytorch.strategies.megatron_strategy:MegatronStrategy", {"ckpt_save_optimizer": False}
-    )
-    trainer = Call("nemo.lightning.pytorch.trainer:Trainer", {"accelerator": "cpu", "strategy": strategy, "devices": 1})
-    context = Call("nemo.lightning.io.pl:TrainerContext", {"model": model, "trainer": trainer, "extra": {}})
-    write_json(folder / "io.json", fiddle_json(context))
+    write_json(folder / "io.json", _context(plan, has_generation_config=generation.is_file()))
 
 
 def copy_tokenizer(hf_folder: Path, target: Path) -> None:
-    """Copy what NeMo's AutoTokenizer reads of a model folder into a new one: no weights."""
+    """Copy the files that NeMo's AutoTokenizer reads from a model folder into a new folder: no weights."""
     target.mkdir(parents=True)
     for path in side_files(hf_folder):
         if path.name != GENERATION_CONFIG:
@@ -70,30 +48,99 @@ def copy_tokenizer(hf_folder: Path, target: Path) -> None:
     shutil.copyfile(hf_folder / "config.json", target / "config.json")
 
 
-def model_call(shape: ModelShape, dtype: torch.dtype, *, vocabulary_divisor: int, has_generation_config: bool) -> Call:
-    """NeMo's model with its config, as a call that isn't made here."""
-    nemo = nemo_model(shape)
-    settings: dict[str, Any] = {
-        **nemo.fields,
-        "make_vocab_size_divisible_by": vocabulary_divisor,
-        "vocab_size": shape.vocab_size,
-        "fp16": dtype == torch.float16,
-        "bf16": dtype == torch.bfloat16,
-        "params_dtype": Name(f"torch:{str(dtype).removeprefix('torch.')}"),
+def _context(plan: ConversionPlan, *, has_generation_config: bool) -> dict[str, Any]:
+    """The JSON that fiddle's serialization gives for a TrainerContext of the model."""
+    objects: dict[str, Any] = {}
+
+    def config(path: str, target: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Add the `fdl.Config` of a call at a path of the configuration; a reference to it."""
+        key = f"{target.rpartition(':')[2].lower()}_1"
+        objects[key] = _config_node(path, target, arguments)
+        return {"type": "ref", "key": key}
+
+    model = nemo_model(plan.shape)
+    fields: dict[str, Any] = {
+        **model.fields,
+        "make_vocab_size_divisible_by": plan.vocabulary_divisor,
+        "vocab_size": plan.shape.vocab_size,
+        "fp16": plan.main_dtype == torch.float16,
+        "bf16": plan.main_dtype == torch.bfloat16,
+        "params_dtype": _pyref(f"torch:{str(plan.main_dtype).removeprefix('torch.')}"),
     }
     if has_generation_config:
-        settings["generation_config"] = Call(
+        fields["generation_config"] = config(
+            "<root>.model.config.generation_config",
             "nemo.lightning.io.artifact.hf_auto:from_pretrained",
             {
-                "auto_cls": Name("transformers.generation.configuration_utils:GenerationConfig"),
+                "auto_cls": _pyref("transformers.generation.configuration_utils:GenerationConfig"),
                 "pretrained_model_name_or_path": f"./{GENERATION_FOLDER}",
             },
         )
-    tokenizer = Call(
+    strategy = config(
+        "<root>.trainer.strategy",
+        "nemo.lightning.pytorch.strategies.megatron_strategy:MegatronStrategy",
+        {"ckpt_save_optimizer": False},
+    )
+    tokenizer = config(
+        "<root>.model.tokenizer",
         "nemo.collections.common.tokenizers.huggingface.auto_tokenizer:AutoTokenizer",
         {"pretrained_model_name": TOKENIZER_FOLDER},
     )
-    return Call(nemo.model_class, {"config": Call(nemo.config_class, settings), "tokenizer": tokenizer})
+    root = config(
+        "<root>",
+        "nemo.lightning.io.pl:TrainerContext",
+        {
+            "model": config(
+                "<root>.model",
+                model.model_class,
+                {"config": config("<root>.model.config", model.config_class, fields), "tokenizer": tokenizer},
+            ),
+            "trainer": config(
+                "<root>.trainer",
+                "nemo.lightning.pytorch.trainer:Trainer",
+                {"accelerator": "cpu", "strategy": strategy, "devices": 1},
+            ),
+            "extra": _EMPTY_DICT,
+        },
+    )
+    return {"root": root, "objects": objects, "refcounts": dict.fromkeys(objects, 1), "version": "0.0.1"}
+
+
+def _config_node(path: str, target: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """A `fdl.Config` that calls `target` ("module:name"); arguments are plain values, or nodes (as dicts)."""
+    metadata_type = _pyref("fiddle._src.config:BuildableTraverserMetadata")
+    names = [[f"Index(index={i})", name] for i, name in enumerate(arguments)]
+    metadata = [
+        ["Attr(name='fn_or_cls')", _pyref(target)],
+        ["Attr(name='argument_names')", {"type": _pyref("builtins:tuple"), "items": names, "metadata": None}],
+        ["Attr(name='argument_tags')", _EMPTY_DICT],
+        ["Attr(name='argument_history')", _EMPTY_DICT],
+    ]
+    items = [
+        [
+            f"Attr(name={name!r})",
+            value if isinstance(value, dict) else {"type": "leaf", "value": value, "paths": [f"{path}.{name}"]},
+        ]
+        for name, value in arguments.items()
+    ]
+    return {
+        "type": _pyref("fiddle._src.config:Config"),
+        "items": items,
+        "metadata": {"type": metadata_type, "items": metadata, "metadata": metadata_type},
+        "paths": [path],
+    }
+
+
+def _pyref(target: str) -> dict[str, str]:
+    module, _, name = target.partition(":")
+    return {"type": "pyref", "module": module, "name": name}
+
+
+_EMPTY_DICT = {
+    "type": _pyref("builtins:dict"),
+    "items": [],
+    "metadata": {"type": _pyref("builtins:tuple"), "items": [], "metadata": None},
+}
 
 
 def check_settings(folder: Path, shape: ModelShape) -> None:
@@ -121,72 +168,8 @@ def _read_settings(folder: Path) -> dict[str, Any]:
     return settings
 
 
-def fiddle_json(root: Call) -> dict[str, Any]:
-    """The JSON that fiddle's serialization gives for a configuration of `root`."""
-    writer = _FiddleWriter()
-    reference = writer.call(root, "<root>")
-    return {"root": reference, "objects": writer.objects, "refcounts": writer.refcounts, "version": "0.0.1"}
-
-
-class _FiddleWriter:
-    def __init__(self) -> None:
-        self.objects: dict[str, Any] = {}
-        self.refcounts: dict[str, int] = {}
-
-    def _add(self, hint: str, value: dict[str, Any]) -> dict[str, Any]:
-        number = 1
-        while f"{hint}_{number}" in self.objects:
-            number += 1
-        key = f"{hint}_{number}"
-        self.objects[key], self.refcounts[key] = value, 1
-        return {"type": "ref", "key": key}
-
-    def _container(self, name: str, items: list[Any], metadata: Any) -> dict[str, Any]:
-        return self._add(name, {"type": _pyref("builtins:" + name), "items": items, "metadata": metadata})
-
-    def _empty_dict(self) -> dict[str, Any]:
-        return self._container("dict", [], {"type": _pyref("builtins:tuple"), "items": [], "metadata": None})
-
-    def call(self, call: Call, path: str) -> dict[str, Any]:
-        """A `fdl.Config` node."""
-        names = [[f"Index(index={i})", name] for i, name in enumerate(call.arguments)]
-        about = [
-            ["Attr(name='fn_or_cls')", _pyref(call.target)],
-            ["Attr(name='argument_names')", self._container("tuple", names, None)],
-            ["Attr(name='argument_tags')", self._empty_dict()],
-            ["Attr(name='argument_history')", self._empty_dict()],
-        ]
-        kind = _pyref("fiddle._src.config:BuildableTraverserMetadata")
-        metadata = self._add("buildable_traverser_metadata", {"type": kind, "items": about, "metadata": kind})
-        items = [
-            [f"Attr(name={name!r})", self.value(value, f"{path}.{name}")] for name, value in call.arguments.items()
-        ]
-        node = {
-            "type": _pyref("fiddle._src.config:Config"),
-            "items": items,
-            "metadata": metadata,
-            "paths": [path],
-        }
-        return self._add(call.target.rpartition(":")[2].lower(), node)
-
-    def value(self, value: Any, path: str) -> dict[str, Any]:
-        """A node for an argument."""
-        if isinstance(value, Call):
-            return self.call(value, path)
-        if isinstance(value, Name):
-            return {**_pyref(value.target), "paths": [path]}
-        if value == {}:
-            return self._empty_dict()
-        return {"type": "leaf", "value": value, "paths": [path]}
-
-
-def _pyref(target: str) -> dict[str, str]:
-    module, _, name = target.partition(":")
-    return {"type": "pyref", "module": module, "name": name}
-
-
 def common_state() -> dict[str, Any]:
-    """What NeMo keeps unsharded in `weights/common.pt`, for a model at step 0 without optimizer."""
+    """The content of `weights/common.pt`: what NeMo keeps unsharded of a model at step 0 without optimizer."""
     return {
         "epoch": 0,
         "global_step": 0,

@@ -22,9 +22,8 @@ from typing import Any
 
 import torch
 
-from pretrainkit.checkpoint.formats.torch_save import StoredTensor
 from pretrainkit.checkpoint.formats.weight_files import weight_files
-from pretrainkit.checkpoint.lazy_tensor import Rows, pwrite_all
+from pretrainkit.checkpoint.lazy_tensor import LazyTensor, StoredTensor, pwrite_all
 from pretrainkit.errors import CheckpointError
 
 DTYPES: dict[str, torch.dtype] = {
@@ -114,7 +113,7 @@ class SafetensorsWriter:
         text += b" " * (-len(text) % 8)  # the data begins at a multiple of 8, as the safetensors package does it
         self._position = pwrite_all(descriptor, len(text).to_bytes(8, "little") + text, 0)
 
-    def write(self, value: Rows) -> None:
+    def write(self, value: LazyTensor) -> None:
         """Write the next planned tensor."""
         plan = self._pending.pop()
         assert value.shape == plan.shape and value.dtype == plan.dtype, (plan, value.shape, value.dtype)

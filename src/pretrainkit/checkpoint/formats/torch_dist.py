@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pretrainkit.checkpoint.formats.torch_save import InertUnpickler, StoredTensor, read_archive
-from pretrainkit.checkpoint.lazy_tensor import Rows
+from pretrainkit.checkpoint.formats.torch_save import OpaqueUnpickler, read_torch_save
+from pretrainkit.checkpoint.lazy_tensor import LazyTensor, StoredTensor
 from pretrainkit.errors import CheckpointError
 from pretrainkit.files import read_json
 
@@ -67,7 +67,7 @@ class GlobalTensor:
     def by_leading(self) -> dict[tuple[int, ...], list[Chunk]]:
         """Chunks by what they hold along the first one and the first two dimensions, where that is one index.
 
-        Found by a look-up: a tensor of 100 layers with 100 experts has tens of thousands of chunks.
+        DetectedCheckpoint by a look-up: a tensor of 100 layers with 100 experts has tens of thousands of chunks.
         """
         found: dict[tuple[int, ...], list[Chunk]] = {}
         for chunk in self.chunks:
@@ -95,7 +95,7 @@ def read_metadata(folder: Path) -> dict[str, GlobalTensor]:
         raise CheckpointError("incomplete checkpoint: no .metadata", where=str(folder), action=OLDER)
     try:
         with path.open("rb") as file:
-            metadata = InertUnpickler(file).load()
+            metadata = OpaqueUnpickler(file).load()
         described, stored = metadata.state_dict_metadata, metadata.storage_data
     except (pickle.UnpicklingError, AttributeError, EOFError, TypeError, ValueError) as error:
         raise CheckpointError(f"unreadable .metadata ({error})", where=str(folder), action=OLDER) from error
@@ -138,8 +138,8 @@ def _global_tensor(folder: Path, name: str, description: Any, places: Mapping[tu
     return GlobalTensor(name, tuple(description.size), dtype, tuple(chunks))
 
 
-def read_rows(tensor: GlobalTensor, leading: tuple[int, ...], first: int, count: int) -> Rows:
-    """Rows of a global tensor at some leading indices (layer, expert).
+def read_rows(tensor: GlobalTensor, leading: tuple[int, ...], first: int, count: int) -> LazyTensor:
+    """LazyTensor of a global tensor at some leading indices (layer, expert).
 
     Chunks that lie one below the other stay separate blocks; chunks side by side are joined in memory.
     """
@@ -155,8 +155,8 @@ def read_rows(tensor: GlobalTensor, leading: tuple[int, ...], first: int, count:
     if all(part[2].sizes[depth + 1 :] == trailing for part in parts):
         blocks = [_chunk_rows(tensor, chunk, leading, begin, end) for begin, end, chunk in parts]
         if sum(end - begin for begin, end, _ in parts) == count:
-            return Rows.joined(blocks)
-    return Rows.of(_join(tensor, parts, leading, first, count))
+            return LazyTensor.joined(blocks)
+    return LazyTensor.of(_join(tensor, parts, leading, first, count))
 
 
 def _join(
@@ -176,9 +176,9 @@ def _join(
     return joined
 
 
-def _chunk_rows(tensor: GlobalTensor, chunk: Chunk, leading: tuple[int, ...], begin: int, end: int) -> Rows:
-    """Rows `begin` to `end` of a global tensor, all in one chunk."""
-    stored = read_archive(chunk.path, chunk.offset, chunk.num_bytes)
+def _chunk_rows(tensor: GlobalTensor, chunk: Chunk, leading: tuple[int, ...], begin: int, end: int) -> LazyTensor:
+    """LazyTensor `begin` to `end` of a global tensor, all in one chunk."""
+    stored = read_torch_save(chunk.path, chunk.offset, chunk.num_bytes)
     if not isinstance(stored, StoredTensor) or torch.Size(stored.shape).numel() != torch.Size(chunk.sizes).numel():
         raise CheckpointError(
             f"{tensor.name}: a chunk doesn't hold the tensor that .metadata describes", where=str(chunk.path)
@@ -186,8 +186,8 @@ def _chunk_rows(tensor: GlobalTensor, chunk: Chunk, leading: tuple[int, ...], be
     depth = len(leading)
     position = begin - chunk.offsets[depth]
     if stored.is_contiguous and all(size == 1 for size in chunk.sizes[:depth]):
-        return Rows.of(stored.view(chunk.sizes[depth:])).rows(position, end - begin)
+        return LazyTensor.of(stored.view(chunk.sizes[depth:])).rows(position, end - begin)
     value = stored.read().reshape(chunk.sizes)
     for index, offset in zip(leading, chunk.offsets, strict=False):
         value = value[index - offset]
-    return Rows.of(value.narrow(0, position, end - begin))
+    return LazyTensor.of(value.narrow(0, position, end - begin))

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import torch
 
-from pretrainkit.checkpoint.formats.megatron_args import check_args
+from pretrainkit.checkpoint.formats.megatron_lm import check_args
 from pretrainkit.checkpoint.formats.torch_dist import COMMON_NAME, OLDER, GlobalTensor, read_metadata, read_rows
-from pretrainkit.checkpoint.formats.torch_save import read_archive
-from pretrainkit.checkpoint.lazy_tensor import Rows
-from pretrainkit.checkpoint.mapping import Entry
+from pretrainkit.checkpoint.formats.torch_save import read_torch_save
+from pretrainkit.checkpoint.lazy_tensor import LazyTensor
+from pretrainkit.checkpoint.mapping import TensorMapping
 from pretrainkit.checkpoint.transforms import split_qkv
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import CheckpointError
@@ -27,12 +27,10 @@ _WRAPPERS = re.compile(r"^((module|model)\.)+")
 _NOT_WEIGHTS = re.compile(r"^((chained_\d+\.)?optimizer\.|rng_state|rerun_state_machine_state|opt_param_scheduler)")
 
 
-class TorchDistSource:
+class TorchDistReader:
     """The weights of a distributed checkpoint, as Hugging Face tensors. Optimizer states are not touched."""
 
-    kind = "torch_dist"
-
-    def __init__(self, folder: Path, entries: Sequence[Entry], shape: ModelShape) -> None:
+    def __init__(self, folder: Path, mappings: Sequence[TensorMapping], shape: ModelShape) -> None:
         self.folder, self.shape = folder, shape
         self.left_out: list[str] = []
         self.padding_rows = 0
@@ -44,7 +42,7 @@ class TorchDistSource:
                 self.left_out.append(name)
             elif not bare.endswith("_extra_state"):
                 self._tensors[bare] = tensor
-        self._parts = {entry: self._find(entry) for entry in entries}
+        self._parts = {mapping: self._find(mapping) for mapping in mappings}
         used = {tensor.name for parts in self._parts.values() for tensor, _ in parts}
         unknown = sorted(tensor.name for tensor in self._tensors.values() if tensor.name not in used)
         if unknown:
@@ -54,42 +52,44 @@ class TorchDistSource:
                 needed=f"a {shape.family} checkpoint of the shape that config.json describes",
             )
 
-    def _find(self, entry: Entry) -> list[tuple[GlobalTensor, tuple[int, ...]]]:
-        """The global tensors that hold an entry, each with the leading indices (layer, expert) to take."""
-        for name, leading, counts in self._stored_names(entry):
-            names = [name + "_w", name + "_v"] if entry.layout is Layout.GATED and name not in self._tensors else [name]
+    def _find(self, mapping: TensorMapping) -> list[tuple[GlobalTensor, tuple[int, ...]]]:
+        """The global tensors that hold a mapping, each with the leading indices (layer, expert) to take."""
+        for name, leading, counts in self._stored_names(mapping):
+            names = (
+                [name + "_w", name + "_v"] if mapping.layout is Layout.GATED and name not in self._tensors else [name]
+            )
             if not all(part in self._tensors for part in names):
                 continue
             found = [self._tensors[part] for part in names]
-            self._check_shape(entry, found, counts)
+            self._check_shape(mapping, found, counts)
             return [(tensor, leading) for tensor in found]
         raise CheckpointError(
-            f"tensor {entry.weight.megatron.replace('{layer}.', '')} is missing"
-            + (f" (layer {entry.layer})" if entry.layer is not None else ""),
+            f"tensor {mapping.weight.megatron.replace('{layer}.', '')} is missing"
+            + (f" (layer {mapping.layer})" if mapping.layer is not None else ""),
             where=str(self.folder),
             needed=f"all tensors of a {self.shape.family} model with {self.shape.num_layers} layers",
         )
 
-    def _stored_names(self, entry: Entry) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-        """The names an entry may have, each with the leading indices to take and the leading sizes to expect."""
-        template = entry.weight.megatron
-        layer, layers = _index(entry.layer, self.shape.num_layers)
-        expert, experts = _index(entry.expert, self.shape.num_experts)
-        single = template.format(layer=entry.layer)
+    def _stored_names(self, mapping: TensorMapping) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+        """The names a mapping may have, each with the leading indices to take and the leading sizes to expect."""
+        template = mapping.weight.megatron
+        layer, layers = _index(mapping.layer, self.shape.num_layers)
+        expert, experts = _index(mapping.expert, self.shape.num_experts)
+        single = template.format(layer=mapping.layer)
         names = [(template.replace("{layer}.", ""), layer + expert, layers + experts), (single, expert, experts)]
         if expert:
-            names.append((single.replace(".experts.experts.", f".experts.experts.{entry.expert}."), (), ()))
+            names.append((single.replace(".experts.experts.", f".experts.experts.{mapping.expert}."), (), ()))
         return names
 
-    def _check_shape(self, entry: Entry, tensors: Sequence[GlobalTensor], counts: tuple[int, ...]) -> None:
-        wanted = [*counts, *entry.megatron_shape]
+    def _check_shape(self, mapping: TensorMapping, tensors: Sequence[GlobalTensor], counts: tuple[int, ...]) -> None:
+        wanted = [*counts, *mapping.megatron_shape]
         if len(tensors) > 1:
             wanted[len(counts)] //= len(tensors)
         for tensor in tensors:
             if tensor.dtype != tensors[0].dtype:
                 raise CheckpointError(f"{tensor.name} and {tensors[0].name} differ in dtype", where=str(self.folder))
             found = list(tensor.shape)
-            if entry.layout is Layout.VOCABULARY and found[0] > wanted[0]:
+            if mapping.layout is Layout.VOCABULARY and found[0] > wanted[0]:
                 self.padding_rows = max(self.padding_rows, found[0] - wanted[0])
                 found[0] = wanted[0]
             if found != wanted:
@@ -99,17 +99,17 @@ class TorchDistSource:
                     needed=f"{wanted}, which follows from config.json",
                 )
 
-    def dtype(self, entry: Entry) -> torch.dtype:
-        return self._parts[entry][0][0].dtype
+    def dtype(self, mapping: TensorMapping) -> torch.dtype:
+        return self._parts[mapping][0][0].dtype
 
-    def read(self, entry: Entry) -> list[Rows]:
-        """The Hugging Face tensors of an entry."""
-        parts = self._parts[entry]
-        rows = [shape[0] for shape in entry.shapes]
-        if entry.layout is Layout.QKV:
+    def read(self, mapping: TensorMapping) -> list[LazyTensor]:
+        """The Hugging Face tensors of a mapping."""
+        parts = self._parts[mapping]
+        rows = [shape[0] for shape in mapping.shapes]
+        if mapping.layout is Layout.QKV:
             merged = read_rows(*parts[0], 0, sum(rows)).tensor()
-            return [Rows.of(part) for part in split_qkv(merged, self.shape.num_query_groups, rows)]
-        if entry.layout is Layout.GATED and len(parts) == 1:
+            return [LazyTensor.of(part) for part in split_qkv(merged, self.shape.num_query_groups, rows)]
+        if mapping.layout is Layout.GATED and len(parts) == 1:
             return [read_rows(*parts[0], 0, rows[0]), read_rows(*parts[0], rows[0], rows[1])]
         return [read_rows(tensor, leading, 0, count) for (tensor, leading), count in zip(parts, rows, strict=True)]
 
@@ -132,6 +132,6 @@ def _check_common(folder: Path, shape: ModelShape) -> None:
     path = folder / COMMON_NAME
     if not path.is_file():
         raise CheckpointError(f"incomplete checkpoint: no {COMMON_NAME}", where=str(folder), action=OLDER)
-    common = read_archive(path)
+    common = read_torch_save(path)
     if isinstance(common, dict) and isinstance(common.get("args"), argparse.Namespace):
         check_args(common["args"], shape, str(folder))

@@ -11,6 +11,10 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 
+FILE_NAME = "model_optim_rng.pt"
+TIED_OUTPUT = "output_layer.weight"
+"""Name of the copy of a tied embedding on the last pipeline stage."""
+
 
 class ExpertForm(Enum):
     """How a classic checkpoint holds an expert's matrix."""

@@ -13,37 +13,28 @@ from typing import Any
 
 import torch
 
-from pretrainkit.checkpoint.formats.torch_legacy import FILE_NAME, TIED_OUTPUT
-from pretrainkit.checkpoint.formats.torch_legacy_names import local_name
-from pretrainkit.checkpoint.formats.torch_save import StoredTensor, read_archive
-from pretrainkit.checkpoint.formats.torch_save_writer import save_archive
-from pretrainkit.checkpoint.lazy_tensor import Rows
-from pretrainkit.checkpoint.mapping import Entry, MegatronContent
-from pretrainkit.checkpoint.parallel import Parallelism
+from pretrainkit.checkpoint.formats.torch_legacy_names import FILE_NAME, TIED_OUTPUT, local_name
+from pretrainkit.checkpoint.formats.torch_save import read_torch_save, write_torch_save
+from pretrainkit.checkpoint.lazy_tensor import LazyTensor, StoredTensor
+from pretrainkit.checkpoint.mapping import TensorMapping
+from pretrainkit.checkpoint.plan import ConversionPlan
 from pretrainkit.checkpoint.transforms import shard
 from pretrainkit.files import fsync_path
 from pretrainkit.models.family import Layout
 
 
-class TorchTarget:
+class TorchLegacyWriter:
     """Writes the files of all ranks of a classic checkpoint into an empty folder."""
 
-    kind = "torch"
-
-    def __init__(
-        self,
-        folder: Path,
-        content: MegatronContent,
-        parallelism: Parallelism,
-    ) -> None:
-        self.folder, self.dtypes, self.shape = folder, content.dtypes, content.shape
-        self.parallelism, self._padded_rows = parallelism, content.padded_rows
-        self._stages = parallelism.stages(content.shape.num_layers)
-        self.parts = content.parts()
-        """Entries by worker; every worker writes into all files."""
+    def __init__(self, folder: Path, plan: ConversionPlan, common: Mapping[str, Any]) -> None:
+        self.folder, self.dtypes, self.shape = folder, plan.dtypes, plan.shape
+        self.parallelism, self._padded_rows = plan.parallelism, plan.padded_vocab_size
+        self._stages = plan.parallelism.stages(plan.shape.num_layers)
+        self.parts = plan.parts()
+        """Tensors by worker; every worker writes into all files."""
         self._places: dict[tuple[int, int, int], dict[str, StoredTensor]] = {}
         for rank in self._ranks():
-            self._places[rank] = self._make_room(rank, content.entries, content.common)
+            self._places[rank] = self._make_room(rank, plan.mappings, common)
 
     def _ranks(self) -> list[tuple[int, int, int]]:
         sizes = self.parallelism
@@ -62,62 +53,62 @@ class TorchTarget:
             name += f"_{rank[2]:03d}"
         return self.folder / name / FILE_NAME
 
-    def _names(self, entry: Entry, stage: int, expert_rank: int) -> list[str]:
-        """The names that an entry has on a rank: none, one, or two where a tied embedding is the output layer too."""
+    def _names(self, mapping: TensorMapping, stage: int, expert_rank: int) -> list[str]:
+        """The names that a mapping has on a rank: none, one, or two where a tied embedding is the output layer too."""
         last = self.parallelism.pipeline - 1
-        if entry.layer is not None:
+        if mapping.layer is not None:
             layers = self._stages[stage]
-            if entry.layer not in layers:
+            if mapping.layer not in layers:
                 return []
-            expert = entry.expert
+            expert = mapping.expert
             if expert is not None:
                 count = self.shape.num_experts // self.parallelism.expert
                 if expert // count != expert_rank:
                     return []
                 expert %= count
-            return [local_name(entry.weight.megatron, entry.layer - layers.start, expert)]
-        if not entry.weight.megatron.startswith("embedding."):
-            return [entry.weight.megatron] if stage == last else []
-        names = [entry.weight.megatron] if stage == 0 else []
+            return [local_name(mapping.weight.megatron, mapping.layer - layers.start, expert)]
+        if not mapping.weight.megatron.startswith("embedding."):
+            return [mapping.weight.megatron] if stage == last else []
+        names = [mapping.weight.megatron] if stage == 0 else []
         if self.shape.tie_word_embeddings and stage == last > 0:
             names.append(TIED_OUTPUT)
         return names
 
-    def _local_shape(self, entry: Entry) -> tuple[int, ...]:
-        rows, *rest = entry.megatron_shape
-        if entry.layout is Layout.REPLICATED:
-            return entry.megatron_shape
-        if entry.layout is Layout.ROW:
+    def _local_shape(self, mapping: TensorMapping) -> tuple[int, ...]:
+        rows, *rest = mapping.megatron_shape
+        if mapping.layout is Layout.REPLICATED:
+            return mapping.megatron_shape
+        if mapping.layout is Layout.ROW:
             return (rows, rest[0] // self.parallelism.tensor, *rest[1:])
-        rows = self._padded_rows if entry.layout is Layout.VOCABULARY else rows
+        rows = self._padded_rows if mapping.layout is Layout.VOCABULARY else rows
         return (rows // self.parallelism.tensor, *rest)
 
     def _make_room(
-        self, rank: tuple[int, int, int], entries: Sequence[Entry], common: Mapping[str, Any]
+        self, rank: tuple[int, int, int], mappings: Sequence[TensorMapping], common: Mapping[str, Any]
     ) -> dict[str, StoredTensor]:
         """Write a rank's file without its tensors' bytes; where each tensor goes."""
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         model: dict[str, Any] = {}
         with FakeTensorMode():
-            for entry in entries:
-                for name in self._names(entry, rank[1], rank[2]):
-                    model[name] = torch.empty(self._local_shape(entry), dtype=self.dtypes[entry])
+            for mapping in mappings:
+                for name in self._names(mapping, rank[1], rank[2]):
+                    model[name] = torch.empty(self._local_shape(mapping), dtype=self.dtypes[mapping])
                     model.update(_extra_states(name))
         path = self._path(rank)
         path.parent.mkdir(parents=True)
         with torch.serialization.skip_data(materialize_fake_tensors=True):
-            save_archive({**common, "model": model}, path)
-        return {name: tensor for name, tensor in read_archive(path)["model"].items() if tensor is not None}
+            write_torch_save({**common, "model": model}, path)
+        return {name: tensor for name, tensor in read_torch_save(path)["model"].items() if tensor is not None}
 
-    def write_part(self, part: int, values: Iterable[tuple[Entry, Sequence[Rows]]]) -> None:
-        """Write some entries into the files of all ranks that hold them."""
+    def write_part(self, part: int, values: Iterable[tuple[TensorMapping, Sequence[LazyTensor]]]) -> None:
+        """Write some mappings into the files of all ranks that hold them."""
         sizes = self.parallelism
-        for entry, of_entry in values:
+        for mapping, tensors_of_entry in values:
             for rank in range(sizes.tensor):
                 local = shard(
-                    entry.layout,
-                    of_entry,
+                    mapping.layout,
+                    tensors_of_entry,
                     rank=rank,
                     size=sizes.tensor,
                     groups=self.shape.num_query_groups,
@@ -125,7 +116,7 @@ class TorchTarget:
                 )
                 for stage in range(sizes.pipeline):
                     for expert in range(sizes.expert):
-                        for name in self._names(entry, stage, expert):
+                        for name in self._names(mapping, stage, expert):
                             _put(self._places[rank, stage, expert][name], local)
 
     def finish(self) -> None:
@@ -145,7 +136,7 @@ def _extra_states(name: str) -> dict[str, None]:
     return states
 
 
-def _put(place: StoredTensor, value: Rows) -> None:
+def _put(place: StoredTensor, value: LazyTensor) -> None:
     """Write a tensor into its place."""
     assert value.shape == place.shape and value.dtype == place.dtype, (value.shape, place)
     descriptor = os.open(place.path, os.O_WRONLY)

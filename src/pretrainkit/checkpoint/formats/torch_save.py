@@ -1,9 +1,8 @@
-"""Reads files of `torch.save` without running their pickle's code and without loading their tensors.
+"""Reads and writes files of `torch.save` without running their pickle's code or loading their tensors.
 
 A `torch.save` file is an uncompressed zip archive: `<root>/data.pkl` describes the objects, one record
-`<root>/data/<key>` holds each storage's bytes. Here the pickle is read by an unpickler that knows tensors
-and plain containers and turns everything else into inert objects, and a tensor is only mapped into memory
-when it is asked for, and unmapped when it is dropped. Resident memory stays that of the tensors in use.
+`<root>/data/<key>` holds each storage's bytes. The unpickler here knows tensors and plain containers and turns
+everything else into opaque objects. Tensors come back as StoredTensor, which is mapped into memory only while used.
 """
 
 from __future__ import annotations
@@ -11,91 +10,21 @@ from __future__ import annotations
 import argparse
 import collections
 import io
-import mmap
 import pickle
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
+from pretrainkit.checkpoint.lazy_tensor import StoredTensor
 from pretrainkit.errors import CheckpointError
 
 
-def map_bytes(path: Path, offset: int, num_bytes: int) -> torch.Tensor:
-    """`num_bytes` of a file as a uint8 tensor that is mapped, not read; dropping the tensor unmaps it.
-
-    The mapping is private (copy on write), so the file can't be changed through it.
-    """
-    if num_bytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
-    skip = offset % mmap.ALLOCATIONGRANULARITY
-    with path.open("rb") as file:
-        mapped = mmap.mmap(file.fileno(), num_bytes + skip, access=mmap.ACCESS_COPY, offset=offset - skip)
-    mapped.madvise(mmap.MADV_SEQUENTIAL)
-    return torch.frombuffer(mapped, dtype=torch.uint8, count=num_bytes, offset=skip)
-
-
-def map_tensor(path: Path, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A contiguous tensor at a byte offset of a file, mapped."""
-    numel = torch.Size(shape).numel()
-    data = map_bytes(path, offset, numel * dtype.itemsize)
-    if offset % dtype.itemsize:
-        data = data.clone()  # a view in another dtype needs aligned memory
-    return data.view(dtype).view(shape)
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """Where a tensor lies in a `torch.save` file."""
-
-    path: Path
-    offset: int
-    """Byte of the file at which the tensor's first element lies."""
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    @staticmethod
-    def contiguous(path: Path, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> StoredTensor:
-        """A row-major tensor."""
-        return StoredTensor(path, offset, dtype, shape, _row_major(shape))
-
-    @property
-    def is_contiguous(self) -> bool:
-        """Whether its elements lie row-major without gaps."""
-        return self.stride == _row_major(self.shape) or 0 in self.shape
-
-    @property
-    def num_bytes(self) -> int:
-        """Of its elements."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-    def view(self, shape: tuple[int, ...]) -> StoredTensor:
-        """The same elements in another shape; the tensor must be contiguous."""
-        assert self.is_contiguous and torch.Size(shape).numel() == torch.Size(self.shape).numel()
-        return StoredTensor.contiguous(self.path, self.offset, self.dtype, shape)
-
-    def read(self) -> torch.Tensor:
-        """The tensor, mapped; contiguous or not, as it was saved."""
-        if 0 in self.shape:
-            return torch.empty(self.shape, dtype=self.dtype)
-        last = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
-        flat = map_tensor(self.path, self.offset, (last + 1,), self.dtype)
-        return flat.as_strided(self.shape, self.stride)
-
-
-def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    stride, steps = 1, []
-    for size in reversed(shape):
-        steps.append(stride)
-        stride *= size
-    return tuple(reversed(steps))
-
-
-class Inert:
+class OpaqueObject:
     """Stands for an object of a class that is not loaded; keeps its state as attributes."""
 
     def __init__(self, *arguments: Any, **_: Any) -> None:
@@ -111,7 +40,7 @@ class Inert:
     def __setitem__(self, key: Any, value: Any) -> None: ...
     def append(self, value: Any) -> None: ...
     def extend(self, values: Any) -> None: ...
-    def __call__(self, *_: Any, **__: Any) -> Inert:
+    def __call__(self, *_: Any, **__: Any) -> OpaqueObject:
         return self
 
     def __hash__(self) -> int:
@@ -126,8 +55,8 @@ class _Storage:
     key: str
 
 
-class InertUnpickler(pickle.Unpickler):
-    """An unpickler that constructs only what `known` lists; everything else becomes an Inert."""
+class OpaqueUnpickler(pickle.Unpickler):
+    """An unpickler that constructs only what `known` lists; everything else becomes an OpaqueObject."""
 
     known: dict[tuple[str, str], Any] = {  # noqa: RUF012 - a table, never changed
         ("argparse", "Namespace"): argparse.Namespace,
@@ -144,10 +73,10 @@ class InertUnpickler(pickle.Unpickler):
             return self.known[module, name]
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        return type(name, (Inert,), {"__module__": module})
+        return type(name, (OpaqueObject,), {"__module__": module})
 
 
-class _ArchiveUnpickler(InertUnpickler):
+class _ArchiveUnpickler(OpaqueUnpickler):
     def __init__(self, file: io.BytesIO, rebuild: Callable[..., StoredTensor]) -> None:
         super().__init__(file)
         self._rebuild = rebuild
@@ -181,7 +110,7 @@ _STORAGE_DTYPES = {
 """What the storage classes that torch.save names hold."""
 
 
-def read_archive(path: Path, offset: int = 0, num_bytes: int | None = None) -> Any:
+def read_torch_save(path: Path, offset: int = 0, num_bytes: int | None = None) -> Any:
     """The objects of a `torch.save` file (or of one inside a file), tensors as StoredTensor.
 
     Raises CheckpointError when the file is cut, not such a file, or holds compressed records.
@@ -244,3 +173,51 @@ class _Part(io.RawIOBase):
         buffer[: len(data)] = data
         self._position += len(data)
         return len(data)
+
+
+def write_torch_save(value: Any, path: Path) -> None:
+    """`torch.save`, with an error that says what it may be about: torch only tells of an unexpected position."""
+    try:
+        torch.save(value, path)
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"writing failed ({str(error).splitlines()[0]})",
+            where=str(path),
+            action="look at the free space and the quota of the disk",
+        ) from error
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A `torch.save` file of one contiguous tensor is `head`, the tensor's bytes, `tail`."""
+
+    head: bytes
+    tail: bytes
+
+
+@lru_cache(maxsize=4096)
+def frame(shape: tuple[int, ...], dtype: torch.dtype) -> Frame:
+    """The frame that torch.save makes for a tensor of this shape and dtype; its checksum of the bytes is left 0."""
+    stream = _SkippingStream()
+    with torch.serialization.skip_data():
+        torch.save(torch.empty(shape, dtype=dtype), stream)  # memory that is never touched takes none
+    head, tail = stream.parts
+    return Frame(bytes(head), bytes(tail))
+
+
+class _SkippingStream:
+    """Collects what is written before and after the room for the tensor, which torch.save skips with `seek`."""
+
+    def __init__(self) -> None:
+        self.parts = [bytearray()]
+
+    def write(self, data: bytes) -> int:
+        self.parts[-1] += data
+        return len(data)
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self.parts.append(bytearray())
+        return offset
+
+    def flush(self) -> None:
+        """Nothing is buffered."""

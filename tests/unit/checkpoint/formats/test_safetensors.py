@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pretrainkit.checkpoint.formats.safetensors import DTYPES, SafetensorsWriter, TensorPlan, read_header
-from pretrainkit.checkpoint.lazy_tensor import Rows
+from pretrainkit.checkpoint.lazy_tensor import LazyTensor
 from pretrainkit.errors import CheckpointError
 
 TENSORS = {
@@ -35,7 +35,7 @@ def test_the_package_reads_ours(tmp_path: Path) -> None:
         descriptor, [TensorPlan(name, tuple(tensor.shape), tensor.dtype) for name, tensor in TENSORS.items()]
     )
     for tensor in TENSORS.values():
-        writer.write(Rows.of(tensor))
+        writer.write(LazyTensor.of(tensor))
     writer.finish()
     os.close(descriptor)
     read = load_file(tmp_path / "f")

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from pretrainkit.checkpoint.formats.torch_save import Inert, StoredTensor, read_archive
-from pretrainkit.checkpoint.formats.torch_save_writer import frame
-from pretrainkit.checkpoint.lazy_tensor import SLICE_BYTES, Rows
+from pretrainkit.checkpoint.formats.torch_save import OpaqueObject, StoredTensor, frame, read_torch_save
+from pretrainkit.checkpoint.lazy_tensor import SLICE_BYTES, LazyTensor
 from pretrainkit.errors import CheckpointError
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int8, torch.uint8, torch.bool]
@@ -34,7 +33,7 @@ def test_tensors_are_what_torch_saved(tmp_path: Path, dtype: torch.dtype, at: in
     torch.save({"model": values, "empty": torch.empty(0, 3)}, stream)
     path = tmp_path / "file.pt"
     path.write_bytes(b"x" * at + stream.getvalue() + b"after")
-    read = read_archive(path, at, len(stream.getvalue()))
+    read = read_torch_save(path, at, len(stream.getvalue()))
     assert read["empty"].read().shape == (0, 3)
     for name, value in values.items():
         assert isinstance(read["model"][name], StoredTensor)
@@ -54,9 +53,9 @@ class Evil:
 def test_nothing_in_a_file_is_run(tmp_path: Path) -> None:
     mark = tmp_path / "ran"
     torch.save({"evil": Evil(mark), "args": argparse.Namespace(hidden_size=3), "weight": torch.ones(2)}, tmp_path / "f")
-    read = read_archive(tmp_path / "f")
+    read = read_torch_save(tmp_path / "f")
     assert not mark.exists()
-    assert isinstance(read["evil"], Inert)
+    assert isinstance(read["evil"], OpaqueObject)
     assert read["args"].hidden_size == 3
     assert torch.equal(read["weight"].read(), torch.ones(2))
 
@@ -67,7 +66,7 @@ def test_cut_file_is_refused(tmp_path: Path, keep: float) -> None:
     torch.save({"weight": torch.ones(5000)}, path)
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * keep)])
     with pytest.raises(CheckpointError, match="cut or damaged"):
-        read_archive(path)
+        read_torch_save(path)
 
 
 @pytest.mark.parametrize("shape", [(1,), (3, 5), (1, 64, 7), (2, 1, 100, 33)], ids=str)
@@ -88,9 +87,9 @@ def test_rows_are_written_as_they_are_read(tmp_path: Path, dtype: torch.dtype) -
     """Blocks in files and in memory, transposed, cast, and larger than what is treated at a time."""
     large = torch.randn(SLICE_BYTES // 4000 + 7, 1001)
     torch.save({"large": large, "columns": large[:50, 3:1004]}, tmp_path / "f")
-    stored = read_archive(tmp_path / "f")["large"]
-    rows = Rows.of(stored, torch.randn(1001, 20).T, stored).to(dtype).rows(5, 2 * len(large))
-    expected = Rows.of(stored, *rows.blocks[1:]).tensor()  # the parts, joined by torch
+    stored = read_torch_save(tmp_path / "f")["large"]
+    rows = LazyTensor.of(stored, torch.randn(1001, 20).T, stored).to(dtype).rows(5, 2 * len(large))
+    expected = LazyTensor.of(stored, *rows.blocks[1:]).tensor()  # the parts, joined by torch
     assert rows.shape == (2 * len(large), 1001)
     descriptor = os.open(tmp_path / "out", os.O_RDWR | os.O_CREAT)
     rows.write(descriptor, 3)

@@ -16,24 +16,25 @@ from typing import Any
 
 import torch
 
-from pretrainkit.checkpoint.formats.megatron_args import check_args
-from pretrainkit.checkpoint.formats.torch_legacy_names import ExpertForm, LocalName, is_ignored, parse
-from pretrainkit.checkpoint.formats.torch_save import StoredTensor, read_archive
-from pretrainkit.checkpoint.lazy_tensor import Rows
-from pretrainkit.checkpoint.mapping import Entry
+from pretrainkit.checkpoint.formats.megatron_lm import CHECKPOINT_VERSION, check_args
+from pretrainkit.checkpoint.formats.torch_legacy_names import (
+    FILE_NAME,
+    TIED_OUTPUT,
+    ExpertForm,
+    LocalName,
+    is_ignored,
+    parse,
+)
+from pretrainkit.checkpoint.formats.torch_save import read_torch_save
+from pretrainkit.checkpoint.lazy_tensor import LazyTensor, StoredTensor
+from pretrainkit.checkpoint.mapping import TensorMapping
 from pretrainkit.checkpoint.parallel import Parallelism
 from pretrainkit.checkpoint.transforms import unshard
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import CheckpointError
 from pretrainkit.models.family import Layout
 
-FILE_NAME = "model_optim_rng.pt"
-CHECKPOINT_VERSION = 3.0
-"""Megatron-LM's number for the QKV order that is used here; older versions order it differently."""
-
 _RANK_FOLDER = re.compile(r"^mp_rank_(\d{2})(?:_(\d{3}))?(?:_(\d{3}))?$")
-TIED_OUTPUT = "output_layer.weight"
-"""What the last pipeline stage calls its copy of a tied embedding."""
 
 
 @dataclass(frozen=True)
@@ -53,19 +54,17 @@ class _Place:
     index: int = 0
     """Grouped experts: which one."""
 
-    def read(self) -> Rows:
+    def read(self) -> LazyTensor:
         """The Megatron tensor."""
         if self.view is None:
-            return Rows.of(self.tensor if self.tensor.is_contiguous else self.tensor.read())
-        return Rows.of(self.tensor.read().view(self.view)[self.index].T)
+            return LazyTensor.of(self.tensor if self.tensor.is_contiguous else self.tensor.read())
+        return LazyTensor.of(self.tensor.read().view(self.view)[self.index].T)
 
 
-class TorchSource:
+class TorchLegacyReader:
     """The weights of a classic checkpoint, as Hugging Face tensors. Optimizer states are not touched."""
 
-    kind = "torch"
-
-    def __init__(self, folder: Path, entries: Sequence[Entry], shape: ModelShape) -> None:
+    def __init__(self, folder: Path, mappings: Sequence[TensorMapping], shape: ModelShape) -> None:
         self.folder, self.shape = folder, shape
         self.padding_rows = 0
         self.left_out: set[str] = set()
@@ -80,7 +79,7 @@ class TorchSource:
         for state in states.values():
             self.left_out |= {key for key in state if key in ("optimizer", "opt_param_scheduler", "rng_state")}
         self._index(states)
-        self._check(entries)
+        self._check(mappings)
 
     def _index(self, states: Mapping[_Rank, dict[str, Any]]) -> None:
         """Find every tensor's global layer and expert."""
@@ -128,8 +127,8 @@ class TorchSource:
             return [(first + i, _Place(tensor, view, i)) for i in range(count)]
         return [(first + (local.expert or 0), _Place(tensor))]
 
-    def _check(self, entries: Sequence[Entry]) -> None:
-        wanted = {_key(entry): entry for entry in entries}
+    def _check(self, mappings: Sequence[TensorMapping]) -> None:
+        wanted = {_key(mapping): mapping for mapping in mappings}
         size = self.parallelism.tensor
         missing = [key for key in wanted if len(self._places.get(key, {})) != size]
         unknown = [key for key in self._places if key not in wanted]
@@ -144,8 +143,8 @@ class TorchSource:
                 where=str(self.folder),
                 needed=f"all tensors of a {self.shape.family} model of the shape that config.json describes",
             )
-        for key, entry in wanted.items():
-            self._check_shape(entry, self._places[key])
+        for key, mapping in wanted.items():
+            self._check_shape(mapping, self._places[key])
         for rank, place in self._tied_outputs.items():
             embedding = self._places["embedding.word_embeddings.weight", None, None][rank]
             if not torch.equal(embedding.read().tensor(), place.read().tensor()):
@@ -154,47 +153,47 @@ class TorchSource:
                     where=str(place.tensor.path),
                 )
 
-    def _check_shape(self, entry: Entry, places: Mapping[int, _Place]) -> None:
+    def _check_shape(self, mapping: TensorMapping, places: Mapping[int, _Place]) -> None:
         size = self.parallelism.tensor
-        wanted = list(entry.megatron_shape)
-        if entry.layout is Layout.ROW:
+        wanted = list(mapping.megatron_shape)
+        if mapping.layout is Layout.ROW:
             wanted[1] //= size
-        elif entry.layout is not Layout.REPLICATED:
+        elif mapping.layout is not Layout.REPLICATED:
             wanted[0] //= size
         for place in places.values():
             if place.tensor.dtype != places[0].tensor.dtype:
                 raise CheckpointError(
-                    f"{_describe(_key(entry))} has different dtypes on different ranks", where=str(self.folder)
+                    f"{_describe(_key(mapping))} has different dtypes on different ranks", where=str(self.folder)
                 )
             found = list(place.read().shape)
-            if entry.layout is Layout.VOCABULARY:
-                padding = found[0] * size - entry.megatron_shape[0]
+            if mapping.layout is Layout.VOCABULARY:
+                padding = found[0] * size - mapping.megatron_shape[0]
                 if padding >= 0:
                     self.padding_rows = max(self.padding_rows, padding)
                     wanted[0] = found[0]
             if found != wanted:
                 raise CheckpointError(
-                    f"{_describe(_key(entry))} has shape {found}",
+                    f"{_describe(_key(mapping))} has shape {found}",
                     where=str(place.tensor.path),
                     needed=f"{wanted} at tensor parallel size {size}, which follows from config.json",
                 )
 
-    def dtype(self, entry: Entry) -> torch.dtype:
-        return self._places[_key(entry)][0].tensor.dtype
+    def dtype(self, mapping: TensorMapping) -> torch.dtype:
+        return self._places[_key(mapping)][0].tensor.dtype
 
-    def read(self, entry: Entry) -> list[Rows]:
-        """The Hugging Face tensors of an entry."""
-        places = self._places[_key(entry)]
+    def read(self, mapping: TensorMapping) -> list[LazyTensor]:
+        """The Hugging Face tensors of a mapping."""
+        places = self._places[_key(mapping)]
         parts = [places[rank].read() for rank in range(self.parallelism.tensor)]
-        if entry.layout is Layout.REPLICATED and any(
+        if mapping.layout is Layout.REPLICATED and any(
             not torch.equal(parts[0].tensor(), part.tensor()) for part in parts[1:]
         ):
             raise CheckpointError(
-                f"{_describe(_key(entry))} differs between tensor parallel ranks, which must hold the same",
+                f"{_describe(_key(mapping))} differs between tensor parallel ranks, which must hold the same",
                 where=str(self.folder),
             )
-        rows = [shape[0] for shape in entry.shapes]
-        return unshard(entry.layout, parts, rows=rows, groups=self.shape.num_query_groups)
+        rows = [shape[0] for shape in mapping.shapes]
+        return unshard(mapping.layout, parts, rows=rows, groups=self.shape.num_query_groups)
 
     def notes(self) -> list[str]:
         """What was left out, for the report."""
@@ -219,7 +218,7 @@ def _read_states(folder: Path) -> dict[_Rank, dict[str, Any]]:
             raise CheckpointError(
                 f"incomplete checkpoint: {path.parent.name}/{FILE_NAME} is missing", where=str(folder)
             )
-    states = {rank: read_archive(path) for rank, path in named.items()}
+    states = {rank: read_torch_save(path) for rank, path in named.items()}
     for rank, state in states.items():
         if not isinstance(state, dict) or not ("model" in state or "model0" in state):
             raise CheckpointError("holds no model", where=str(named[rank]), needed="a Megatron-LM checkpoint")
@@ -281,8 +280,8 @@ def _num_layers(model: Mapping[str, Any]) -> int:
     return len(layers - {None})
 
 
-def _key(entry: Entry) -> tuple[str, int | None, int | None]:
-    return entry.weight.megatron, entry.layer, entry.expert
+def _key(mapping: TensorMapping) -> tuple[str, int | None, int | None]:
+    return mapping.weight.megatron, mapping.layer, mapping.expert
 
 
 def _describe(key: tuple[str, int | None, int | None]) -> str:

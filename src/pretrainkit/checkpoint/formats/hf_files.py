@@ -1,0 +1,77 @@
+"""The files of a Hugging Face model folder besides its weights: config.json, tokenizer, chat template, licence, ..."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pretrainkit.checkpoint.formats.weight_files import INDEX_NAME
+from pretrainkit.models.registry import read_config
+
+if TYPE_CHECKING:
+    import torch
+
+HF_SOURCE = "hf_source"
+"""Folder inside a Megatron checkpoint with the model's config.json and side files."""
+GENERATION_CONFIG = "generation_config.json"
+
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
+_SIDE_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py", ".md", ".vocab", ".bpe")
+_NEVER_COPIED = {"config.json", INDEX_NAME, "pytorch_model.bin.index.json", "trainer_state.json", "training_args.bin"}
+_LICENCES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
+
+
+def is_weight_file(path: Path) -> bool:
+    """Whether a file of a model folder holds weights, in any format.
+
+    `tokenizer.model` does where transformers made the folder from a GGUF file: it saves the entire GGUF as that.
+    """
+    if not path.is_file():
+        return False
+    if path.name == "tokenizer.model":
+        with path.open("rb") as file:
+            return file.read(4) == b"GGUF"
+    return path.name.endswith(_WEIGHT_SUFFIXES) and not path.name.startswith("tokenizer")
+
+
+def side_files(folder: Path) -> list[Path]:
+    """The files of a model folder that go along with its weights: tokenizer, chat template, generation config, ..."""
+    return [
+        path
+        for path in sorted(folder.iterdir())
+        if path.is_file()
+        and path.name not in _NEVER_COPIED
+        and not path.name.startswith(".")
+        and not is_weight_file(path)
+        and (path.suffix in _SIDE_SUFFIXES or path.name.startswith(_LICENCES))
+    ]
+
+
+def copy_side_files(source: Path, target: Path) -> None:
+    """Copy the side files of a model folder byte for byte."""
+    for path in side_files(source):
+        shutil.copyfile(path, target / path.name)
+
+
+def save_hf_source(hf_folder: Path, folder: Path) -> None:
+    """Copy config.json and side files into a Megatron checkpoint, for its conversion to Hugging Face."""
+    target = folder / HF_SOURCE
+    target.mkdir()
+    shutil.copyfile(hf_folder / "config.json", target / "config.json")
+    copy_side_files(hf_folder, target)
+
+
+def write_config(folder: Path, hf_folder: Path, dtype: torch.dtype) -> None:
+    """Write the config.json of `hf_folder` with another dtype and without a local `_name_or_path`.
+
+    The form is that of transformers: two spaces, keys sorted, a newline at the end.
+    """
+    config = read_config(hf_folder)
+    name = str(config.get("_name_or_path", ""))
+    if name.startswith(("/", ".", "~")) or (name and Path(name).exists()):
+        del config["_name_or_path"]
+    config["dtype" if "dtype" in config else "torch_dtype"] = str(dtype).removeprefix("torch.")
+    text = json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
+    (folder / "config.json").write_text(text, encoding="utf-8")

@@ -1,0 +1,85 @@
+"""Opens checkpoints: the reader of a detected one, and the writer of a new one with the files around its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from pretrainkit.checkpoint.detect import CheckpointFormat, DetectedCheckpoint
+from pretrainkit.checkpoint.formats import hf_files, megatron_lm, nemo
+from pretrainkit.checkpoint.formats.hf import HfReader, HfWriter
+from pretrainkit.checkpoint.formats.torch_dist_reader import TorchDistReader
+from pretrainkit.checkpoint.formats.torch_dist_writer import TorchDistWriter
+from pretrainkit.checkpoint.formats.torch_legacy_reader import TorchLegacyReader
+from pretrainkit.checkpoint.formats.torch_legacy_writer import TorchLegacyWriter
+from pretrainkit.checkpoint.lazy_tensor import LazyTensor
+from pretrainkit.checkpoint.mapping import TensorMapping
+from pretrainkit.checkpoint.plan import ConversionPlan
+from pretrainkit.config.schema import ModelShape
+from pretrainkit.models.megatron_fields import megatron_lm_arguments, nemo_model
+
+
+class WeightReader(Protocol):
+    """Gives the weights of a checkpoint as Hugging Face tensors."""
+
+    def dtype(self, mapping: TensorMapping) -> torch.dtype:
+        """Dtype of the stored tensor."""
+
+    def read(self, mapping: TensorMapping) -> list[LazyTensor]:
+        """The Hugging Face tensors of a mapping, in its order."""
+
+    def notes(self) -> list[str]:
+        """What the reader leaves out, for the report."""
+
+
+class WeightWriter(Protocol):
+    """Takes the weights of a checkpoint as Hugging Face tensors."""
+
+    parts: list[list[TensorMapping]]
+    """What can be written at the same time, one part by one worker."""
+
+    def write_part(self, part: int, values: Iterable[tuple[TensorMapping, Sequence[LazyTensor]]]) -> None:
+        """Write the tensors of `parts[part]`, which come in that order."""
+
+    def finish(self) -> None:
+        """Write what completes the checkpoint, after all parts."""
+
+
+def open_reader(checkpoint: DetectedCheckpoint, mappings: Sequence[TensorMapping], shape: ModelShape) -> WeightReader:
+    """The reader of a checkpoint. Raises RequestError or CheckpointError unless it has exactly the model's tensors."""
+    if checkpoint.format is CheckpointFormat.HF:
+        return HfReader(checkpoint.weights, mappings, tied=shape.tie_word_embeddings)
+    if checkpoint.format is CheckpointFormat.TORCH:
+        return TorchLegacyReader(checkpoint.weights, mappings, shape)
+    if checkpoint.format is CheckpointFormat.NEMO:
+        nemo.check_settings(checkpoint.root / "context", shape)
+    return TorchDistReader(checkpoint.weights, mappings, shape)
+
+
+def check_expressible(shape: ModelShape, format: CheckpointFormat) -> None:
+    """Raise RequestError when a format can't describe the model."""
+    if format is CheckpointFormat.NEMO:
+        nemo_model(shape)
+    elif format is not CheckpointFormat.HF:
+        megatron_lm_arguments(shape)
+
+
+def open_writer(format: CheckpointFormat, folder: Path, plan: ConversionPlan) -> WeightWriter:
+    """The writer of a new checkpoint in an empty folder; config, tokenizer and other files are written at once."""
+    if format is CheckpointFormat.HF:
+        hf_files.write_config(folder, plan.hf_folder, plan.main_dtype)
+        hf_files.copy_side_files(plan.hf_folder, folder)
+        return HfWriter(folder, plan)
+    hf_files.save_hf_source(plan.hf_folder, folder)
+    if format is CheckpointFormat.NEMO:
+        nemo.write_context(folder / "context", plan)
+        (folder / "weights").mkdir()
+        return TorchDistWriter(folder / "weights", plan, nemo.common_state(), prefix="module.")
+    weights = megatron_lm.create_iteration(folder, plan.iteration)
+    common = megatron_lm.common_state(plan, str(format))
+    if format is CheckpointFormat.TORCH_DIST:
+        return TorchDistWriter(weights, plan, {**common, "content_metadata": nemo.CONTENT_METADATA}, prefix="")
+    return TorchLegacyWriter(weights, plan, common)
