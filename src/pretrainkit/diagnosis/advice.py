@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from pretrainkit.diagnosis.cause import Cause
 from pretrainkit.diagnosis.statistics import Interval
 
 if TYPE_CHECKING:
-    from pretrainkit.diagnosis.causes import Cause
     from pretrainkit.diagnosis.evidence import Evidence, Shown
 
 CHECKED = {
@@ -40,15 +40,9 @@ CHECKED = {
 """Probe -> what it checks, in the report."""
 
 
-def cause(*args: Any, **kwargs: Any) -> Cause:
-    from pretrainkit.diagnosis.causes import Cause
-
-    return Cause(*args, **kwargs)
-
-
 def tokenizing(share: Interval, gain: str, where: str, tokenizer_share: float) -> Cause:
     """Text is made into tokens while the model waits."""
-    return cause(
+    return Cause(
         "tokenizing",
         "text is tokenized inside the loop",
         share,
@@ -69,7 +63,7 @@ def no_workers(share: Interval, tried: Shown | None, gain: str, where: str, kind
     measured = f"with the same batches ready-made: {gain}"
     if tried:
         measured += f"; {_with_workers(tried)}"
-    return cause(
+    return Cause(
         "workers",
         "data is fetched by the process that trains (0 workers)",
         share,
@@ -90,7 +84,7 @@ def loader(shown: Shown, gain: str, now: dict[str, Any], where: str, kind: str) 
     change = f"DataLoader(..., {flag})"
     if kind == "experiment" and name == "workers":
         change = f"--num_workers {flag.partition('=')[2]}"
-    return cause(
+    return Cause(
         name,
         f"data is fetched by {now.get('num_workers', 0)} workers",
         shown.share,
@@ -103,7 +97,7 @@ def loader(shown: Shown, gain: str, now: dict[str, Any], where: str, kind: str) 
 
 def persistent_workers(share: Interval, gain: str, new_s: float, batches: int) -> Cause:
     """Workers are started anew for each epoch."""
-    return cause(
+    return Cause(
         "persistent_workers",
         "the loader's workers are started again for every epoch",
         share,
@@ -115,7 +109,7 @@ def persistent_workers(share: Interval, gain: str, new_s: float, batches: int) -
 
 def new_shapes(share: Interval, gain: str, shapes: int, batches: int, compiled: int) -> Cause:
     """Shapes that were not seen before are compiled, or tuned, while the loop waits."""
-    return cause(
+    return Cause(
         "new_shapes",
         "every new shape of a batch is compiled again",
         share,
@@ -132,7 +126,7 @@ def _with_workers(tried: Shown) -> str:
 
 def reading(share: Interval, gain: str, where: str, now: dict[str, Any], tried: Shown | None) -> Cause:
     """Data comes too slowly, whatever the loader's settings."""
-    return cause(
+    return Cause(
         "data",
         "data comes slower than the model takes it",
         share,
@@ -156,7 +150,7 @@ def micro_batch(shown: Shown, gain: str, rank: Evidence) -> Cause:
         if is_option
         else f", gradient accumulation {per_step:g} -> {max(1, per_step / factor):g}: the same global batch"
     )
-    return cause(
+    return Cause(
         "larger_batch" if is_option else "micro_batch",
         "micro batches are too small for the processor",
         shown.share,
@@ -183,7 +177,7 @@ def slow_rank(share: Interval, gain: str, ranks: list[Evidence], slowest: int, o
         if sample["phase"] == phase:
             places[sample["where"]] += sample["count"]
     where = f", most of it at {places.most_common(1)[0][0]}" if places else ""
-    return cause(
+    return Cause(
         "slow_rank",
         f"rank {slowest} on {rank['host']} is slower than the others",
         share,
@@ -207,7 +201,7 @@ def _phases(rank: Evidence) -> dict[str, float]:
 
 def communication(shown: Shown, gain: str, num_ranks: int) -> Cause:
     """Exchanging gradients takes time even for the slowest rank."""
-    return cause(
+    return Cause(
         "communication",
         "ranks spend time on exchanging gradients",
         shown.share,
@@ -223,7 +217,7 @@ def communication(shown: Shown, gain: str, num_ranks: int) -> Cause:
 def debug_variables(share: Interval, gain: str, names: dict[str, str]) -> Cause:
     """Environment variables for finding faults are on."""
     listed = " ".join(f"{name}={value}" for name, value in names.items())
-    return cause(
+    return Cause(
         "debug_variables",
         "debug settings are left on",
         share,
@@ -235,7 +229,7 @@ def debug_variables(share: Interval, gain: str, names: dict[str, str]) -> Cause:
 
 def save_interval(share: Interval, seconds: float, interval: int, wanted: int) -> Cause:
     """A run of this project saves too often."""
-    return cause(
+    return Cause(
         "save_interval",
         "checkpoints are saved too often",
         share,
@@ -247,7 +241,7 @@ def save_interval(share: Interval, seconds: float, interval: int, wanted: int) -
 
 def run_micro_batch(shown: Shown, gain: str, size: int, larger: int) -> Cause:
     """A run of this project whose micro batches are too small."""
-    return cause(
+    return Cause(
         "micro_batch",
         "micro batches are too small for the processor",
         shown.share,

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pretrainkit.diagnosis.advice import cause
+from pretrainkit.diagnosis.cause import Cause
 
 if TYPE_CHECKING:
-    from pretrainkit.diagnosis.causes import Cause
     from pretrainkit.diagnosis.evidence import Shown
 
 
@@ -26,7 +25,7 @@ def of_switch(shown: Shown, gain: str, rank: dict[str, Any]) -> Cause:
     if seen:
         share = 1 - sum(batch["real_tokens"] for batch in seen) / sum(batch["tokens"] for batch in seen)
         facts["padding"] = f"{share:.0%}"
-    return cause(
+    return Cause(
         shown.probe,
         title,
         shown.share,
