@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from pretrainkit import files
-from pretrainkit.diagnosis import advice, checks, compare, data_checks, guard, html, report
+from pretrainkit.diagnosis import advice, checks, compare, data_checks, html, report
 from pretrainkit.diagnosis.causes import Findings, find, gain, judged
 from pretrainkit.diagnosis.checks import WARN, Check
 from pretrainkit.diagnosis.evidence import WORTH_TELLING, Evidence, Shown
 from pretrainkit.diagnosis.measure import Measured, Starter
 from pretrainkit.diagnosis.program import Program, larger_micro_batch
+from pretrainkit.diagnosis.session import guard
 from pretrainkit.diagnosis.spec import SPEED_ONLY, Spec
 from pretrainkit.diagnosis.speed import speed_of
 from pretrainkit.diagnosis.statistics import Interval, noise_of, saved_share

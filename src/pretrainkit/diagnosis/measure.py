@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pretrainkit
-from pretrainkit.diagnosis import uploads
 from pretrainkit.diagnosis.machine import Watch
 from pretrainkit.diagnosis.program import Program
-from pretrainkit.diagnosis.sampler import read_workers
+from pretrainkit.diagnosis.session import uploads
+from pretrainkit.diagnosis.session.sampler import read_workers
 from pretrainkit.diagnosis.spec import SPEC_VARIABLE, UNSET_VARIABLE, Spec
 from pretrainkit.errors import EXIT_FAILED, EXIT_STOPPED_AFTER_SAVING, PretrainkitError
 from pretrainkit.logs import get_logger
 
-INJECTED = Path(__file__).with_name("inject")
+INJECTED = Path(__file__).with_name("session") / "inject"
 MOST_RETRIES = 4
 """Starts after a probe has broken the program, each without that probe."""
 TAIL_CHARACTERS = 3000

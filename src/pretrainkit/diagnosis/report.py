@@ -6,10 +6,10 @@ import math
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from pretrainkit.diagnosis import phases
 from pretrainkit.diagnosis.causes import Findings, own_times
 from pretrainkit.diagnosis.checks import WARN, Check
 from pretrainkit.diagnosis.evidence import Evidence
+from pretrainkit.diagnosis.session import phases
 from pretrainkit.units import format_count
 
 if TYPE_CHECKING:

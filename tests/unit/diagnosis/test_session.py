@@ -11,7 +11,7 @@ from pretrainkit.diagnosis.spec import SPEED_ONLY
 
 PROGRAM = """
 import sys
-from pretrainkit.diagnosis.child import Session
+from pretrainkit.diagnosis.session.child import Session
 from pretrainkit.diagnosis.spec import Spec
 Session(Spec(folder=sys.argv[1], plan=sys.argv[2], source="experiment", time_checkpoint=True)).finish()
 sys.exit(3)

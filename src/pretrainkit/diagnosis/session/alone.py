@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from pretrainkit.diagnosis.streams import OtherLoader, time_epoch_starts
-from pretrainkit.diagnosis.switch import ignoring_errors
+from pretrainkit.diagnosis.session.streams import OtherLoader, time_epoch_starts
+from pretrainkit.diagnosis.session.switch import ignoring_errors
 
 if TYPE_CHECKING:
-    from pretrainkit.diagnosis.child import Session
+    from pretrainkit.diagnosis.session.child import Session
 
 WORKERS = (0, 2, 4, 8)
 LONGEST_LOADER_S = 1.5

@@ -19,17 +19,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pretrainkit.diagnosis import alone, facts, switches
-from pretrainkit.diagnosis.profile import profile_steps
-from pretrainkit.diagnosis.sampler import Sampler
+from pretrainkit.diagnosis.session import alone, facts, switches
+from pretrainkit.diagnosis.session.profile import profile_steps
+from pretrainkit.diagnosis.session.sampler import Sampler
+from pretrainkit.diagnosis.session.streams import OtherLoader, Replay, depth_of
+from pretrainkit.diagnosis.session.switch import SetUp, Switch, ignoring_errors, work_of
+from pretrainkit.diagnosis.session.windows import Steps, Window, measure, warm_up
 from pretrainkit.diagnosis.spec import SPEED_ONLY
 from pretrainkit.diagnosis.statistics import Interval, saved_share, whole
-from pretrainkit.diagnosis.streams import OtherLoader, Replay, depth_of
-from pretrainkit.diagnosis.switch import SetUp, Switch, ignoring_errors, work_of
-from pretrainkit.diagnosis.windows import Steps, Window, measure, warm_up
 
 if TYPE_CHECKING:
-    from pretrainkit.diagnosis.child import Session
+    from pretrainkit.diagnosis.session.child import Session
 
 WORTH_CONFIRMING = 0.025
 """Share of the time that a change must seem to save to be measured again."""

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pretrainkit.diagnosis import batches
-from pretrainkit.diagnosis.streams import Replay
+from pretrainkit.diagnosis.session import batches
+from pretrainkit.diagnosis.session.streams import Replay
 
 if TYPE_CHECKING:
-    from pretrainkit.diagnosis.child import Session
+    from pretrainkit.diagnosis.session.child import Session
 
 WORTH_A_LOOK = 0.02
 """Share of the step that a phase must take for its changes to be tried."""

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch.utils.data
 
-from pretrainkit.diagnosis import batches, phases
+from pretrainkit.diagnosis.session import batches, phases
 
 if TYPE_CHECKING:
-    from pretrainkit.diagnosis.child import Session
+    from pretrainkit.diagnosis.session.child import Session
 
 
 class Source(Protocol):

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from pretrainkit.diagnosis import batches
-from pretrainkit.diagnosis.loop import Loop
-from pretrainkit.diagnosis.phases import PhaseClock
+from pretrainkit.diagnosis.session import batches
+from pretrainkit.diagnosis.session.loop import Loop
+from pretrainkit.diagnosis.session.phases import PhaseClock
+from pretrainkit.diagnosis.session.streams import Source, Stream
 from pretrainkit.diagnosis.spec import Spec, read_spec
-from pretrainkit.diagnosis.streams import Source, Stream
 
 LARGEST_SET_BYTES = 2 << 30
 """Memory that batches kept for replaying may take."""
@@ -27,7 +27,7 @@ def install() -> None:
     """Begin to watch this process, if it was started by the diagnosis. Called right after torch is imported."""
     spec = read_spec()
     if spec:
-        from pretrainkit.diagnosis import guard, hooks
+        from pretrainkit.diagnosis.session import guard, hooks
 
         session = Session(spec)
         hooks.install(session)
@@ -87,7 +87,7 @@ class Session:
 
     def stream(self, loader: Any, make_iterator: Callable[[], Any]) -> Stream:
         """What the loop gets for iter(loader)."""
-        from pretrainkit.diagnosis import guard, hooks, uploads
+        from pretrainkit.diagnosis.session import guard, hooks, uploads
 
         hooks.install_late(self)
         if self.guard is not None:
@@ -133,7 +133,7 @@ class Session:
         self._backward_since_step = 0
         self.step += 1
         if self._plan is None:
-            from pretrainkit.diagnosis.plan import make_plan
+            from pretrainkit.diagnosis.session.plan import make_plan
 
             self._plan = make_plan(self)
             next(self._plan)

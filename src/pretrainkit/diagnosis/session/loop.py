@@ -19,7 +19,7 @@ from typing import Any
 _LIBRARIES = tuple(
     {
         str(Path(path).resolve())
-        for path in (*sysconfig.get_paths().values(), *site.getsitepackages(), str(Path(__file__).parents[1]))
+        for path in (*sysconfig.get_paths().values(), *site.getsitepackages(), str(Path(__file__).parents[2]))
         if path
     }
     - {sysconfig.get_paths()["data"], sysconfig.get_paths()["scripts"]}

@@ -8,10 +8,10 @@ from collections.abc import Generator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from pretrainkit.diagnosis import phases
+from pretrainkit.diagnosis.session import phases
 
 if TYPE_CHECKING:
-    from pretrainkit.diagnosis.child import Session
+    from pretrainkit.diagnosis.session.child import Session
 
 Steps = Generator[None, dict[str, float], Any]
 """Lets the program run: each bare `yield` lasts one step and gives the seconds of its phases."""

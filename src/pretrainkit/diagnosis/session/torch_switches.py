@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pretrainkit.diagnosis.switch import WORTH_A_LOOK, Built, Switch
+from pretrainkit.diagnosis.session.switch import WORTH_A_LOOK, Built, Switch
 
 if TYPE_CHECKING:
-    from pretrainkit.diagnosis.child import Session
+    from pretrainkit.diagnosis.session.child import Session
 
 FUSED_OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 BETTER_KERNEL = 0.85

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pretrainkit.diagnosis import batches, torch_switches
-from pretrainkit.diagnosis.loop import Silenced
-from pretrainkit.diagnosis.switch import WORTH_A_LOOK, Built, Switch, nothing
+from pretrainkit.diagnosis.session import batches, torch_switches
+from pretrainkit.diagnosis.session.loop import Silenced
+from pretrainkit.diagnosis.session.switch import WORTH_A_LOOK, Built, Switch, nothing
 
 if TYPE_CHECKING:
-    from pretrainkit.diagnosis.child import Session
+    from pretrainkit.diagnosis.session.child import Session
 
 LARGEST_MERGED_SHARE = 0.8
 """Of the GPU's memory that a larger micro batch may be expected to take."""

@@ -1,0 +1,1 @@
+"""Inside the process that is diagnosed: what is hooked, observed, replayed and switched."""
