@@ -18,6 +18,7 @@ from pretrainkit.config.run_file import read_run, write_run
 from pretrainkit.config.schema import (
     DataConfig,
     DatasetFacts,
+    InitialWeights,
     LaunchConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -86,7 +87,10 @@ def write_tiny_run_in(dataset_prefix: Path) -> Callable[..., Path]:
             dataset=DatasetFacts((str(dataset),), (), 0, 0, None, "0" * 64),
             experiment_dir=str(home / experiment),
             hf_folder=str(hf_folder),
-            initial_checkpoint=str(initial_checkpoint) if initial_checkpoint else None,
+            initial_weights=initial_checkpoint
+            and InitialWeights(
+                str(initial_checkpoint), str(initial_checkpoint), None, str(hf_weights) if hf_weights else None
+            ),
             accelerator="cpu",
             precision=settings["precision"],
             world_size=world_size,
@@ -100,7 +104,6 @@ def write_tiny_run_in(dataset_prefix: Path) -> Callable[..., Path]:
             padded_vocab_size=384,
             async_save=settings.get("async_save") == "on",
             recompute=recompute,
-            hf_weights=str(hf_weights) if hf_weights else None,
         )
         run_file = home / experiment / "run.json"
         run_file.parent.mkdir(parents=True, exist_ok=True)

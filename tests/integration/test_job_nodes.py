@@ -182,7 +182,10 @@ def test_jobs_that_never_get_to_a_checkpoint_end(start: Callable[..., Job]) -> N
         outcome.write_text('{"exit_code": 85, "failed_rank": 0, "reason": "stopped as asked"}')
     job = start("end", num_nodes=1, PRETRAINKIT_CONTINUES="1")
     assert job.wait() == [1] and "3 jobs in a row ended without a new checkpoint" in job.terminal(0)
-    (job.folder / "checkpoints" / "step_00000007").mkdir(parents=True)
+    checkpoint = job.folder / "checkpoints" / "step_00000007"
+    checkpoint.mkdir(parents=True)
+    assert start("end", num_nodes=1, PRETRAINKIT_CONTINUES="1").wait() == [1], "a save that was cut short"
+    (checkpoint / "complete.json").touch()
     assert start("end", num_nodes=1, PRETRAINKIT_CONTINUES="1").wait() == [0]
 
 

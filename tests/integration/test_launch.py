@@ -54,13 +54,13 @@ import sys
 from pathlib import Path
 from pretrainkit import logs
 from pretrainkit.launch.plan import LaunchPlan
-from pretrainkit.launch.start import _follow
+from pretrainkit.launch.start import run_attempt
 logs.configure()
 experiment, script, mode = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 class Plan(LaunchPlan):
     rank_command = property(lambda self: [sys.executable, str(script), "--run", mode, 'a b', '$HOME $$ "c'])
 plan = Plan(experiment, experiment / "run.json", experiment / "logs" / "attempt_1", 2, {}, script)
-sys.exit(_follow(plan))
+sys.exit(run_attempt(plan))
 """
 
 

@@ -17,6 +17,7 @@ import ranks
 
 from pretrainkit.errors import EXIT_STOPPED_AFTER_SAVING
 from pretrainkit.run import checkpoints as resume
+from pretrainkit.run.folder import COMMIT_MARK
 from pretrainkit.run.metrics import read_metrics
 from pretrainkit.run.restarts import attempts, idle_restarts
 
@@ -67,7 +68,7 @@ def test_a_checkpoint_is_always_there_whenever_a_run_is_killed(
         found = resume.newest_complete(checkpoints)
         assert found and found.step > newest
         newest = found.step
-        cut_short += any(not (folder / resume.COMMIT_MARK).exists() for folder in checkpoints.glob("step_????????"))
+        cut_short += any(not (folder / COMMIT_MARK).exists() for folder in checkpoints.glob("step_????????"))
     print(f"{TRIALS} kills, {cut_short} in the midst of a save, {newest} steps")
     # The last one loads, as those before did: each attempt went on from there.
     final = write_tiny_run(tiny, "killed", max_steps=newest + 1, **settings)
@@ -181,7 +182,7 @@ def test_processes_that_never_begin_hold_nothing_up(tiny: Path, write_tiny_run: 
     records = read_metrics(run_file.parent / "metrics.jsonl")
     assert [record["step"] for record in records if "loss" in record] == [1, 2, 3, 4]
     assert [record["step"] for record in records if "val_loss" in record] == [2, 4]
-    assert [checkpoint.step for checkpoint in resume.all_complete(run_file.parent / resume.CHECKPOINTS)] == [2, 4]
+    assert [checkpoint.step for checkpoint in resume.all_complete(run_file.parent / "checkpoints")] == [2, 4]
     for rank in range(2):
         assert run_file.with_name(f"rank{rank}.log").read_text().count("stood still before its first line") >= 4
 

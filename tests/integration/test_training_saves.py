@@ -22,6 +22,7 @@ from pretrainkit.checkpoint.formats.hf_files import is_weight_file
 from pretrainkit.checkpoint.formats.nemo import TOKENIZER_FOLDER
 from pretrainkit.errors import EXIT_STOPPED_AFTER_SAVING
 from pretrainkit.run import checkpoints
+from pretrainkit.run.folder import COMMIT_MARK, checkpoint_name
 from pretrainkit.run.metrics import read_metrics
 from pretrainkit.run.restarts import attempts
 
@@ -79,7 +80,7 @@ def test_a_save_in_the_background_holds_the_step_it_began_at(
     logs = [run_file.parent / f"rank{rank}.log" for rank in range(data_parallel)]
     processes = ranks.start_ranks(save_faults.train_with_faults, data_parallel, logs, run_file=run_file, delay_s=1.5)
     seen = []
-    while not (folder / checkpoints.COMMIT_MARK).exists():
+    while not (folder / COMMIT_MARK).exists():
         assert all(process.is_alive() for process in processes), logs[0].read_text()[-3000:]
         if (folder / "weights" / "common.pt").exists() and (found := attempts(run_file.parent / "metrics.jsonl")):
             seen.append(found[-1].last_step)
@@ -98,7 +99,7 @@ def test_a_checkpoint_holds_the_tokenizer_but_not_the_models_own_weights(
 ) -> None:
     assert list(tiny.glob("*.safetensors"))
     train_tiny(tiny, "small", max_steps=1)
-    folder = tmp_path / "small" / "checkpoints" / checkpoints.checkpoint_name(1)
+    folder = tmp_path / "small" / "checkpoints" / checkpoint_name(1)
     context = folder / "context"
     assert not [path for path in context.rglob("*") if is_weight_file(path)]
     tokenizer = load_context(folder, "model.tokenizer")
@@ -143,7 +144,7 @@ def test_a_full_disk_ends_the_run_or_is_missed_once(
     tmp_path: Path, train_faulty: Any, where: str, max_missed_saves: int, async_save: str
 ) -> None:
     code, log, records = train_faulty(
-        faults={"where": where, "number": errno.ENOSPC, "folder": checkpoints.checkpoint_name(4)},
+        faults={"where": where, "number": errno.ENOSPC, "folder": checkpoint_name(4)},
         max_steps=10,
         save_interval=2,
         async_save=async_save,
@@ -151,12 +152,12 @@ def test_a_full_disk_ends_the_run_or_is_missed_once(
     )
     saved = steps_saved(tmp_path / "faulty")
     assert [record["step"] for record in records if record.get("event") == "missed_save"] == [4]
-    assert not (tmp_path / "faulty" / "checkpoints" / checkpoints.checkpoint_name(4)).exists()
+    assert not (tmp_path / "faulty" / "checkpoints" / checkpoint_name(4)).exists()
     if max_missed_saves:
         assert code == 0 and saved == [2, 6, 8, 10] and log.count("STEP 4 IS NOT SAVED") == 1
     else:
         assert code == 1 and saved == [2]
-        assert "ENOSPC" in log and "make room" in log and f"{checkpoints.checkpoint_name(2)}" in log
+        assert "ENOSPC" in log and "make room" in log and f"{checkpoint_name(2)}" in log
 
 
 @pytest.mark.parametrize(
@@ -216,7 +217,7 @@ def test_a_checkpoint_has_the_entries_that_transformer_engines_layers_have(
     from torch.distributed.checkpoint import FileSystemReader
 
     train_tiny(tiny, "saved", max_steps=1)
-    weights = tmp_path / "saved" / "checkpoints" / checkpoints.checkpoint_name(1) / "weights"
+    weights = tmp_path / "saved" / "checkpoints" / checkpoint_name(1) / "weights"
     keys = FileSystemReader(str(weights)).read_metadata().state_dict_metadata
     states = {key.partition("/")[0] for key in keys if "_extra_state" in key}
     modules = ["final_layernorm", *(f"layers.self_attention.linear_{name}" for name in ("qkv", "proj"))]
@@ -225,7 +226,7 @@ def test_a_checkpoint_has_the_entries_that_transformer_engines_layers_have(
 
 
 def test_the_last_save_is_never_missed(tmp_path: Path, train_faulty: Any) -> None:
-    faults = {"number": errno.ENOSPC, "folder": checkpoints.checkpoint_name(4)}
+    faults = {"number": errno.ENOSPC, "folder": checkpoint_name(4)}
     code, log, _ = train_faulty(faults=faults, max_steps=4, save_interval=2, async_save="on", max_missed_saves=9)
     assert code == 1 and "step 4 could not be saved" in log
     assert steps_saved(tmp_path / "faulty") == [2]

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from pretrainkit.run.restarts import idle_restarts
-from pretrainkit.run.trackers import WANDB_SENT_FILE
 
 pytestmark = pytest.mark.integration
 
@@ -61,7 +60,7 @@ def test_a_resumed_run_goes_on_under_its_id_and_has_every_step_once(
     run_id = (experiment / "wandb_id.txt").read_text().strip()
     shutil.rmtree(experiment / "checkpoints" / "step_00000003")
     if was_killed:  # before it could tell that all was sent
-        (experiment / WANDB_SENT_FILE).unlink()
+        (experiment / "wandb_sent_step.txt").unlink()
     metrics = train_tiny(tiny, "tracked", max_steps=5, **settings)
     starts = [record for record in metrics if record.get("event") == "start"]
     assert [(start["step"], start["wandb_run"]) for start in starts] == [(0, None), (2, run_id)]

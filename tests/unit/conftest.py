@@ -16,6 +16,7 @@ import pytest
 from pretrainkit.config.schema import (
     DataConfig,
     DatasetFacts,
+    InitialWeights,
     ModelShape,
     OptimizerConfig,
     ResolvedRun,
@@ -24,6 +25,7 @@ from pretrainkit.config.schema import (
 )
 from pretrainkit.data.indexed.format import IndexedDatasetWriter
 from pretrainkit.run import checkpoints
+from pretrainkit.run.folder import RunFolder
 
 REPOSITORY = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -121,7 +123,7 @@ def make_run(tmp_path: Path) -> Callable[..., ResolvedRun]:
             else DatasetFacts(("/a",), (), 10, 1, None, "h"),
             experiment_dir=str(tmp_path),
             hf_folder="/hf",
-            initial_checkpoint=initial_checkpoint,
+            initial_weights=initial_checkpoint and InitialWeights(initial_checkpoint, initial_checkpoint, None),
             accelerator="cpu",
             precision="fp32",
             world_size=1,
@@ -143,7 +145,7 @@ def save(tmp_path: Path) -> Callable[..., checkpoints.Checkpoint]:
     """Write a complete checkpoint of 4 samples a step; keyword arguments change its commit mark."""
 
     def write(step: int, *, optimizer: bool = True, state: str = "param", **mark: Any) -> checkpoints.Checkpoint:
-        folder = tmp_path / checkpoints.CHECKPOINTS / checkpoints.checkpoint_name(step)
+        folder = RunFolder(tmp_path).checkpoint(step)
         (folder / "weights").mkdir(parents=True)
         names = f"module.w optimizer.state.exp_avg.w optimizer.state.{state}.w" if optimizer else "module.w"
         (folder / "weights" / ".metadata").write_text(names)

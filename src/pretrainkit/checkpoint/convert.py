@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from pretrainkit.checkpoint.detect import CheckpointFormat, DetectedCheckpoint, detect
-from pretrainkit.checkpoint.fingerprint import weights_fingerprint
+from pretrainkit.checkpoint.fingerprint import REPORT_NAME, weights_fingerprint
 from pretrainkit.checkpoint.formats.hf_files import HF_SOURCE
 from pretrainkit.checkpoint.formats.megatron_lm import required_flags
 from pretrainkit.checkpoint.lazy_tensor import LazyTensor
@@ -37,9 +37,6 @@ from pretrainkit.models.registry import read_shape
 from pretrainkit.units import format_bytes, format_duration
 
 logger = get_logger(__name__)
-
-REPORT_NAME = "conversion.json"
-"""The report that a Megatron checkpoint carries."""
 
 VOCABULARY_DIVISOR = {
     CheckpointFormat.HF: 1,

@@ -1,4 +1,4 @@
-"""Recognises the weights of a Hugging Face folder again, wherever they lie, by parts of their files."""
+"""Identifies a Hugging Face folder's weights at any path, and what a converted checkpoint records of its source."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import hashlib
 from pathlib import Path
 
 from pretrainkit.checkpoint.formats.weight_files import weight_files
+from pretrainkit.files import read_json
 
+REPORT_NAME = "conversion.json"
+"""File in a converted checkpoint with the report of its conversion."""
 SAMPLES = 64
 """Places that are read in each file."""
 SAMPLE_BYTES = 4096
@@ -29,3 +32,11 @@ def weights_fingerprint(folder: Path) -> str:
                 file.seek(header_bytes + (size - header_bytes) * sample // SAMPLES)
                 digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()
+
+
+def source_fingerprint(checkpoint: Path) -> str | None:
+    """The fingerprint of the weights that a checkpoint was converted from; None where it wasn't, or was cast."""
+    try:
+        return read_json(checkpoint / REPORT_NAME).get("source_fingerprint") or None
+    except (OSError, ValueError, AttributeError):  # no report, or none of ours
+        return None

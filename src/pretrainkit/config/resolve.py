@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from pretrainkit.config.schema import DatasetFacts, ModelShape, Recompute, ResolvedRun, RunConfig
+from pretrainkit.config.schema import DatasetFacts, InitialWeights, ModelShape, Recompute, ResolvedRun, RunConfig
 from pretrainkit.config.split import num_samples
 from pretrainkit.machine import MachineFacts
 
@@ -28,9 +28,7 @@ class RunFacts:
     experiment_dir: str
     model: ModelShape | None = None
     hf_folder: str = ""
-    initial_checkpoint: str | None = None
-    hf_weights: str | None = None
-    """Hugging Face folder that the initial checkpoint was made from."""
+    initial_weights: InitialWeights | None = None
     tokenizer_sha256: str | None = None
     """Of the model's tokenizer.json."""
     tokenizer_largest_id: int | None = None
@@ -47,15 +45,9 @@ def world_size(config: RunConfig) -> int:
     return config.launch.num_nodes * config.launch.num_gpus
 
 
-def model_parallel_size(config: RunConfig) -> int:
-    """Ranks that hold one copy of the model together: TP x PP x CP."""
-    parallel = config.parallel
-    return parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size * parallel.context_parallel_size
-
-
 def data_parallel_size(config: RunConfig) -> int:
     """Copies of the model."""
-    return world_size(config) // model_parallel_size(config)
+    return world_size(config) // config.parallel.model_parallel_size
 
 
 def accelerator(config: RunConfig, machine: MachineFacts) -> str:
@@ -118,8 +110,7 @@ def resolve(config: RunConfig, facts: RunFacts) -> ResolvedRun:
         dataset=facts.dataset,
         experiment_dir=facts.experiment_dir,
         hf_folder=facts.hf_folder,
-        initial_checkpoint=facts.initial_checkpoint,
-        hf_weights=facts.hf_weights,
+        initial_weights=facts.initial_weights,
         accelerator=chosen,
         precision=_precision(config, chosen),
         world_size=world_size(config),

@@ -14,10 +14,10 @@ from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import RequestError
 from pretrainkit.records import RecordError, decode
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Raised whenever a reader of the old format would misread the new one."""
-OLD_VERSIONS = (1,)
-"""Formats that lack only fields which mean their defaults when they are missing."""
+OLD_VERSIONS = (1, 2)
+"""Formats whose missing fields have their default values, and which have `_initial_weights_of_old_format`."""
 
 
 def to_json(run: ResolvedRun) -> dict[str, Any]:
@@ -38,10 +38,26 @@ def from_json(value: Any, where: str) -> ResolvedRun:
             action="write the file again with this version of pretrain.py",
             where=where,
         )
+    if version in OLD_VERSIONS:
+        fields["initial_weights"] = _initial_weights_of_old_format(fields, Path(where).parent)
     try:
         return decode(ResolvedRun, fields, all_fields=version not in OLD_VERSIONS)
     except RecordError as error:
         raise RequestError(error.found, needed=error.needed, action=error.action, where=where) from error
+
+
+def _initial_weights_of_old_format(fields: dict[str, Any], folder: Path) -> dict[str, Any] | None:
+    """`initial_weights` from two fields, which are removed, and a text file with the fingerprint next to run.json."""
+    checkpoint, hf_weights = fields.pop("initial_checkpoint", None), fields.pop("hf_weights", None)
+    if not checkpoint:
+        return None
+    record = folder / "initial_weights.txt"
+    return {
+        "source": hf_weights if hf_weights and Path(checkpoint).parent.name == ".converted" else checkpoint,
+        "checkpoint": checkpoint,
+        "fingerprint": (record.read_text(encoding="ascii").strip() if record.is_file() else "") or None,
+        "hf_weights": hf_weights,
+    }
 
 
 def write_run(path: Path, run: ResolvedRun) -> None:

@@ -142,6 +142,25 @@ class Estimates:
 
 
 @dataclass(frozen=True)
+class InitialWeights:
+    """The weights that a run starts from (`pretrainkit.run.initial_weights`)."""
+
+    source: str
+    """Absolute path that --nemo_model names: a NeMo checkpoint or a Hugging Face folder."""
+    checkpoint: str
+    """NeMo checkpoint that is loaded: the source itself, or its conversion, which the first start makes."""
+    fingerprint: str | None
+    """Hash that identifies the weights at any path, taken when they were located; None where they have none."""
+    hf_weights: str | None = None
+    """Hugging Face folder with the same weights, for the initial loss check; None where it isn't known."""
+
+    @property
+    def needs_conversion(self) -> bool:
+        """Whether the source is a Hugging Face folder."""
+        return self.source != self.checkpoint
+
+
+@dataclass(frozen=True)
 class ResolvedRun:
     """The whole run, as written to run.json and read by every rank: the request and all that follows from it."""
 
@@ -152,8 +171,8 @@ class ResolvedRun:
     """Absolute folder of this experiment."""
     hf_folder: str
     """Absolute folder with config.json and the tokenizer's files."""
-    initial_checkpoint: str | None
-    """NeMo checkpoint whose weights the run starts from; None: random weights."""
+    initial_weights: InitialWeights | None
+    """Weights that the run starts from; None: random weights."""
     accelerator: str
     """cpu or gpu."""
     precision: str
@@ -180,5 +199,14 @@ class ResolvedRun:
     """random, weights or continue: how the newest start began (`pretrainkit.run.resume_plan`)."""
     reset_attention_mask: bool = False
     """Whether attention stays within documents: as asked, or because the dataset has rows of whole documents."""
-    hf_weights: str | None = None
-    """Hugging Face folder that initial_checkpoint was made from; None: not known, or random weights."""
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches of one data-parallel rank in an optimizer step."""
+        training = self.config.training
+        return training.global_batch_size // (training.micro_batch_size * self.data_parallel_size)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of an optimizer step."""
+        return self.config.training.global_batch_size * self.config.data.sequence_length

@@ -71,6 +71,11 @@ class ParallelConfig:
         unset="on with TP > 1",
     )
 
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that hold one copy of the model together: TP x PP x CP."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
 
 @dataclass(frozen=True)
 class OptimizerConfig:

@@ -161,7 +161,8 @@ def _schedule(config: RunConfig, facts: RunFacts) -> Iterator[RequestError]:
 
 
 def _start_parity(config: RunConfig, facts: RunFacts) -> Iterator[RequestError]:
-    if config.training.start_parity != "require" or facts.hf_weights or (config.nemo_model and not facts.hf_folder):
+    has_reference = facts.initial_weights and facts.initial_weights.hf_weights
+    if config.training.start_parity != "require" or has_reference or (config.nemo_model and not facts.hf_folder):
         return
     yield RequestError(
         "require, but the Hugging Face weights that the checkpoint was converted from are not available"

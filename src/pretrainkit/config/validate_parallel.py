@@ -19,7 +19,7 @@ def parallel_problems(config: RunConfig, model: ModelShape | None) -> Iterator[R
 
 
 def _batch(config: RunConfig) -> Iterator[RequestError]:
-    ranks, model_parallel = resolve.world_size(config), resolve.model_parallel_size(config)
+    ranks, model_parallel = resolve.world_size(config), config.parallel.model_parallel_size
     if ranks % model_parallel:
         parallel = config.parallel
         yield RequestError(

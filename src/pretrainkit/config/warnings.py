@@ -31,13 +31,10 @@ def _ranks(run: ResolvedRun, facts: RunFacts) -> Iterator[str]:
             yield f"{launch.num_gpus} processes share {facts.machine.num_cpus} CPU cores; --num_gpus sets their number"
     if parallel.sequence_parallel and not run.sequence_parallel:
         yield "sequence_parallel has no effect with one tensor-parallel rank"
-    micro_batches = run.config.training.global_batch_size // (
-        run.config.training.micro_batch_size * run.data_parallel_size
-    )
-    if micro_batches < parallel.pipeline_model_parallel_size:
+    if run.num_microbatches < parallel.pipeline_model_parallel_size:
         yield (
-            f"{micro_batches} micro batches per step in {parallel.pipeline_model_parallel_size} pipeline stages: some "
-            "stages are always idle; a larger --global_batch_size or a smaller --micro_batch_size fills them"
+            f"{run.num_microbatches} micro batches per step in {parallel.pipeline_model_parallel_size} pipeline stages"
+            ": some stages are always idle; a larger --global_batch_size or a smaller --micro_batch_size fills them"
         )
 
 

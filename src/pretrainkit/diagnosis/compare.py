@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pretrainkit.config.run_file import read_run, to_json
+from pretrainkit.config.run_file import read_run
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import RequestError
 
@@ -65,8 +65,8 @@ def against_experiment(run: ResolvedRun, folder: Path, other_folder: Path) -> di
 
     Raises RequestError when the other has no run.json or no records.
     """
-    from pretrainkit.run.folder import changes
     from pretrainkit.run.history import read_history
+    from pretrainkit.run.identity import changes
 
     other = read_run(other_folder / "run.json")
     rates = [read_history(path).tokens_per_second for path in (folder, other_folder)]
@@ -88,13 +88,13 @@ def against_experiment(run: ResolvedRun, folder: Path, other_folder: Path) -> di
             "ratio": own_tokens / own_rate / (other_tokens / other_rate),
         },
         "verdict": verdict(own_tokens / other_tokens, other_rate / own_rate),
-        "changed": {name: list(values) for name, values in changes(to_json(other), to_json(run)).items()},
+        "changed": {name: list(values) for name, values in changes(other, run).items()},
     }
 
 
 def tokens_of(run: ResolvedRun) -> float:
     """Tokens that a run trains on in all."""
-    return float(run.max_steps * run.config.training.global_batch_size * run.config.data.sequence_length)
+    return float(run.max_steps * run.tokens_per_step)
 
 
 def verdict(more_tokens: float, slower: float) -> str:
@@ -121,7 +121,7 @@ def agreement(experiment: Path | None, scratch: Path, windows: list[list[int]], 
     history = read_history(scratch)
     by_step = {point.step: point.tokens_per_second for point in history.steps}
     run = read_run(scratch / "run.json")
-    tokens = run.config.training.global_batch_size * run.config.data.sequence_length
+    tokens = run.tokens_per_step
     recorded = [
         sum(tokens / by_step[step] for step in range(first, first + count)) / count
         for first, count in windows

@@ -142,7 +142,7 @@ def _scratch_run(run: ResolvedRun, scratch: Path, changes: dict[str, Any]) -> Pa
         run.config, experiments_dir=str(scratch), experiment=folder.name, training=training, tracking=TrackingConfig()
     )
     changed = dataclasses.replace(
-        run, config=config, experiment_dir=str(folder), initial_checkpoint=None, max_steps=LONGEST_STEPS
+        run, config=config, experiment_dir=str(folder), initial_weights=None, max_steps=LONGEST_STEPS
     )
     folder.mkdir(parents=True)
     write_run(folder / "run.json", changed)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from pretrainkit.data.shards.urls import names_shards
 from pretrainkit.engine.loader_watchdog import Readers
 from pretrainkit.megatron import patches
 from pretrainkit.megatron.dataset import EpochDataset
+from pretrainkit.run.folder import RunFolder
 from pretrainkit.run.metrics import RunRecorder
 from pretrainkit.run.resume_plan import StartPlan
 
@@ -45,7 +45,7 @@ def data_module(
         reset_attention_mask=run.config.data.reset_attention_mask,
         eod_mask_loss=run.config.data.eod_mask_loss,
         # Megatron names its index after the settings, not the data: other data, other folder.
-        index_mapping_dir=str(Path(run.experiment_dir) / "index" / dataset.data_hash[:16]),
+        index_mapping_dir=str(RunFolder.of(run).dataset_index / dataset.data_hash[:16]),
     )
     if known != list(prefixes):
         data.build_kwargs["blend"] = [list(prefixes), list(dataset.weights) or None]

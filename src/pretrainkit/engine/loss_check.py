@@ -145,10 +145,10 @@ class Parity:
         self._skipped = ""
         if self._mode == OFF:
             self._skipped = "--start_parity off"
-        elif not run.hf_weights:
+        elif not (reference := _hf_weights(run)):
             self._skipped = "the Hugging Face weights that the checkpoint was made from are not at hand"
         elif rank == 0:
-            self._begin(Path(run.hf_weights))
+            self._begin(Path(reference))
 
     def _begin(self, folder: Path) -> None:
         """Let the Hugging Face model run, beside the loading of the Megatron model."""
@@ -198,7 +198,7 @@ class Parity:
 
         Through torch's key-value store: a collective's timeout, which is of minutes, doesn't count while one waits.
         """
-        if self._mode == OFF or not self._run.hf_weights:
+        if self._mode == OFF or not _hf_weights(self._run):
             return self._without(self._skipped)
         import torch.distributed.distributed_c10d as c10d
 
@@ -232,11 +232,15 @@ class RefusedWeights(CheckpointError):
     def __init__(self, verdict: Verdict, run: ResolvedRun) -> None:
         self.verdict = verdict
         super().__init__(
-            f"the loaded model is not that of {run.hf_weights}: {verdict}",
+            f"the loaded model is not that of {_hf_weights(run)}: {verdict}",
             needed="the same loss from both, before the first step",
             action="convert the model again; if --hf_model_id and --nemo_model are of two models, name the right one",
-            where=str(run.initial_checkpoint),
+            where=run.initial_weights.checkpoint if run.initial_weights else "",
         )
+
+
+def _hf_weights(run: ResolvedRun) -> str | None:
+    return run.initial_weights.hf_weights if run.initial_weights else None
 
 
 def begin(run: ResolvedRun, plan: StartPlan, *, rank: int) -> Parity | None:

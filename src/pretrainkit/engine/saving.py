@@ -39,6 +39,7 @@ from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.engine.save_failures import SaveFailure, failure_of
 from pretrainkit.logs import get_logger
 from pretrainkit.run import checkpoints
+from pretrainkit.run.folder import RunFolder
 from pretrainkit.units import format_duration, parse_duration
 
 _POLL_S = 0.05
@@ -86,8 +87,7 @@ class Saver:
         assert self.current is None
         if self._queue_start.is_alive():
             self._queue_start.join()
-        name = checkpoints.checkpoint_name(trainer.global_step)
-        folder = Path(self._run.experiment_dir) / checkpoints.CHECKPOINTS / name
+        folder = RunFolder.of(self._run).checkpoint(trainer.global_step)
         with self._kept():
             if trainer.is_global_zero:
                 shutil.rmtree(folder, ignore_errors=True)  # of an attempt that failed

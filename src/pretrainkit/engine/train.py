@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import logging as python_logging
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -52,6 +51,7 @@ from pretrainkit.megatron.model_config import precision_fields, recompute_fields
 from pretrainkit.models.flops import training_flops_per_token
 from pretrainkit.models.megatron_fields import nemo_config_fields
 from pretrainkit.run import restarts
+from pretrainkit.run.folder import RunFolder
 from pretrainkit.run.gpu_specs import peak_flops
 from pretrainkit.run.lr_schedule import schedule_of
 from pretrainkit.run.metrics import RunRecorder
@@ -71,7 +71,6 @@ def train(
     requests = requests or StopRequests()
     watch_forks()
     requests.limit_time(run.config.training.time_limit, run.config.training.time_margin)
-    experiment = Path(run.experiment_dir)
     nemo_logging.setLevel(python_logging.ERROR)
     if run.accelerator == "cpu":
         # NeMo asserts that CUDA is initialised, to move restored tensors between devices; there is one device.
@@ -100,7 +99,7 @@ def train(
             data=data_module(run, plan, prefixes, model.tokenizer),
             trainer=trainer,
             optim=_optimizer(run),
-            log=_logger(experiment),
+            log=_logger(RunFolder.of(run)),
             resume=_resume(plan),
         )
         if recorder and trainer.global_step < run.max_steps:
@@ -120,10 +119,10 @@ def train(
 
 def _recorder(run: ResolvedRun, plan: StartPlan, chosen: kernels.Kernels, requests: StopRequests) -> RunRecorder:
     """The records of this attempt, begun."""
-    experiment = Path(run.experiment_dir)
-    furthest = max((attempt.last_step for attempt in restarts.attempts(experiment / "metrics.jsonl")), default=0)
+    folder = RunFolder.of(run)
+    furthest = max((attempt.last_step for attempt in restarts.attempts(folder.metrics)), default=0)
     recorder = RunRecorder(
-        experiment / "metrics.jsonl",
+        folder.metrics,
         tokens_per_sample=run.config.data.sequence_length,
         samples_per_step=run.config.training.global_batch_size,
         flops_per_token=training_flops_per_token(run.model, run.config.data.sequence_length),
@@ -137,7 +136,7 @@ def _recorder(run: ResolvedRun, plan: StartPlan, chosen: kernels.Kernels, reques
     recorder.event("start", **plan.to_json(), world_size=run.world_size, kernels=used)
     requests.note_end_by(functools.partial(recorder.event, "stopped", step=plan.step))
     recorder.trackers = [
-        TensorBoard(experiment, plan.step),
+        TensorBoard(folder.path, plan.step),
         *open_trackers(run, first_step=plan.step, recorded_step=furthest),
     ]
     log.info("kernels: %s, attention %s", chosen, attention)
@@ -264,9 +263,9 @@ def _optimizer(run: ResolvedRun) -> nl.MegatronOptimizerModule:
     )
 
 
-def _logger(experiment: Path) -> nl.NeMoLogger:
+def _logger(folder: RunFolder) -> nl.NeMoLogger:
     return nl.NeMoLogger(
-        explicit_log_dir=str(experiment / "logs" / "nemo"),
+        explicit_log_dir=str(folder.logs / "nemo"),
         update_logger_directory=False,
         log_global_rank_0_only=True,
     )

@@ -15,6 +15,8 @@ from pretrainkit.jobs.job import Job
 from pretrainkit.jobs.scripts import CODE
 from pretrainkit.jobs.secrets import is_secret, passed_on
 from pretrainkit.jobs.submit import SECRETS
+from pretrainkit.run.checkpoints import newest_committed
+from pretrainkit.run.folder import RunFolder
 from pretrainkit.units import parse_duration
 
 NODE_MODULE = "pretrainkit.launch.node"
@@ -81,11 +83,11 @@ def check_environment(config: LaunchConfig) -> None:
 
 
 def needs_of(run: ResolvedRun) -> list[Path]:
-    """What a node of the run reads and writes."""
+    """What a node of the run reads and writes; initial weights, which may be missing later, only at the first start."""
     folders = [Path(run.experiment_dir), _with_blobs(Path(run.hf_folder))]
     folders += [Path(prefix).parent for prefix in run.dataset.prefixes if not is_url(prefix)]
-    if run.initial_checkpoint:
-        folders.append(Path(run.initial_checkpoint))
+    if run.initial_weights and not newest_committed(RunFolder.of(run).checkpoints):
+        folders.append(Path(run.initial_weights.checkpoint))
     if run.config.launch.cache_dir:
         folders.append(Path(os.path.expandvars(run.config.launch.cache_dir)).expanduser())
     return list(dict.fromkeys(folders))

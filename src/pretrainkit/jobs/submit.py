@@ -31,10 +31,10 @@ from pretrainkit.jobs.registry import SCHEDULERS, scheduler_of
 from pretrainkit.jobs.scheduler import Run
 from pretrainkit.jobs.secrets import write_secrets
 from pretrainkit.logs import get_logger
+from pretrainkit.run.folder import SOURCE_FILE
 
 RECORDS = "jobs.jsonl"
 SECRETS = "secrets.sh"
-SOURCE = "source.txt"
 
 log = get_logger(__name__)
 
@@ -126,7 +126,7 @@ def submit(
     run = scheduler.runner(job.config)
     # Rendering comes first: it finds what is wrong with the request before anything is written.
     parts = _parts(job)
-    texts = {**_inner_scripts(job), **{part.name: part.text for part in parts}, SOURCE: source_text}
+    texts = {**_inner_scripts(job), **{part.name: part.text for part in parts}, SOURCE_FILE: source_text}
     submitted: list[SubmittedJob] = []
     is_first = not job.folder.parent.exists()
     job.folder.mkdir(parents=True)

@@ -15,7 +15,7 @@ from pretrainkit.logs import get_logger
 from pretrainkit.machine import read_machine
 from pretrainkit.models.registry import read_shape
 from pretrainkit.run import initial_weights
-from pretrainkit.run.folder import begun_from
+from pretrainkit.run.folder import RunFolder
 
 log = get_logger(__name__)
 
@@ -67,19 +67,16 @@ def _add_dataset(config: RunConfig, facts: RunFacts) -> RunFacts:
 def _add_weights(config: RunConfig, facts: RunFacts) -> RunFacts:
     if config.nemo_model is None:
         return facts
-    experiment_dir = Path(facts.experiment_dir)
-    begun = begun_from(config.nemo_model, experiment_dir)
+    folder = RunFolder(Path(facts.experiment_dir))
+    recorded = initial_weights.of_resumed_run(config.nemo_model, folder)
+    hf_folder = Path(facts.hf_folder) if facts.hf_folder else None
     try:
-        initial = initial_weights.locate(config.nemo_model, experiment_dir.parent)
+        located = initial_weights.locate(config.nemo_model, folder.path.parent, hf_folder=hf_folder)
     except RequestError as problem:
-        if begun is None:
+        if recorded is None:
             raise
-        log.warning("%s: this run began from it, and having checkpoints doesn't need it any more", problem.found)
-        return dataclasses.replace(facts, initial_checkpoint=begun.initial_checkpoint, hf_weights=begun.hf_weights)
-    if facts.model:
-        initial_weights.check_shape(initial, facts.model)
-    source = initial_weights.hf_weights(initial, Path(facts.hf_folder)) if facts.hf_folder else None
-    known = begun.hf_weights if begun else None
-    return dataclasses.replace(
-        facts, initial_checkpoint=str(initial.checkpoint), hf_weights=str(source) if source else known
-    )
+        log.warning("%s: the run started from it, and continues from its own checkpoint without it", problem.found)
+    else:
+        if facts.model:
+            initial_weights.check_shape(located, facts.model)
+    return dataclasses.replace(facts, initial_weights=recorded or located)

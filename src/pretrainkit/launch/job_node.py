@@ -23,12 +23,12 @@ from pretrainkit.jobs.rendezvous import BAD_NODE_ACTION, Endpoint, HeadInfo, Ren
 from pretrainkit.jobs.sge import visible_gpus
 from pretrainkit.jobs.slurm import expand_counts
 from pretrainkit.launch import agent
-from pretrainkit.launch.supervise import NODE_LOG, GracefulStop, redirect_output, supervise
+from pretrainkit.launch.supervise import GracefulStop, redirect_output, supervise
 from pretrainkit.machine import count_cpus
 from pretrainkit.preflight.cluster import check_connections
 from pretrainkit.preflight.node import NodeCheckRequest, check_node
-from pretrainkit.run import folder as experiment
-from pretrainkit.run.outcome import FILE_NAME as OUTCOME
+from pretrainkit.run.checkpoints import newest_committed
+from pretrainkit.run.folder import JOB_FILE, NODE_LOG, OUTCOME_FILE, RANKS_LOCK, SOURCE_FILE, RunFolder, locked
 from pretrainkit.run.outcome import Outcome, read_outcome, write_outcome
 
 NODE_VARIABLE = "PRETRAINKIT_NODE"
@@ -40,8 +40,6 @@ LOG_VARIABLE = "PRETRAINKIT_LOG"
 """The job's log file."""
 CONTINUES_VARIABLE = "PRETRAINKIT_CONTINUES"
 """1 in a job that only goes on where a predecessor's time was over."""
-JOB_FILE = "job.json"
-"""File of an attempt that says which job it belongs to, and at which checkpoint it began."""
 MAX_IDLE_JOBS = 3
 """Jobs in a row without a new checkpoint before a chain ends: the bound of --restart_limit."""
 NODES_FOLDER = "nodes"
@@ -60,7 +58,7 @@ def run_in_job(arguments: argparse.Namespace, stop: GracefulStop) -> int:
     if not nodes.is_head:
         return _run_other(arguments, stop, nodes)
     try:
-        with experiment.locked(arguments.experiment_dir, experiment.RANKS_LOCK):
+        with locked(RunFolder(arguments.experiment_dir), RANKS_LOCK):
             return _run_head(arguments, stop, nodes)
     except PretrainkitError as error:
         nodes.report_failure()
@@ -69,12 +67,12 @@ def run_in_job(arguments: argparse.Namespace, stop: GracefulStop) -> int:
 
 
 def _run_head(arguments: argparse.Namespace, stop: GracefulStop, nodes: Rendezvous) -> int:
-    if refusal := _end_of_chain(arguments.experiment_dir):
+    if refusal := _end_of_chain(RunFolder(arguments.experiment_dir)):
         nodes.publish(refusal)
         log.warning("%s", refusal.refused)
         return refusal.exit_code
     hosts = _check_allocation(arguments)
-    log_dir = _new_attempt(arguments.experiment_dir, arguments.job_dir)
+    log_dir = _new_attempt(RunFolder(arguments.experiment_dir), arguments.job_dir)
     store = rendezvous.open_store()  # open until all ranks have ended
     endpoint = Endpoint(own_address(list(hosts[:1])), store.port, 0, arguments.num_nodes)
     nodes.publish(HeadInfo(endpoint.address, endpoint.port, str(log_dir)))
@@ -178,10 +176,11 @@ def _run_ranks(
     return nodes.agree_on_outcome()
 
 
-def _end_of_chain(experiment_dir: Path) -> HeadInfo | None:
+def _end_of_chain(folder: RunFolder) -> HeadInfo | None:
     """Why a job that only continues has nothing to do: its predecessor finished or failed. None: it goes on."""
-    last = experiment.newest_attempt(experiment_dir)
-    if os.environ.get(CONTINUES_VARIABLE) != "1" or last is None or not (last / OUTCOME).is_file():
+    attempts = folder.attempt_folders()
+    last = attempts[-1] if attempts else None
+    if os.environ.get(CONTINUES_VARIABLE) != "1" or last is None or not (last / OUTCOME_FILE).is_file():
         return None  # without an outcome the predecessor was killed: go on from its last checkpoint
     outcome = read_outcome(last)
     if outcome.exit_code == EXIT_DONE:
@@ -190,8 +189,8 @@ def _end_of_chain(experiment_dir: Path) -> HeadInfo | None:
         return HeadInfo(
             refused=f"the run failed ({last}: {outcome.reason}): this job ends", exit_code=outcome.exit_code
         )
-    starts = [_checkpoint_of(folder) for folder in experiment.attempts(experiment_dir)[-MAX_IDLE_JOBS:]]
-    if len(starts) < MAX_IDLE_JOBS or set(starts) != {_newest_checkpoint(experiment_dir)}:
+    starts = [_checkpoint_of(attempt) for attempt in attempts[-MAX_IDLE_JOBS:]]
+    if len(starts) < MAX_IDLE_JOBS or set(starts) != {_newest_checkpoint(folder)}:
         return None
     return HeadInfo(
         refused=f"{MAX_IDLE_JOBS} jobs in a row ended without a new checkpoint: from start to --time_margin before "
@@ -207,9 +206,10 @@ def _checkpoint_of(attempt: Path) -> str | None:
         return None
 
 
-def _newest_checkpoint(experiment_dir: Path) -> str:
-    """Name of the newest checkpoint's folder, '' before the first; only for noticing a new one."""
-    return max((path.name for path in (experiment_dir / experiment.CHECKPOINTS).glob("step_*")), default="")
+def _newest_checkpoint(folder: RunFolder) -> str:
+    """Name of the newest checkpoint's folder, '' before the first."""
+    newest = newest_committed(folder.checkpoints)
+    return newest.name if newest else ""
 
 
 def _check_allocation(arguments: argparse.Namespace) -> tuple[str, ...]:
@@ -241,17 +241,17 @@ def _check_allocation(arguments: argparse.Namespace) -> tuple[str, ...]:
     return found.hosts
 
 
-def _new_attempt(experiment_dir: Path, job_dir: Path) -> Path:
+def _new_attempt(folder: RunFolder, job_dir: Path) -> Path:
     """The folder of the attempt's logs, with run.json, source.txt and the job that it belongs to."""
-    _, log_dir = experiment.new_attempt(experiment_dir)
-    for source in (experiment_dir / experiment.RUN_FILE, job_dir / "source.txt"):
+    log_dir = folder.new_attempt_folder()
+    for source in (folder.run_file, job_dir / SOURCE_FILE):
         if source.is_file():
             shutil.copyfile(source, log_dir / source.name)
     job = {
         "job_id": os.environ.get(JOB_VARIABLE),
         "log": os.environ.get(LOG_VARIABLE),
         "job_dir": str(job_dir),
-        "checkpoint": _newest_checkpoint(experiment_dir),
+        "checkpoint": _newest_checkpoint(folder),
     }
     files.write_json(log_dir / JOB_FILE, job)
     return log_dir

@@ -21,8 +21,9 @@ from pretrainkit.errors import EXIT_STOPPED_AFTER_SAVING
 from pretrainkit.imports import heavy_imports
 from pretrainkit.jobs.secrets import passed_on
 from pretrainkit.launch.plan import LaunchPlan
-from pretrainkit.launch.supervise import GRACE_S, KILL_SIGNAL, PID_FILE, GracefulStop, adopt_orphans, kill_descendants
+from pretrainkit.launch.supervise import GRACE_S, KILL_SIGNAL, GracefulStop, adopt_orphans, kill_descendants
 from pretrainkit.logs import get_logger
+from pretrainkit.run.folder import PID_FILE
 from pretrainkit.run.outcome import Outcome, read_outcome
 from pretrainkit.signals import STOP_SIGNALS
 

@@ -22,14 +22,12 @@ from pretrainkit.jobs.rendezvous import Endpoint, open_store
 from pretrainkit.launch.agent import Agent
 from pretrainkit.launch.supervise import (
     KILL_SIGNAL,
-    NODE_LOG,
-    PID_FILE,
     GracefulStop,
     adopt_orphans,
     redirect_output,
     supervise,
 )
-from pretrainkit.run.folder import RANKS_LOCK, locked
+from pretrainkit.run.folder import NODE_LOG, PID_FILE, RANKS_LOCK, RunFolder, locked
 from pretrainkit.run.outcome import write_outcome
 from pretrainkit.signals import STOP_SIGNALS
 
@@ -63,7 +61,7 @@ def _run(arguments: argparse.Namespace, stop: GracefulStop) -> int:
     redirect_output(arguments.log_dir / NODE_LOG)
     logs.configure()
     (arguments.log_dir / PID_FILE).write_text(f"{os.getpid()}\n")
-    with locked(arguments.experiment_dir, RANKS_LOCK):
+    with locked(RunFolder(arguments.experiment_dir), RANKS_LOCK):
         store = open_store()
         agent = Agent(arguments.ranks, arguments.log_dir, arguments.command, Endpoint("localhost", store.port))
         outcome = supervise(agent, stop)

@@ -1,10 +1,12 @@
-"""From a request to a started run: gather, check, resolve, write, start."""
+"""From a request to a started run: gather, check, resolve, write, start; --dry_run and --plan stop earlier."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from pretrainkit import files
@@ -16,23 +18,27 @@ from pretrainkit.errors import EXIT_DONE, EXIT_STOPPED_AFTER_SAVING, RequestErro
 from pretrainkit.jobs.container import Container, container_of
 from pretrainkit.jobs.follow import Follower
 from pretrainkit.jobs.run_job import check_environment, needs_of
-from pretrainkit.jobs.start_job import as_read, planned_job, provide_weights, start_job
+from pretrainkit.jobs.start_job import planned_job, start_job
 from pretrainkit.jobs.submit import describe as describe_job
 from pretrainkit.launch.agent import rank_log_names
 from pretrainkit.launch.inputs import gather
 from pretrainkit.launch.plan import LaunchPlan, plan_launch
-from pretrainkit.launch.summary import summarize
-from pretrainkit.launch.supervise import GRACE_S, NODE_LOG
+from pretrainkit.launch.summary import summarize, summarize_estimates
+from pretrainkit.launch.supervise import GRACE_S
 from pretrainkit.logs import get_logger, masked
 from pretrainkit.machine import count_cpus
-from pretrainkit.run.folder import LAUNCHER_LOCK, RUN_FILE, locked, new_attempt, wait_for_ranks, write_run_file
+from pretrainkit.run import initial_weights
+from pretrainkit.run.folder import LAUNCHER_LOCK, NODE_LOG, RUN_FILE, SOURCE_FILE, RunFolder, locked, wait_for_ranks
+from pretrainkit.run.identity import changes_since_last_start, write_run_file
+from pretrainkit.run.resource_plan import finalize_run, plan_memory
+from pretrainkit.run.resume_plan import plan_start
 from pretrainkit.run.source import describe
 
 log = get_logger(__name__)
 
 
 def resolve_request(config: RunConfig) -> ResolvedRun:
-    """The resolved run of a request. Raises RequestError that tells everything that is wrong with it."""
+    """The resolved run of a request. Raises RequestError with everything that is wrong with it."""
     facts, problems = gather(config)
     problems = [*problems, *problems_of(config, facts)]
     if problems:
@@ -43,64 +49,69 @@ def resolve_request(config: RunConfig) -> ResolvedRun:
     return run
 
 
-def start(
-    config: RunConfig,
-    *,
-    train_script: Path,
-    command_line: Sequence[str],
-    check: Callable[[ResolvedRun], ResolvedRun],
-    follow: bool = False,
-) -> int:
-    """Start the run that is asked for, or continue it.
+def start(config: RunConfig, *, train_script: Path, command_line: Sequence[str], follow: bool = False) -> int:
+    """Start the run that is asked for, or continue it; gives the exit code.
 
     On this machine it waits for the end, and the exit code is that of the ranks. A scheduler's job is submitted, and
-    waited for where `follow` asks for it. `check` looks at the run and its checkpoints before anything is written,
-    raises what its ranks would raise, and gives the run as it will start.
+    waited for with `follow`. What the ranks would raise for the run and its checkpoints is raised before anything is
+    written.
     """
     run = resolve_request(config)
-    experiment_dir = Path(run.experiment_dir)
     if config.launch.is_scheduled:
-        return start_job(run, train_script=train_script, command_line=command_line, check=check, follow=follow)
-    container = _container(run, train_script)
-    with locked(experiment_dir, LAUNCHER_LOCK):
-        wait_for_ranks(experiment_dir, longest_s=GRACE_S)
-        run = check(run)
-        provide_weights(run)
+        return start_job(run, train_script=train_script, command_line=command_line, follow=follow)
+    folder, container = RunFolder.of(run), _container(run, train_script)
+    with locked(folder, LAUNCHER_LOCK):
+        wait_for_ranks(folder, longest_s=GRACE_S)
+        run = finalize_run(run)
+        initial_weights.provide_for(run)
         run_file = write_run_file(run)
-        number, log_dir = new_attempt(experiment_dir)
+        log_dir = folder.new_attempt_folder()
         source = describe(run, command_line)
-        for folder in (experiment_dir, log_dir):
-            files.write_text(folder / "source.txt", source)
+        for place in (folder.path, log_dir):
+            files.write_text(place / SOURCE_FILE, source)
         files.write_text(log_dir / RUN_FILE, run_file.read_text(encoding="utf-8"))
-        plan = _plan(run, run_file, log_dir, train_script, container)
-        log.info("experiment %s, attempt %d, logs in %s", config.experiment, number, log_dir)
-        return _follow(plan)
+        log.info("experiment %s, logs in %s", config.experiment, log_dir)
+        return run_attempt(_plan(run, run_file, log_dir, train_script, container))
 
 
-def dry_run(config: RunConfig, *, train_script: Path, check: Callable[[ResolvedRun], ResolvedRun]) -> int:
-    """Do all of a start but the conversion and the start: print the run, its file, and the command or scripts."""
+def dry_run(config: RunConfig, *, train_script: Path) -> int:
+    """Do everything but the conversion and the start: print the run, its file, and the command or scripts."""
     run = resolve_request(config)
-    experiment_dir = Path(run.experiment_dir)
-    is_scheduled = config.launch.is_scheduled
-    job = planned_job(run, train_script) if is_scheduled else None
-    container = None if is_scheduled else _container(run, train_script)
-    with locked(experiment_dir, LAUNCHER_LOCK):
-        run = check(run)
+    folder = RunFolder.of(run)
+    job = planned_job(run, train_script) if config.launch.is_scheduled else None
+    container = None if job else _container(run, train_script)
+    with locked(folder, LAUNCHER_LOCK):
+        run = finalize_run(run)
         run_file = write_run_file(run, is_dry=True)
     print(summarize(run))
     print(f"run file   {run_file}")
     if job is not None:
         print(f"\n{describe_job(job)}")
         return EXIT_DONE
-    plan = _plan(run, run_file, experiment_dir / "logs" / "attempt_N", train_script, container)
+    plan = _plan(run, run_file, folder.logs / "attempt_N", train_script, container)
     print(f"command    {shlex.join(plan.node_command)}")
+    return EXIT_DONE
+
+
+def print_plan(config: RunConfig, *, as_json: bool) -> int:
+    """Print what a start would do, change and need. The exit code is 0 only when a start would go on to train."""
+    run = plan_memory(resolve_request(config), refuse=False)
+    plan, changes = plan_start(run), changes_since_last_start(run)
+    if as_json:
+        estimates = dataclasses.asdict(run.estimates) if run.estimates else None
+        print(json.dumps({**plan.to_json(), "changes": changes, "estimates": estimates}, indent=2))
+    else:
+        print(plan.describe())
+        print("\n".join(f"changed    {name}: {old} -> {new}" for name, (old, new) in changes.items()) or "changed    -")
+        print(summarize_estimates(run))
+    finalize_run(run)
     return EXIT_DONE
 
 
 def _container(run: ResolvedRun, train_script: Path) -> Container | None:
     """The container of a local run. Raises RequestError for what it can't have."""
     check_environment(run.config.launch)
-    needs = [train_script.resolve().parents[1], *needs_of(as_read(run))]
+    needs = [train_script.resolve().parents[1], *needs_of(run)]
     return container_of(run.config.launch, needs=needs, on_gpu=run.accelerator == "gpu")
 
 
@@ -117,11 +128,12 @@ def _plan(
     )
 
 
-def _follow(plan: LaunchPlan) -> int:
+def run_attempt(plan: LaunchPlan) -> int:
+    """Run an attempt on this machine to its end, with its output on the terminal."""
     from pretrainkit.launch.local import run_local
 
-    followed = [plan.log_dir / name for name in (NODE_LOG, *rank_log_names(0))]
-    with Follower(followed, sys.stderr.buffer):
+    shown = [plan.log_dir / name for name in (NODE_LOG, *rank_log_names(0))]
+    with Follower(shown, sys.stderr.buffer):
         outcome = run_local(plan)
     if outcome.exit_code == EXIT_DONE:
         log.info("done: %s", plan.experiment_dir)

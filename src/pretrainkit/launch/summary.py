@@ -21,14 +21,14 @@ def summarize(run: ResolvedRun) -> str:
         f"{model.num_attention_heads} heads ({model.num_query_groups} key/value), "
         f"vocabulary {model.vocab_size} padded to {run.padded_vocab_size}",
         "tokenizer": run.hf_folder,
-        "weights": run.initial_checkpoint or "random",
+        "weights": run.initial_weights.checkpoint if run.initial_weights else "random",
         "data": f"{format_count(run.dataset.num_tokens)} tokens, {format_count(run.dataset.num_documents)} documents, "
         f"split {config.data.split}, sequences of {config.data.sequence_length}",
         "ranks": f"{run.world_size} ({run.accelerator}, {run.precision}) = TP {parallel.tensor_model_parallel_size}"
         f"{' with sequence parallel' if run.sequence_parallel else ''} x PP {parallel.pipeline_model_parallel_size}"
         f" x CP {parallel.context_parallel_size} x DP {run.data_parallel_size}",
         "batch": f"{training.global_batch_size} samples a step, {training.micro_batch_size} a forward pass, "
-        f"{format_count(training.global_batch_size * config.data.sequence_length)} tokens a step",
+        f"{format_count(run.tokens_per_step)} tokens a step",
         "steps": f"{run.max_steps}, a checkpoint every {training.save_interval}; evaluation {evaluation}",
         "optimizer": f"lr {optimizer.lr:g} -> {run.min_lr:g} {optimizer.lr_schedule}, warm-up {run.lr_warmup_steps}, "
         f"decay to step {run.lr_decay_steps}, weight decay {optimizer.weight_decay:g}, clip {optimizer.clip_grad:g}",
@@ -63,10 +63,9 @@ def summarize_estimates(run: ResolvedRun) -> str:
     if estimates.step_time_s is None or estimates.mfu is None or estimates.gpu_hours is None:
         lines["time"] = "no estimate for this card and precision"
     else:
-        tokens = run.config.training.global_batch_size * run.config.data.sequence_length
         lines["time"] = (
-            f"{format_duration(estimates.step_time_s)} a step, {format_count(tokens / estimates.step_time_s)} "
-            f"tokens/s, {estimates.gpu_hours:.0f} GPU-hours in all, at an assumed "
-            f"MFU of {estimates.mfu:.0%} (docs/pretrain.md)"
+            f"{format_duration(estimates.step_time_s)} a step, "
+            f"{format_count(run.tokens_per_step / estimates.step_time_s)} tokens/s, {estimates.gpu_hours:.0f} "
+            f"GPU-hours in all, at an assumed MFU of {estimates.mfu:.0%} (docs/pretrain.md)"
         )
     return "\n".join(f"{name:<10} {value}" for name, value in lines.items())

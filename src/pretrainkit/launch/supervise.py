@@ -26,8 +26,6 @@ from pretrainkit.launch.agent import Agent
 from pretrainkit.run.outcome import Outcome
 from pretrainkit.signals import STOP_SIGNALS
 
-PID_FILE = "node.pid"
-NODE_LOG = "node.log"
 GRACE_S = 1800
 """Longest wait for ranks to save and end after a signal (assumed: a large model on a slow file system)."""
 KILL_SIGNAL = signal.SIGQUIT

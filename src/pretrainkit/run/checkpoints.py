@@ -1,13 +1,12 @@
 """Which checkpoint a start continues from, decided from the files alone.
 
-A checkpoint is a folder `step_<n>` below an experiment's `checkpoints/`. Its commit mark, `complete.json`, is
-written last, by rename, and lists every file with its size; a folder without a mark, or one that contradicts
-it, is not a checkpoint.
+The commit mark of a checkpoint is written last, by rename, and lists every file with its size; a folder without a
+mark, or whose files contradict it, is not a checkpoint.
 """
 
 from __future__ import annotations
 
-import shutil
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,25 +15,21 @@ from typing import Any
 from pretrainkit import files
 from pretrainkit.errors import CheckpointError
 from pretrainkit.logs import get_logger
+from pretrainkit.run.folder import COMMIT_MARK, checkpoint_name, step_of
 
-CHECKPOINTS = "checkpoints"
-"""Folder of an experiment's checkpoints."""
-BEGIN_ANEW = "to begin anew move the experiment's folder away, or take another --experiment"
+START_OVER = "to start over, move the experiment's folder away or choose another --experiment"
 """What can be done where a run is lost."""
-COMMIT_MARK = "complete.json"
 DATA = "dataset"
-"""Of a commit mark: which data the attempt that saved it learnt (`pretrainkit.run.folder` reads it)."""
-INCOMPLETE_SUFFIX = ".incomplete"
-EXPIRED_SUFFIX = ".expired"
+"""In a commit mark: which data the attempt that saved it was trained on."""
 SMALLER_SUFFIX = ".smaller"
-"""Of a checkpoint that is to replace the one whose name it has."""
-MIN_KEPT = 2
-"""Complete checkpoints that are never removed: should the newest turn out bad, there is another."""
-_PREFIX = "step_"
+"""Of a checkpoint that is to replace the one whose name it has (`pretrainkit.run.retention`)."""
+EXPIRED_SUFFIX = ".expired"
+"""Of a checkpoint that is being removed."""
+_INCOMPLETE_SUFFIX = ".incomplete"
 _STATE = b"optimizer.state."
-"""How names of the optimizer's tensors begin."""
+"""Prefix of the names of the optimizer's tensors."""
 _LAYOUTS = {"distributed": _STATE + b"param.", "bf16": _STATE + b"fp32_param."}
-"""What Megatron's optimizers call the fp32 weights that they keep; without the distributed one, fp32 training keeps
+"""Names of the fp32 weights that Megatron's optimizers keep; fp32 training without the distributed optimizer keeps
 none."""
 
 log = get_logger(__name__)
@@ -50,19 +45,14 @@ class Checkpoint:
     consumed_samples: int
     """Training samples used so far; the next step reads on from there."""
     global_batch_size: int | None = None
-    """Of the attempt that saved it; None where its mark doesn't tell."""
+    """Batch size of the attempt that saved it; None in marks of older versions."""
     optimizer_was_reset: bool = False
     """Whether that attempt was asked to drop the optimizer's moments, and has done so."""
     has_optimizer_state: bool = True
-    """False when its optimizer state was left out to save room; see the function of this name."""
+    """False when its optimizer state was stripped; `optimizer_layout` also finds those saved without one."""
     num_bytes: int = field(default=0, compare=False)
     data: Mapping[str, Any] | None = field(default=None, compare=False)
-    """What run.json of that attempt said of the data, where --allow_data_change lets it change; None in older marks."""
-
-
-def checkpoint_name(step: int) -> str:
-    """The folder's name for a checkpoint after `step` optimizer steps."""
-    return f"{_PREFIX}{step:08d}"
+    """The fields of `DatasetFacts` that --allow_data_change lets change; None in marks of older versions."""
 
 
 def commit(
@@ -129,14 +119,9 @@ def read(folder: Path) -> Checkpoint:
     return checkpoint
 
 
-def has_optimizer_state(checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint holds the optimizer's moments."""
-    return optimizer_layout(checkpoint) is not None
-
-
 def optimizer_layout(checkpoint: Checkpoint) -> str | None:
-    """Whose optimizer state a checkpoint holds, which no other kind can read: `distributed`, or of bf16 or fp32
-    training without it; None: none. The names of its tensors, which stand in its index, tell.
+    """Whose optimizer state a checkpoint holds, which no other optimizer can read: `distributed`, or `bf16` or `fp32`
+    training without the distributed optimizer; None: it holds none. Inferred from the tensor names in the index.
     """
     if not checkpoint.has_optimizer_state:
         return None
@@ -146,110 +131,75 @@ def optimizer_layout(checkpoint: Checkpoint) -> str | None:
     return next((layout for layout, name in _LAYOUTS.items() if name in index), "fp32")
 
 
+def newest_committed(checkpoints: Path) -> Path | None:
+    """The newest folder with a commit mark; whether its files are intact is checked by `newest_complete`."""
+    return max((path for path in checkpoint_folders(checkpoints) if (path / COMMIT_MARK).is_file()), default=None)
+
+
 def newest_complete(checkpoints: Path) -> Checkpoint | None:
     """The checkpoint to continue from, or None when the run has not saved yet.
 
-    Incomplete folders newer than it are passed over with a warning. When checkpoints were complete once, put aside
-    since or not, and none is now, CheckpointError: starting afresh over them would lose the run without a word.
+    Incomplete folders newer than it are skipped with a warning. Where checkpoints were complete once, quarantined
+    since or not, and none is now, it raises CheckpointError: starting over would silently discard the run.
     """
     problems = []
-    for folder in sorted(_folders(checkpoints), reverse=True):
+    for folder in reversed(checkpoint_folders(checkpoints)):
         try:
-            checkpoint = read(folder)
+            return read(folder)
         except CheckpointError as problem:
             problems.append(problem)
-            log.warning("passing over an incomplete checkpoint: %s", problem)
-        else:
-            return checkpoint
-    # One folder without a mark was being written when the run died: nothing counted on it yet.
-    marked = {mark.parent.name for mark in checkpoints.glob(f"{_PREFIX}*/{COMMIT_MARK}")}
+            log.warning("skipping an incomplete checkpoint: %s", problem)
+    # One folder without a mark was being written when the run was killed: nothing depended on it yet.
+    marked = {mark.parent.name for mark in checkpoints.glob(f"*/{COMMIT_MARK}")}
     lost = {name for name in marked if not name.endswith(EXPIRED_SUFFIX)}
     if lost or len(problems) > 1:
-        number = len(lost | {folder.name for folder in _folders(checkpoints)})
+        number = len(lost | {folder.name for folder in checkpoint_folders(checkpoints)})
         raise CheckpointError(
             f"none of {number} checkpoints is complete; the newest: {problems[0] if problems else max(lost)}",
             needed="at least one complete checkpoint to continue from",
-            action=f"restore one from a backup; {BEGIN_ANEW}",
+            action=f"restore one from a backup; {START_OVER}",
             where=str(checkpoints),
         )
     return None
 
 
-def has_begun_saving(checkpoints: Path) -> bool:
-    """Whether there is a checkpoint, complete or not."""
-    return bool(_folders(checkpoints))
-
-
-def quarantine_incomplete(checkpoints: Path) -> list[Path]:
-    """Rename incomplete checkpoint folders, so that they are neither loaded nor in the way of new ones."""
-    moved = []
-    for folder in _folders(checkpoints):
-        try:
-            read(folder)
-        except CheckpointError:
-            target = folder.with_name(folder.name + INCOMPLETE_SUFFIX)
-            number = 1
-            while target.exists():
-                number += 1
-                target = folder.with_name(f"{folder.name}{INCOMPLETE_SUFFIX}{number}")
-            folder.rename(target)
-            moved.append(target)
-    return moved
-
-
 def all_complete(checkpoints: Path) -> list[Checkpoint]:
-    """Every complete checkpoint, oldest first; others are passed over: quarantine is a start's business."""
+    """Every complete checkpoint, oldest first; incomplete ones are skipped, a start quarantines them."""
     complete = []
-    for folder in sorted(_folders(checkpoints)):
-        try:
+    for folder in checkpoint_folders(checkpoints):
+        with contextlib.suppress(CheckpointError):
             complete.append(read(folder))
-        except CheckpointError:
-            continue
     return complete
 
 
-def expired(checkpoints: Path, *, keep_last: int | None, keep_every: int | None) -> list[Checkpoint]:
-    """The complete checkpoints that a run need not keep, oldest first.
-
-    Kept are the newest `keep_last` (at least MIN_KEPT; None: all), and for ever those whose step is a multiple
-    of `keep_every`.
-    """
-    if keep_last is None:
-        return []
-    old = all_complete(checkpoints)[: -max(keep_last, MIN_KEPT)]
-    return [checkpoint for checkpoint in old if not keep_every or checkpoint.step % keep_every]
+def saved_data(checkpoints: Path) -> dict[str, Any]:
+    """Fields of `DatasetFacts` in the newest commit mark: the data it was trained on. Marks of older versions have
+    none."""
+    newest = newest_committed(checkpoints)
+    try:
+        return dict(files.read_json(newest / COMMIT_MARK)[DATA]) if newest else {}
+    except (OSError, ValueError, LookupError, TypeError):
+        return {}
 
 
-def remove(checkpoint: Checkpoint) -> None:
-    """Remove a checkpoint, so that a kill in between leaves nothing that looks like one."""
-    doomed = checkpoint.path.with_name(checkpoint.path.name + EXPIRED_SUFFIX)
-    checkpoint.path.rename(doomed)
-    shutil.rmtree(doomed)
+def checkpoint_folders(checkpoints: Path) -> list[Path]:
+    """The folders of all checkpoints, complete or not, oldest first."""
+    return sorted(path for path in checkpoints.glob("*") if path.is_dir() and step_of(path) is not None)
 
 
-def replace(checkpoint: Checkpoint, other: Path) -> None:
-    """Let another complete folder, named as the checkpoint with SMALLER_SUFFIX, take its place."""
-    doomed = checkpoint.path.with_name(checkpoint.path.name + EXPIRED_SUFFIX)
-    checkpoint.path.rename(doomed)
-    other.rename(checkpoint.path)
-    files.fsync_path(checkpoint.path.parent)
-    shutil.rmtree(doomed)
-
-
-def remove_leftovers(checkpoints: Path) -> None:
-    """Finish removals and replacements that a kill cut short."""
-    for smaller in checkpoints.glob(f"{_PREFIX}*{SMALLER_SUFFIX}"):
-        place = smaller.with_name(smaller.name.removesuffix(SMALLER_SUFFIX))
-        if place.exists():
-            shutil.rmtree(smaller)
-        else:
-            smaller.rename(place)
-    for doomed in checkpoints.glob(f"{_PREFIX}*{EXPIRED_SUFFIX}"):
-        shutil.rmtree(doomed)
-
-
-def _folders(checkpoints: Path) -> list[Path]:
-    return [path for path in checkpoints.glob(f"{_PREFIX}*") if path.is_dir() and path.name[len(_PREFIX) :].isdigit()]
+def quarantine_incomplete(checkpoints: Path) -> list[Path]:
+    """Rename incomplete checkpoints, so that they are not loaded nor in the way of new ones; gives the new paths."""
+    moved = []
+    for folder in checkpoint_folders(checkpoints):
+        try:
+            read(folder)
+        except CheckpointError:
+            target, number = folder.with_name(folder.name + _INCOMPLETE_SUFFIX), 1
+            while target.exists():
+                number += 1
+                target = folder.with_name(f"{folder.name}{_INCOMPLETE_SUFFIX}{number}")
+            moved.append(folder.rename(target))
+    return moved
 
 
 def _files(folder: Path) -> list[Path]:

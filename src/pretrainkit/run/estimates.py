@@ -113,10 +113,7 @@ def _stage_bytes(run: ResolvedRun, implementation: Implementation, *, is_first: 
     weights = on_rank * ((6 + 12 / shards) if bf16 else (8 + 8 / shards))
 
     element, tokens = 2 if bf16 else 4, _tokens(run)
-    micro_batches = run.config.training.global_batch_size // (
-        run.config.training.micro_batch_size * run.data_parallel_size
-    )
-    in_flight = min(stages, micro_batches) if is_first else 1
+    in_flight = min(stages, run.num_microbatches) if is_first else 1
     kept, transient = _kept_elements(run, implementation, layers)
     activations = in_flight * kept * tokens * element
     logits_of = LOGITS_BYTES["fused" if implementation.fused_cross_entropy else "plain"] * (1 if bf16 else 2)
@@ -168,7 +165,7 @@ def _speed(run: ResolvedRun, implementation: Implementation) -> tuple[float | No
     peak = peak_flops(run.gpu_name) if run.gpu_name else None
     if peak is None or run.precision != "bf16":
         return None, None
-    parallel, training, shape = run.config.parallel, run.config.training, run.model
+    parallel, shape = run.config.parallel, run.model
     work = layer_parameters(shape) / parallel.tensor_model_parallel_size * _tokens(run)
     mfu = MFU[implementation.layers][sum(work > bound for bound in WORK)]
     if parallel.tensor_model_parallel_size * parallel.context_parallel_size > 1:
@@ -176,11 +173,10 @@ def _speed(run: ResolvedRun, implementation: Implementation) -> tuple[float | No
     if run.data_parallel_size > 1:
         mfu *= DATA_PARALLEL_SHARE
     stages = parallel.pipeline_model_parallel_size
-    micro_batches = training.global_batch_size // (training.micro_batch_size * run.data_parallel_size)
-    mfu *= micro_batches / (micro_batches + stages - 1)  # stages that wait at the step's beginning and end
+    mfu *= run.num_microbatches / (run.num_microbatches + stages - 1)  # the pipeline bubble
     mfu /= 1 + _share_computed_again(run) / 3  # a forward pass is a third of a step
     length = run.config.data.sequence_length
-    flops = training_flops_per_token(shape, length) * length * training.global_batch_size
+    flops = training_flops_per_token(shape, length) * run.tokens_per_step
     return mfu, flops / (run.world_size * peak * mfu)
 
 

@@ -10,8 +10,9 @@ from typing import Any
 
 from pretrainkit import files
 from pretrainkit.errors import CheckpointError, RequestError
-from pretrainkit.run import checkpoints as resume
 from pretrainkit.run import restarts
+from pretrainkit.run.checkpoints import Checkpoint, all_complete, newest_complete, optimizer_layout
+from pretrainkit.run.folder import OUTCOME_FILE, RunFolder
 from pretrainkit.units import format_count
 
 RATE_STEPS = 100
@@ -190,13 +191,13 @@ def read_history(experiment: Path) -> History:
     trained = [record for record in records if record.keys() >= _STEP_FIELDS and "event" not in record]
     by_step = {record["step"]: record for record in trained}
     validation = {record["step"]: record["val_loss"] for record in records if record.keys() >= {"step", "val_loss"}}
-    checkpoints = experiment / resume.CHECKPOINTS
+    checkpoints = RunFolder(experiment).checkpoints
     newest, problem = None, ""
     try:
-        newest = resume.newest_complete(checkpoints)
+        newest = newest_complete(checkpoints)
     except CheckpointError as error:
         problem = str(error)
-    complete = resume.all_complete(checkpoints)
+    complete = all_complete(checkpoints)
     return History(
         experiment=str(experiment),
         max_steps=_max_steps(experiment),
@@ -229,9 +230,9 @@ def read_history(experiment: Path) -> History:
     )
 
 
-def _has_optimizer_state(checkpoint: resume.Checkpoint) -> bool:
+def _has_optimizer_state(checkpoint: Checkpoint) -> bool:
     try:
-        return resume.has_optimizer_state(checkpoint)
+        return optimizer_layout(checkpoint) is not None
     except OSError:  # retention removes it just now
         return False
 
@@ -266,11 +267,10 @@ def _jobs(experiment: Path) -> list[ScheduledJob]:
 
 
 def _logs(experiment: Path) -> list[AttemptLogs]:
-    folders = [path for path in (experiment / "logs").glob("attempt_*") if path.name[8:].isdigit()]
     logs = []
-    for folder in sorted(folders, key=lambda path: int(path.name[8:])):
+    for folder in RunFolder(experiment).attempt_folders():
         try:
-            outcome = files.read_json(folder / "outcome.json")
+            outcome = files.read_json(folder / OUTCOME_FILE)
         except (OSError, ValueError):
             outcome = {}
         logs.append(AttemptLogs(str(folder), outcome.get("exit_code"), outcome.get("reason", "")))

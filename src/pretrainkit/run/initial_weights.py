@@ -8,47 +8,34 @@ import hashlib
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from pretrainkit import files
-from pretrainkit.checkpoint.fingerprint import weights_fingerprint
-from pretrainkit.config.schema import ModelShape
+from pretrainkit.checkpoint.fingerprint import REPORT_NAME, source_fingerprint, weights_fingerprint
+from pretrainkit.checkpoint.formats.hf_files import HF_SOURCE
+from pretrainkit.config.run_file import read_run
+from pretrainkit.config.schema import InitialWeights, ModelShape, ResolvedRun
 from pretrainkit.errors import RequestError
 from pretrainkit.logs import get_logger
 from pretrainkit.machine import installed_version
 from pretrainkit.models.registry import read_shape
+from pretrainkit.run.checkpoints import newest_committed
+from pretrainkit.run.folder import COMMIT_MARK, RunFolder
+from pretrainkit.run.resume_plan import CONTINUE
+from pretrainkit.signals import STOP_SIGNALS, stopped_by_signals
 
 CACHE_NAME = ".converted"
 """Folder in experiments_dir with the checkpoints made from Hugging Face folders."""
-HF_SOURCE = "hf_source"
-"""Folder with the model's config.json inside a converted checkpoint (`pretrainkit.checkpoint.formats.hf_files`)."""
-CONVERSION_REPORT = "conversion.json"
-"""File in a converted checkpoint that tells what it was made from (`pretrainkit.checkpoint.convert`)."""
-COMMIT_MARK = "complete.json"
-"""Last file of a run's own checkpoint (`pretrainkit.run.checkpoints`)."""
 _WHERE = "--nemo_model"
 
 log = get_logger(__name__)
 
 
-@dataclass(frozen=True)
-class InitialWeights:
-    """Where the weights of a run come from."""
+def locate(nemo_model: str, experiments_dir: Path, *, hf_folder: Path | None = None) -> InitialWeights:
+    """What --nemo_model means; `hf_folder` is that of --hf_model_id, which may have the same weights.
 
-    source: Path
-    """What was asked for."""
-    checkpoint: Path
-    """The NeMo checkpoint: the source itself, or the place of its conversion, which may not be there yet."""
-
-    @property
-    def is_hugging_face(self) -> bool:
-        """Whether the source has to be converted."""
-        return self.source != self.checkpoint
-
-
-def locate(nemo_model: str, experiments_dir: Path) -> InitialWeights:
-    """What --nemo_model means. Raises RequestError unless it is a NeMo checkpoint or a Hugging Face folder."""
+    Raises RequestError unless it is a NeMo checkpoint or a Hugging Face folder.
+    """
     source = Path(nemo_model).expanduser().resolve()
     needed = (
         "a NeMo checkpoint (with weights/ and context/) or a Hugging Face folder (with config.json and *.safetensors)"
@@ -56,63 +43,47 @@ def locate(nemo_model: str, experiments_dir: Path) -> InitialWeights:
     if not source.is_dir():
         raise RequestError(f"no folder {nemo_model}", needed=needed, where=_WHERE)
     if (source / "weights").is_dir() and (source / "context").is_dir():
-        return InitialWeights(source, source)
+        return of_checkpoint(source, hf_folder)
     if (source / "config.json").is_file() and any(source.glob("*.safetensors")):
-        name = f"{source.name}-{_source_hash(source)[:16]}"
-        return InitialWeights(source, experiments_dir / CACHE_NAME / name)
-    step = newest_checkpoint(source / "checkpoints") or newest_checkpoint(source)
+        checkpoint = experiments_dir / CACHE_NAME / f"{source.name}-{_source_hash(source)[:16]}"
+        return InitialWeights(str(source), str(checkpoint), _hf_fingerprint(source), hf_weights=str(source))
+    newest = newest_committed(RunFolder(source).checkpoints) or newest_committed(source)
     raise RequestError(
-        f"{source} is neither",
+        f"{source} is not a NeMo checkpoint or a Hugging Face folder",
         needed=needed,
-        action=f"it holds a run's checkpoints: name one of them, the newest is {step}"
-        if step
-        else "for another format convert it first with tools/convert_checkpoint.py",
+        action=f"it contains a run's checkpoints: name one of them, the newest is {newest}"
+        if newest
+        else "convert other formats first with tools/convert_checkpoint.py",
         where=_WHERE,
     )
 
 
-def newest_checkpoint(checkpoints: Path) -> Path | None:
-    """The newest folder with a commit mark among a run's checkpoints; a start looks closer at what is in it."""
-    folders = (mark.parent for mark in checkpoints.glob(f"step_*/{COMMIT_MARK}"))
-    return max((folder for folder in folders if folder.name.removeprefix("step_").isdigit()), default=None)
+def of_checkpoint(checkpoint: Path, hf_folder: Path | None = None) -> InitialWeights:
+    """The weights of a NeMo checkpoint, with `hf_folder` if it has those that the checkpoint was converted from."""
+    fingerprint = _checkpoint_fingerprint(checkpoint)
+    is_source = fingerprint and hf_folder and fingerprint == _hf_fingerprint(hf_folder)
+    return InitialWeights(str(checkpoint), str(checkpoint), fingerprint, str(hf_folder) if is_source else None)
 
 
-def fingerprints(folder: Path) -> list[str]:
-    """What tells initial weights again wherever they lie, without reading them: the best first; empty: nothing does.
+def of_resumed_run(nemo_model: str, folder: RunFolder) -> InitialWeights | None:
+    """The initial weights of a run that no longer reads them, if `nemo_model` names them; they may be missing.
 
-    Two conversions of one model have the model's in common. The second, of the file that says how a checkpoint was
-    made, is what older experiments recorded, and all there is where the weights were cast or trained.
+    It no longer reads them once it has a checkpoint with a commit mark: it continues from that, or is refused.
     """
-    if any(folder.glob("*.safetensors")):
-        found = _hf_fingerprint(folder)
-        return [found] if found else []
-    marks = (folder / name for name in (COMMIT_MARK, CONVERSION_REPORT, "weights/.metadata"))
-    mark = next((mark for mark in marks if mark.is_file()), None)
-    if mark is None:
-        return []
-    source = _source_fingerprint(mark) if mark.name == CONVERSION_REPORT else None
-    return [*([source] if source else []), files.sha256_file(mark)]
-
-
-def _hf_fingerprint(folder: Path) -> str | None:
-    """The fingerprint of a Hugging Face folder's weights; None when some of their files are gone."""
-    try:
-        return weights_fingerprint(folder)
-    except FileNotFoundError:
+    if newest_committed(folder.checkpoints) is None:
         return None
-
-
-def _source_fingerprint(report: Path) -> str | None:
-    """The fingerprint of the weights that were converted, as the report of a conversion tells it."""
     try:
-        return files.read_json(report).get("source_fingerprint") or None
-    except (ValueError, AttributeError):  # not a report of ours
+        run = read_run(folder.run_file)
+    except RequestError:  # reported by `pretrainkit.run.identity`
         return None
+    weights = run.initial_weights
+    named = str(Path(nemo_model).expanduser().resolve())
+    return weights if weights and (nemo_model == run.config.nemo_model or named == weights.source) else None
 
 
-def check_shape(initial: InitialWeights, model: ModelShape) -> None:
-    """Raise RequestError if the weights are of another shape than the model; NeMo's own checkpoints don't tell."""
-    folder = initial.source if initial.is_hugging_face else initial.source / HF_SOURCE
+def check_shape(weights: InitialWeights, model: ModelShape) -> None:
+    """Raise RequestError if the weights have another shape than the model; NeMo's own checkpoints don't record it."""
+    folder = Path(weights.source) if weights.needs_conversion else Path(weights.source, HF_SOURCE)
     if not (folder / "config.json").is_file():
         return
     found, wanted = dataclasses.asdict(read_shape(folder)), dataclasses.asdict(model)
@@ -125,53 +96,65 @@ def check_shape(initial: InitialWeights, model: ModelShape) -> None:
         )
 
 
-def hf_weights(initial: InitialWeights, hf_folder: Path) -> Path | None:
-    """The Hugging Face folder that the checkpoint was made from: the source, or `hf_folder` if it holds that model.
+def provide_for(run: ResolvedRun) -> None:
+    """`provide` the weights of a finalized run if it loads them. Raises StoppedError on a signal."""
+    if run.initial_weights and run.start_mode != CONTINUE:
+        with stopped_by_signals("run the same command again", STOP_SIGNALS):
+            provide(run.initial_weights, run.model)
 
-    A checkpoint that was trained, or that other tools made, was made from none: None.
+
+def provide(weights: InitialWeights, model: ModelShape) -> None:
+    """Convert the weights to their checkpoint if it doesn't exist; of several starts at once, one converts.
+
+    Raises CheckpointError when a NeMo checkpoint doesn't have exactly the model's tensors.
     """
-    if initial.is_hugging_face:
-        return initial.source
-    report = initial.source / CONVERSION_REPORT
-    if not report.is_file() or not any(hf_folder.glob("*.safetensors")):
-        return None
-    wanted = _source_fingerprint(report)
-    return hf_folder if wanted and wanted == _hf_fingerprint(hf_folder) else None
-
-
-def provide(initial: InitialWeights, model: ModelShape) -> Path:
-    """The checkpoint's folder, converted now if it isn't there; of several starts at once, one converts.
-
-    Raises CheckpointError when a checkpoint that is there already hasn't all tensors of the model, or others.
-    """
-    if not initial.is_hugging_face:
-        _check_tensors(initial.checkpoint, model)
-        return initial.checkpoint
-    with _locked(initial.checkpoint) as is_alone:
-        if not initial.checkpoint.is_dir():
+    checkpoint = Path(weights.checkpoint)
+    if not weights.needs_conversion:
+        _check_tensors(checkpoint, model)
+        return
+    with _locked(checkpoint) as is_alone:
+        if not checkpoint.is_dir():
             if is_alone:
-                _remove_leftovers(initial.checkpoint)
-            log.info("converting %s once; later starts use %s", initial.source, initial.checkpoint)
+                _remove_leftovers(checkpoint)
+            log.info("converting %s once; later starts use %s", weights.source, checkpoint)
             from pretrainkit.checkpoint.convert import convert
 
-            convert(initial.source, initial.checkpoint)
-    return initial.checkpoint
+            convert(Path(weights.source), checkpoint)
+
+
+def _checkpoint_fingerprint(folder: Path) -> str | None:
+    """A hash that identifies the weights of a NeMo checkpoint at any path, without reading them.
+
+    Two conversions of one model share the model's, unless one of them casts the weights.
+    """
+    for name in (COMMIT_MARK, REPORT_NAME, "weights/.metadata"):
+        if (folder / name).is_file():
+            return (name == REPORT_NAME and source_fingerprint(folder)) or files.sha256_file(folder / name)
+    return None
+
+
+def _hf_fingerprint(folder: Path) -> str | None:
+    """The fingerprint of a Hugging Face folder's weights; None when some of their files are missing."""
+    try:
+        return weights_fingerprint(folder) if any(folder.glob("*.safetensors")) else None
+    except FileNotFoundError:
+        return None
 
 
 def _check_tensors(checkpoint: Path, model: ModelShape) -> None:
-    """Raise CheckpointError unless a checkpoint holds the model's tensors, with their shapes; none is read."""
+    """Raise CheckpointError unless a checkpoint has the model's tensors, with their shapes; none is read."""
     from pretrainkit.checkpoint.detect import detect
     from pretrainkit.checkpoint.mapping import tensor_mappings
-    from pretrainkit.checkpoint.targets import open_source
+    from pretrainkit.checkpoint.open import open_reader
 
-    open_source(detect(checkpoint), tensor_mappings(model), model)
+    open_reader(detect(checkpoint), tensor_mappings(model), model)
 
 
 @contextmanager
 def _locked(checkpoint: Path) -> Iterator[bool]:
-    """Hold the lock beside a checkpoint; yields whether it could be had.
+    """Hold the lock of a conversion; yields whether the file system has locks.
 
-    Where the file system has no locks, the atomic rename of the finished conversion alone decides.
+    Where it has none, the atomic rename of the finished conversion alone decides.
     """
     checkpoint.parent.mkdir(parents=True, exist_ok=True)
     with checkpoint.with_name(f"{checkpoint.name}.lock").open("w") as lock:
@@ -185,16 +168,16 @@ def _locked(checkpoint: Path) -> Iterator[bool]:
 
 
 def _remove_leftovers(checkpoint: Path) -> None:
-    """Remove what conversions that were killed have left: each may be as large as the model."""
+    """Remove what killed conversions have left: each may be as large as the model."""
     for leftover in files.leftovers(checkpoint):
-        log.info("removing %s, left by a conversion that was killed", leftover)
+        log.info("removing %s, left by a killed conversion", leftover)
         shutil.rmtree(leftover)
 
 
 def _source_hash(folder: Path) -> str:
-    """What changes when a model's files do: the small ones by content, weights by name, size and time.
+    """A hash that changes when a model's files do: small ones by content, weights by name, size and time.
 
-    Hashing the content of hundreds of GB at every start would take minutes; any rewriting changes the time.
+    Hashing hundreds of GB at every start would take minutes; any rewriting changes the time.
     """
     digest = hashlib.sha256((installed_version("pretrainkit") or "").encode())
     for path in sorted(folder.iterdir()):

@@ -1,8 +1,7 @@
-"""Old checkpoints without their optimizer state: a seventh of the size, for evaluation and release.
+"""Copies of checkpoints without optimizer state: a seventh of the size, for evaluation and release.
 
-The state's tensors are left out of the index, and files that hold nothing else are left out whole. The smaller
-checkpoint is made beside the old one, of hard links where a file stays as it is, and takes its name when it is
-complete; a kill in between leaves one or the other, and `resume.remove_leftovers` tidies up.
+The state's tensors are removed from the index, and files that contain nothing else are not copied. A file that doesn't
+change becomes a hard link. `pretrainkit.run.retention` lets the complete copy replace the checkpoint.
 """
 
 from __future__ import annotations
@@ -14,33 +13,22 @@ import shutil
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from pretrainkit.run import checkpoints as resume
+from pretrainkit.run.checkpoints import SMALLER_SUFFIX, Checkpoint, commit
+from pretrainkit.run.folder import COMMIT_MARK
 
 PREFIX = "optimizer."
-"""Names of the optimizer's tensors begin with it."""
+"""Prefix of the names of the optimizer's tensors."""
 _WEIGHTS = "weights"
 _INDEX = ".metadata"
 _COPY_BYTES = 1 << 24
 
 
-def expired(checkpoints: Path, *, keep_last: int | None) -> list[resume.Checkpoint]:
-    """The complete checkpoints that need not keep their optimizer state, oldest first.
-
-    The newest `keep_last` (at least resume.MIN_KEPT; None: all) of those that have it keep it.
-    """
-    if keep_last is None:
-        return []
-    having = [checkpoint for checkpoint in resume.all_complete(checkpoints) if resume.has_optimizer_state(checkpoint)]
-    return having[: -max(keep_last, resume.MIN_KEPT)]
-
-
-def leave_out(checkpoint: resume.Checkpoint) -> None:
-    """Replace a checkpoint by one without the optimizer's state, with the same weights, step and data position."""
-    folder = checkpoint.path
-    smaller = folder.with_name(folder.name + resume.SMALLER_SUFFIX)
+def write_stripped(checkpoint: Checkpoint) -> Path:
+    """Write the smaller checkpoint beside the old one; gives its folder, which has a commit mark."""
+    smaller = checkpoint.path.with_name(checkpoint.path.name + SMALLER_SUFFIX)
     shutil.rmtree(smaller, ignore_errors=True)
-    _write_without(folder, smaller)
-    resume.commit(
+    _write_without(checkpoint.path, smaller)
+    commit(
         smaller,
         step=checkpoint.step,
         consumed_samples=checkpoint.consumed_samples,
@@ -49,7 +37,7 @@ def leave_out(checkpoint: resume.Checkpoint) -> None:
         has_optimizer_state=False,
         data=checkpoint.data,
     )
-    resume.replace(checkpoint, smaller)
+    return smaller
 
 
 def _write_without(folder: Path, smaller: Path) -> None:
@@ -68,7 +56,7 @@ def _write_without(folder: Path, smaller: Path) -> None:
         name = path.name if path.parent == folder / _WEIGHTS else ""
         if path.is_dir():
             target.mkdir(parents=True, exist_ok=True)
-        elif name == _INDEX or path.name == resume.COMMIT_MARK or (name in mixed and not chunks[name]):
+        elif name == _INDEX or path.name == COMMIT_MARK or (name in mixed and not chunks[name]):
             continue
         elif name in mixed:
             _copy_chunks(path, target, chunks[name])
@@ -81,7 +69,7 @@ def _write_without(folder: Path, smaller: Path) -> None:
 
 
 def _index_of(index: Any, kept: dict[Any, Any]) -> Any:
-    """The index of the chunks that stay. Megatron's plans of the save, of use to a save alone, are left out."""
+    """The index of the remaining chunks, without Megatron's plans of the save, which only a save uses."""
 
     def without(names: dict[str, Any] | None) -> dict[str, Any] | None:
         return names and {name: value for name, value in names.items() if not name.startswith(PREFIX)}
@@ -94,7 +82,7 @@ def _index_of(index: Any, kept: dict[Any, Any]) -> Any:
 
 
 def _copy_chunks(source: Path, target: Path, chunks: list[Any]) -> None:
-    """Copy the chunks that stay to a file of their own, and let `chunks` name their new places."""
+    """Copy the remaining chunks to a new file, and update `chunks` with their new offsets."""
     with source.open("rb") as old, target.open("wb") as new:
         for number, (key, place) in enumerate(chunks):
             chunks[number] = (key, dataclasses.replace(place, offset=new.tell()))

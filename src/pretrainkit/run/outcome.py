@@ -9,8 +9,7 @@ from pathlib import Path
 
 from pretrainkit import files
 from pretrainkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED_AFTER_SAVING
-
-FILE_NAME = "outcome.json"
+from pretrainkit.run.folder import OUTCOME_FILE
 
 
 @dataclass(frozen=True)
@@ -47,12 +46,12 @@ SUCCESS = Outcome(EXIT_DONE)
 
 def write_outcome(log_dir: Path, outcome: Outcome) -> None:
     """Write an attempt's outcome atomically."""
-    files.write_json(log_dir / FILE_NAME, asdict(outcome))
+    files.write_json(log_dir / OUTCOME_FILE, asdict(outcome))
 
 
 def read_outcome(log_dir: Path) -> Outcome:
     """An attempt's outcome; without the file its node process died before it could write one."""
-    path = log_dir / FILE_NAME
+    path = log_dir / OUTCOME_FILE
     if not path.is_file():
         return Outcome(
             EXIT_FAILED,

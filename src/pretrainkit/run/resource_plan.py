@@ -1,4 +1,4 @@
-"""What is settled about a run before it starts: how it begins, what it recomputes, what it takes."""
+"""What a start adds to a resolved run: its start mode, its recomputation, and estimates of memory and time."""
 
 from __future__ import annotations
 
@@ -17,40 +17,40 @@ _NODE_SIZES = (1, 2, 4, 8)
 _OFFERS = 3
 
 
-def settle(run: ResolvedRun) -> ResolvedRun:
+def finalize_run(run: ResolvedRun) -> ResolvedRun:
     """The run as it will start.
 
-    Raises what the first rank of a start would raise, and RequestError when no GPU has room for the run.
+    Raises what the first rank of a start would raise, and RequestError when the run doesn't fit into GPU memory.
     """
     mode = resume_plan.check_start(run)
-    return dataclasses.replace(with_estimates(run), start_mode=mode)
+    return dataclasses.replace(plan_memory(run), start_mode=mode)
 
 
-def with_estimates(run: ResolvedRun, *, refuse: bool = True) -> ResolvedRun:
-    """The run with its estimates and, where that is left to us, its recomputation; unchanged on CPU.
+def plan_memory(run: ResolvedRun, *, refuse: bool = True) -> ResolvedRun:
+    """The run with its estimates and, with --recompute auto, its recomputation; unchanged on CPU.
 
-    With `refuse`, RequestError when no GPU has room for it, or when a card was named whose memory isn't known.
+    With `refuse`, RequestError when it doesn't fit into GPU memory, or --gpu_name names a GPU of unknown memory.
     """
     if run.accelerator != "gpu":
         return run
     asked = run.config.launch.gpu_name
-    if refuse and asked and gpu_memory(run) is None:  # of one that was found here nothing need be known
+    if refuse and asked and gpu_memory(run) is None:  # a GPU of this machine need not be known
         raise RequestError(
-            f"{asked!r}: not known, or sold with several sizes of memory",
+            f"{asked!r}: unknown, or sold with several memory sizes",
             needed=", ".join(MEMORY_GIB),
-            action="name it with its size, such as 'A100 80GB', or say with --gpu_memory_gib what it has",
+            action="name it with its size, such as 'A100 80GB', or give its memory with --gpu_memory_gib",
             where="--gpu_name",
         )
     implementation = implementation_of(run)
     run = _recomputing(run, implementation)
-    kernels.choose_for(run)  # may refuse a kernel that was asked for and can't be had with recomputation
+    kernels.choose_for(run)  # refuses a requested kernel that is incompatible with recomputation
     estimates = estimate(run, implementation)
     run = dataclasses.replace(run, estimates=estimates)
     if refuse and not fits(run, estimates):
         raise RequestError(
             f"about {estimates.memory_gib:.1f} GiB on the fullest GPU: {estimates.weights_gib:.1f} weights, gradients "
             f"and optimizer, {estimates.activations_gib:.1f} activations, {estimates.logits_gib:.1f} logits",
-            needed=f"less than the {estimates.gpu_memory_gib:.1f} GiB that it has, CUDA's own share left out",
+            needed=f"less than its {estimates.gpu_memory_gib:.1f} GiB, without CUDA's own share",
             action=_advice(run, implementation),
             where="memory",
         )
@@ -58,7 +58,7 @@ def with_estimates(run: ResolvedRun, *, refuse: bool = True) -> ResolvedRun:
 
 
 def implementation_of(run: ResolvedRun) -> Implementation:
-    """Which layers the run will have, by what is installed here."""
+    """Which layers and kernels the run will use, by the packages installed on this machine."""
     chosen = kernels.choose_for(run)
     fused_cross_entropy = chosen.cross_entropy != kernels.PLAIN
     layers = "te" if chosen.layer_spec == "te" else "fused" if fused_cross_entropy else "plain"
@@ -70,7 +70,7 @@ def _recomputing(run: ResolvedRun, implementation: Implementation) -> ResolvedRu
 
 
 def _advice(run: ResolvedRun, implementation: Implementation) -> str:
-    """Changes that would make the run fit, each with the memory that it then takes."""
+    """Changes that would make the run fit, each with the memory that it then needs."""
     offers = []
     for change, changed in _changes(run):
         changed = _recomputing(changed, implementation)
@@ -79,7 +79,7 @@ def _advice(run: ResolvedRun, implementation: Implementation) -> str:
             offers.append(f"{change} ({estimates.memory_gib:.1f} GiB)")
         if len(offers) == _OFFERS:
             break
-    return f"use {', or '.join(offers)}" if offers else "spread the model over more GPUs, or take a smaller one"
+    return f"use {', or '.join(offers)}" if offers else "use more GPUs, or a smaller model"
 
 
 def _changes(run: ResolvedRun) -> Iterator[tuple[str, ResolvedRun]]:
@@ -122,6 +122,6 @@ def _spread(run: ResolvedRun, tensor: int, pipeline: int, world_size: int) -> Re
         run,
         config=config,
         world_size=world_size,
-        data_parallel_size=world_size // (tensor * pipeline * parallel.context_parallel_size),
+        data_parallel_size=world_size // parallel.model_parallel_size,
         sequence_parallel=resolve.sequence_parallel(config),
     )

@@ -1,7 +1,7 @@
 """Experiment trackers that a run's records are sent to as well: Weights & Biases and MLflow. One rank uses them.
 
-Both know one run per experiment: its id lies in the experiment's folder, and a restart goes on with it. Steps that
-a restart does again are not sent twice, unless a kill may have kept them from being sent.
+Both have one run per experiment: its id is a file of the run folder, and a restart continues it. Steps that a restart
+repeats are not sent twice, unless a kill may have prevented sending them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import uuid
-from pathlib import Path
 from typing import Any, Protocol
 
 from pretrainkit import files
@@ -17,27 +16,23 @@ from pretrainkit.config.run_file import to_json
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import PretrainkitError, RequestError
 from pretrainkit.logs import get_logger
-
-WANDB_ID_FILE = "wandb_id.txt"
-WANDB_SENT_FILE = "wandb_sent_step.txt"
-"""The last step that W&B surely has: written when an attempt has ended in order."""
-MLFLOW_ID_FILE = "mlflow_id.txt"
+from pretrainkit.run.folder import RunFolder
 
 log = get_logger(__name__)
 
 
 class Tracker(Protocol):
-    """Where numbers go, by optimizer step."""
+    """Receives numbers by optimizer step."""
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """Send the numbers of a step; later calls have the same or a later step."""
 
     def finish(self) -> None:
-        """Send what is left."""
+        """Send what is still queued."""
 
 
 def check_trackers(run: ResolvedRun) -> None:
-    """Raise RequestError when a tracker that is asked for is not installed."""
+    """Raise RequestError when a requested tracker is not installed."""
     tracking = run.config.tracking
     for wanted, package, flag in (
         (tracking.wandb_project, "wandb", "--wandb_project"),
@@ -52,15 +47,15 @@ def check_trackers(run: ResolvedRun) -> None:
 
 
 def wandb_run_id(run: ResolvedRun) -> str | None:
-    """Id of the W&B run that a start goes on with; None when it uses none, or begins a new one."""
-    path = Path(run.experiment_dir) / WANDB_ID_FILE
+    """Id of the W&B run that a start continues; None without W&B, or for a new run."""
+    path = RunFolder.of(run).wandb_id
     return path.read_text(encoding="utf-8").strip() if run.config.tracking.wandb_project and path.exists() else None
 
 
 def open_trackers(run: ResolvedRun, *, first_step: int, recorded_step: int) -> list[Tracker]:
-    """The trackers of an attempt that begins after `first_step`; those before it recorded steps up to `recorded_step`.
+    """The trackers of an attempt that starts after `first_step`; earlier attempts recorded steps up to `recorded_step`.
 
-    Raises PretrainkitError when one can't be used.
+    Raises PretrainkitError when one fails to start.
     """
     trackers: list[Tracker] = []
     if run.config.tracking.wandb_project:
@@ -76,20 +71,20 @@ class WandbTracker:
     def __init__(self, run: ResolvedRun, project: str, first_step: int) -> None:
         import wandb
 
-        experiment = Path(run.experiment_dir)
+        folder = RunFolder.of(run)
         run_id = wandb_run_id(run)
         if run_id is None:
             run_id = uuid.uuid4().hex[:8]
-            files.write_text(experiment / WANDB_ID_FILE, run_id + "\n")
-        self._sent_file = experiment / WANDB_SENT_FILE
+            files.write_text(folder.wandb_id, run_id + "\n")
+        self._sent_file = folder.wandb_sent_step
         sent_step = int(self._sent_file.read_text(encoding="ascii")) if self._sent_file.exists() else first_step
         try:
             self._run = wandb.init(
                 project=project,
                 id=run_id,
                 resume="allow",
-                name=experiment.name,
-                dir=str(experiment),
+                name=folder.path.name,
+                dir=str(folder.path),
                 config=to_json(run),
                 settings=wandb.Settings(console="off", silent=True, disable_git=True),
             )
@@ -99,7 +94,7 @@ class WandbTracker:
                 action="set WANDB_API_KEY, or WANDB_MODE=offline where there is no network",
                 where="--wandb_project",
             ) from error
-        # Where there is a network, W&B tells how far it got.
+        # With a network, W&B reports the last step it has.
         self._sent_step = self._step = max(sent_step, self._run.starting_step - 1)
         log.info("W&B run %s of project %s (%s)", run_id, project, "offline" if self._run.offline else self._run.url)
 
@@ -116,21 +111,21 @@ class WandbTracker:
 
 
 class MlflowTracker:
-    """An MLflow run, at MLFLOW_TRACKING_URI or in a file below the experiment's folder."""
+    """An MLflow run, at MLFLOW_TRACKING_URI or in a database in the run folder."""
 
     def __init__(self, run: ResolvedRun, sent_step: int) -> None:
         import mlflow
 
-        experiment = Path(run.experiment_dir)
+        folder = RunFolder.of(run)
         if not os.environ.get("MLFLOW_TRACKING_URI"):
-            mlflow.set_tracking_uri(f"sqlite:///{experiment / 'mlflow.db'}")
+            mlflow.set_tracking_uri(f"sqlite:///{folder.mlflow_database}")
         self._sent_step, self._mlflow = sent_step, mlflow
-        id_file = experiment / MLFLOW_ID_FILE
+        id_file = folder.mlflow_id
         try:
             mlflow.set_experiment(run.config.experiment)
             run_id = id_file.read_text(encoding="utf-8").strip() if id_file.exists() else None
-            active = mlflow.start_run(run_id=run_id, run_name=None if run_id else experiment.name)
-        except Exception as error:  # its stores raise errors of their own kinds
+            active = mlflow.start_run(run_id=run_id, run_name=None if run_id else folder.path.name)
+        except Exception as error:  # each store has its own errors
             raise PretrainkitError(
                 f"MLflow can't be used: {error}", action="look at MLFLOW_TRACKING_URI", where="--mlflow"
             ) from error

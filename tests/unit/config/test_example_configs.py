@@ -131,7 +131,7 @@ def test_a_run_is_rendered_for_its_site(name: str, dry_runs: dict[str, DryRun]) 
     rendered = {"local": "command ", "slurm": "#SBATCH ", "sge": "#$ ", "pbs": "#PBS "}[site["executor"]]
     assert rendered in done.stdout
     assert done.run.max_steps == (config.training.max_steps or one_epoch(done.run))
-    assert done.run.initial_checkpoint or "--nemo_model" not in words
+    assert done.run.initial_weights or "--nemo_model" not in words
 
 
 def one_epoch(run: ResolvedRun) -> int:

@@ -11,7 +11,7 @@ import pytest
 
 from pretrainkit.config.resolve import RunFacts, resolve
 from pretrainkit.config.run_file import from_json, read_run, to_json, write_run
-from pretrainkit.config.schema import ResolvedRun, RopeScaling, RunConfig
+from pretrainkit.config.schema import InitialWeights, ResolvedRun, RopeScaling, RunConfig
 from pretrainkit.errors import RequestError
 
 
@@ -25,7 +25,7 @@ def test_a_run_comes_back_exactly(run: ResolvedRun, tmp_path: Path) -> None:
         run,
         model=dataclasses.replace(run.model, rope_scaling=RopeScaling(factor=32.0), rms_norm_eps=1e-6),
         dataset=dataclasses.replace(run.dataset, prefixes=("/a b", "/データ"), weights=(0.1, 0.7), max_token_id=None),
-        initial_checkpoint="/somewhere",
+        initial_weights=InitialWeights("/somewhere", "/somewhere/else", None),
         min_lr=0.1 + 0.2,
     )
     for each in (run, scaled):

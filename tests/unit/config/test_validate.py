@@ -9,7 +9,7 @@ import pytest
 from changed_config import changed
 
 from pretrainkit.config.resolve import RunFacts
-from pretrainkit.config.schema import RunConfig
+from pretrainkit.config.schema import InitialWeights, RunConfig
 from pretrainkit.config.validate import problems_of
 from pretrainkit.machine import MachineFacts
 
@@ -243,4 +243,5 @@ def test_parity_at_start_can_be_required_only_where_there_is_something_to_compar
     assert "--start_parity: require, for a run from random weights" in told(required, facts)
     from_weights = changed(required, nemo_model="/checkpoint")
     assert "not available" in told(from_weights, facts)
-    assert not told(from_weights, dataclasses.replace(facts, hf_weights="/models/llama"))
+    weights = InitialWeights("/checkpoint", "/checkpoint", None, hf_weights="/models/llama")
+    assert not told(from_weights, dataclasses.replace(facts, initial_weights=weights))

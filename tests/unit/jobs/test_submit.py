@@ -35,6 +35,9 @@ PROGRAMS = {
     "squeue": "true",
 }
 
+NO_JOB = [".launcher.lock", ".ranks.lock", "run.json"]
+"""What a start that was refused leaves of a new experiment."""
+
 
 @pytest.fixture
 def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
@@ -114,14 +117,14 @@ def test_no_scheduler_hears_a_token(
 
 
 @pytest.mark.parametrize("executor", ["pbs", "slurm"])
-def test_a_refused_job_leaves_nothing_and_the_schedulers_words_are_shown(
+def test_a_refused_job_leaves_no_job_and_the_schedulers_words_are_shown(
     executor: str, programs: Callable[..., Path], tmp_path: Path, hf_folder: Path, dataset_folder: Path
 ) -> None:
     programs(qsub='echo "qsub: Unknown queue" >&2; exit 170', sbatch='echo "sbatch: error: no such" >&2; exit 1')
     done = pretrain(tmp_path, hf_folder, dataset_folder, "--executor", executor, "-p", "nope")
     assert done.returncode == 1 and done.stdout == ""
     assert ("qsub: Unknown queue" if executor == "pbs" else "sbatch: error: no such") in done.stderr
-    assert list((tmp_path / "experiments").rglob("*")) == []
+    assert sorted(path.name for path in (tmp_path / "experiments" / "tiny").iterdir()) == NO_JOB
 
 
 def test_a_chain_that_breaks_while_it_is_submitted_is_taken_back(
@@ -132,7 +135,7 @@ def test_a_chain_that_breaks_while_it_is_submitted_is_taken_back(
     done = pretrain(tmp_path, hf_folder, dataset_folder, *words)
     assert done.returncode == 1 and "qsub failed with exit code 9" in done.stderr
     assert "qdel 51 52" in heard.read_text()
-    assert list((tmp_path / "experiments").rglob("*")) == []
+    assert sorted(path.name for path in (tmp_path / "experiments" / "tiny").iterdir()) == NO_JOB
 
 
 def test_a_submit_command_that_says_nothing_is_a_failure(
@@ -150,7 +153,7 @@ def test_a_second_job_of_an_experiment_is_refused_while_the_first_is_there(
     assert pretrain(tmp_path, hf_folder, dataset_folder, "--executor", "pbs").returncode == 0
     programs(qstat="echo 1001.server tiny user 0 R gpu")
     done = pretrain(tmp_path, hf_folder, dataset_folder, "--executor", "pbs")
-    assert done.returncode == 2 and "job 1001 of this experiment waits or runs" in done.stderr
+    assert done.returncode == 2 and "job 1001 of this experiment is queued or running" in done.stderr
     assert [path.name for path in (tmp_path / "experiments" / "tiny" / "jobs").glob("job_*")] == ["job_001"]
 
 

@@ -22,7 +22,7 @@ def plan(accelerator: str, ranks: int, num_cpus: int) -> LaunchPlan:
         dataset=DatasetFacts(("/d",), (), 10, 1, None, "h"),
         experiment_dir="/e x/$HOME",
         hf_folder="/hf",
-        initial_checkpoint=None,
+        initial_weights=None,
         accelerator=accelerator,
         precision="fp32",
         world_size=ranks,

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from pretrainkit.checkpoint.fingerprint import weights_fingerprint
+from pretrainkit.checkpoint.fingerprint import REPORT_NAME, weights_fingerprint
 from pretrainkit.config.load import load_config
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import CheckpointError, RequestError
-from pretrainkit.jobs import start_job
+from pretrainkit.jobs.run_job import needs_of
 from pretrainkit.launch.start import resolve_request
-from pretrainkit.run import checkpoints, resume_plan
-from pretrainkit.run.folder import changes_since_last_start, write_run_file
-from pretrainkit.run.initial_weights import CONVERSION_REPORT
+from pretrainkit.run import checkpoints, initial_weights, resume_plan
+from pretrainkit.run.folder import RunFolder
+from pretrainkit.run.identity import changes_since_last_start, write_run_file
 
 Resolve = Callable[..., ResolvedRun]
 KINDS = ["nemo", "hf"]
@@ -58,7 +58,7 @@ def make_weights(folder: Path, kind: str, hf_folder: Path) -> Path:
 
 
 def save(run: ResolvedRun, *, step: int = 2, is_complete: bool = True) -> Path:
-    folder = Path(run.experiment_dir) / "checkpoints" / checkpoints.checkpoint_name(step)
+    folder = RunFolder.of(run).checkpoint(step)
     (folder / "weights").mkdir(parents=True)
     (folder / "weights" / ".metadata").write_bytes(b"optimizer.state.param.")
     if is_complete:
@@ -81,8 +81,8 @@ def test_a_run_continues_when_its_first_weights_are_gone(
     for spelt in ("first", str(begun_from)):
         with caplog.at_level("WARNING", logger="pretrainkit"):
             run = resolved(spelt, **{"training.max_steps": 50})
-        assert "this run began from it, and having checkpoints doesn't need it any more" in caplog.text
-        assert (run.initial_checkpoint, run.hf_weights) == (before.initial_checkpoint, before.hf_weights)
+        assert "the run started from it, and continues from its own checkpoint without it" in caplog.text
+        assert run.initial_weights == before.initial_weights
         assert "config.nemo_model" not in changes_since_last_start(run)
         plan = resume_plan.plan_start(run)
         assert (plan.mode, plan.checkpoint) == (resume_plan.CONTINUE, str(saved))
@@ -99,7 +99,7 @@ def test_hugging_face_weights_that_only_a_first_start_compares_are_not_missed(
         make_weights(tmp_path / "first", "nemo", hf_folder),
     )
     report = {"source_fingerprint": weights_fingerprint(model)}
-    (first / CONVERSION_REPORT).write_text(json.dumps(report))
+    (first / REPORT_NAME).write_text(json.dumps(report))
     flags = {"hf_model_id": str(model), "training.start_parity": "require"}
     run = resolved("first", **flags)
     write_run_file(run)
@@ -158,24 +158,22 @@ def test_a_conversion_that_was_deleted_is_not_made_again_to_continue(
 ) -> None:
     make_weights(tmp_path / "first", "hf", hf_folder)
     run = dataclasses.replace(resolved("first"), start_mode=resume_plan.CONTINUE)
-    start_job.provide_weights(run)  # these are no weights: a conversion would fail
+    initial_weights.provide_for(run)  # these are no weights: a conversion would fail
     assert not (tmp_path / "experiments").exists()
     shutil.rmtree(tmp_path / "first")
-    start_job.provide_weights(run)
-    with pytest.raises(RequestError, match="no folder first"):
-        start_job.provide_weights(dataclasses.replace(run, start_mode=resume_plan.WEIGHTS))
+    initial_weights.provide_for(run)
+    with pytest.raises(RequestError, match="first"):
+        initial_weights.provide_for(dataclasses.replace(run, start_mode=resume_plan.WEIGHTS))
 
 
-def test_first_weights_that_are_gone_are_not_mounted(resolved: Resolve, tmp_path: Path, hf_folder: Path) -> None:
-    make_weights(tmp_path / "first", "nemo", hf_folder)
+def test_first_weights_are_mounted_until_a_checkpoint_takes_their_place(
+    resolved: Resolve, tmp_path: Path, hf_folder: Path
+) -> None:
+    first = make_weights(tmp_path / "first", "hf", hf_folder)
     run = resolved("first")
-    save(run)
-    assert start_job.as_read(run) == run
-    shutil.rmtree(tmp_path / "first")
-    assert start_job.as_read(run).initial_checkpoint is None
-    shutil.rmtree(Path(run.experiment_dir))
-    assert start_job.as_read(run) == run, "a conversion that is still to be made"
-
-
-def test_the_start_mode_has_the_trainers_name() -> None:
-    assert start_job.CONTINUE == resume_plan.CONTINUE
+    assert run.initial_weights and run.initial_weights.source == str(first)
+    assert Path(run.initial_weights.checkpoint) in needs_of(run), "a conversion that is still to be made"
+    save(run, is_complete=False)
+    assert Path(run.initial_weights.checkpoint) in needs_of(run)
+    save(run, step=4)
+    assert Path(run.initial_weights.checkpoint) not in needs_of(run)

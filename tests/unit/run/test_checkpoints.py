@@ -7,10 +7,12 @@ import pytest
 
 from pretrainkit.errors import CheckpointError
 from pretrainkit.run import checkpoints as resume
+from pretrainkit.run import retention
+from pretrainkit.run.folder import COMMIT_MARK, checkpoint_name
 
 
 def save(checkpoints: Path, step: int, *, commit: bool = True) -> Path:
-    folder = checkpoints / resume.checkpoint_name(step)
+    folder = checkpoints / checkpoint_name(step)
     (folder / "weights").mkdir(parents=True)
     (folder / "weights" / "__0_0.distcp").write_bytes(b"w" * 100)
     (folder / "weights" / ".metadata").write_bytes(b"m" * 10)
@@ -39,7 +41,7 @@ def damage_by_loss_of_a_file(folder: Path) -> None:
 
 
 def damage_of_the_mark(folder: Path) -> None:
-    (folder / resume.COMMIT_MARK).write_text('{"step": 10')
+    (folder / COMMIT_MARK).write_text('{"step": 10')
 
 
 @pytest.mark.parametrize(
@@ -47,7 +49,7 @@ def damage_of_the_mark(folder: Path) -> None:
 )
 def test_a_torn_mark_is_passed_over(tmp_path: Path, content: bytes) -> None:
     save(tmp_path, 5)
-    (save(tmp_path, 10) / resume.COMMIT_MARK).write_bytes(content)
+    (save(tmp_path, 10) / COMMIT_MARK).write_bytes(content)
     found = resume.newest_complete(tmp_path)
     assert found is not None and found.step == 5
 
@@ -58,14 +60,14 @@ def test_a_torn_mark_is_passed_over(tmp_path: Path, content: bytes) -> None:
 )
 def test_a_mark_that_cannot_be_of_its_folder_is_passed_over(tmp_path: Path, field: str, value: object) -> None:
     save(tmp_path, 5)
-    mark = save(tmp_path, 10) / resume.COMMIT_MARK
+    mark = save(tmp_path, 10) / COMMIT_MARK
     mark.write_text(json.dumps({**json.loads(mark.read_text()), field: value}))
     found = resume.newest_complete(tmp_path)
     assert found is not None and found.step == 5
 
 
 def lack_of_the_mark(folder: Path) -> None:
-    (folder / resume.COMMIT_MARK).unlink()
+    (folder / COMMIT_MARK).unlink()
 
 
 DAMAGE = [damage_by_truncation, damage_by_loss_of_a_file, damage_of_the_mark, lack_of_the_mark]
@@ -111,7 +113,7 @@ def test_a_mark_tells_the_data_of_its_attempt(tmp_path: Path) -> None:
     data = {"weights": [], "data_hash": "a"}
 
     def data_of(folder: Path) -> object:
-        return json.loads((folder / resume.COMMIT_MARK).read_text()).get("dataset")
+        return json.loads((folder / COMMIT_MARK).read_text()).get("dataset")
 
     assert data_of(save(tmp_path, 5)) is None
     saved = save(tmp_path, 10)
@@ -161,8 +163,8 @@ def test_retention_keeps_the_newest_and_the_multiples(
 ) -> None:
     for step in (10, 20, 30, 40, 50):
         save(tmp_path, step)
-    for checkpoint in resume.expired(tmp_path, keep_last=keep_last, keep_every=keep_every):
-        resume.remove(checkpoint)
+    for checkpoint in retention.expired(tmp_path, keep_last=keep_last, keep_every=keep_every):
+        retention.remove(checkpoint)
     assert sorted(int(path.name.removeprefix("step_")) for path in tmp_path.iterdir()) == kept
 
 
@@ -171,12 +173,12 @@ def test_incomplete_checkpoints_are_not_counted_as_kept(tmp_path: Path) -> None:
         save(tmp_path, step)
     for step in (30, 40):
         save(tmp_path, step, commit=False)
-    assert resume.expired(tmp_path, keep_last=2, keep_every=None) == []
+    assert retention.expired(tmp_path, keep_last=2, keep_every=None) == []
 
 
 def test_a_removal_cut_short_is_finished(tmp_path: Path) -> None:
     folder = save(tmp_path, 10)
     folder.rename(folder.with_name(folder.name + resume.EXPIRED_SUFFIX))
     assert resume.newest_complete(tmp_path) is None
-    resume.remove_leftovers(tmp_path)
+    retention.remove_leftovers(tmp_path)
     assert list(tmp_path.iterdir()) == []

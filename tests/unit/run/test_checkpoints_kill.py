@@ -9,27 +9,29 @@ import time
 from pathlib import Path
 
 from pretrainkit.run import checkpoints
+from pretrainkit.run.folder import COMMIT_MARK
 
 KILLS = 30
 SAVER = """
 import sys
 from pathlib import Path
-from pretrainkit.run import checkpoints as resume
+from pretrainkit.run import checkpoints as resume, retention
+from pretrainkit.run.folder import checkpoint_name
 checkpoints = Path(sys.argv[1])
 newest = resume.newest_complete(checkpoints)
 resume.quarantine_incomplete(checkpoints)
-resume.remove_leftovers(checkpoints)
+retention.remove_leftovers(checkpoints)
 step = newest.step if newest else 0
 print(step, flush=True)
 while True:
     step += 1
-    folder = checkpoints / resume.checkpoint_name(step)
+    folder = checkpoints / checkpoint_name(step)
     (folder / "weights").mkdir(parents=True)
     for number in range(4):
         (folder / "weights" / f"__{number}_0.distcp").write_bytes(bytes(200_000))
     resume.commit(folder, step=step, consumed_samples=4 * step)
-    for old in resume.expired(checkpoints, keep_last=2, keep_every=None):
-        resume.remove(old)
+    for old in retention.expired(checkpoints, keep_last=2, keep_every=None):
+        retention.remove(old)
 """
 
 
@@ -52,6 +54,6 @@ def test_a_complete_checkpoint_is_there_after_every_kill(tmp_path: Path) -> None
         assert found and found.step > newest
         newest = found.step
         complete = checkpoints.all_complete(tmp_path)
-        incomplete += any(not (folder / checkpoints.COMMIT_MARK).exists() for folder in tmp_path.glob("step_????????"))
+        incomplete += any(not (folder / COMMIT_MARK).exists() for folder in tmp_path.glob("step_????????"))
         assert len(complete) >= min(2, newest)
     assert incomplete  # the kills did come while something was being written

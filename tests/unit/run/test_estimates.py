@@ -22,7 +22,7 @@ from pretrainkit.errors import RequestError
 from pretrainkit.launch.summary import summarize_estimates
 from pretrainkit.run import gpu_specs
 from pretrainkit.run.estimates import Implementation, cheapest_recompute, estimate, fits, parameters
-from pretrainkit.run.resource_plan import with_estimates
+from pretrainkit.run.resource_plan import plan_memory
 
 LLAMA_1B = ModelShape("llama", 16, 2048, 8192, 32, 8, 64, 128256, 131072, 5e5, 1e-5, True)
 LLAMA_8B = ModelShape("llama", 32, 4096, 14336, 32, 8, 128, 128256, 131072, 5e5, 1e-5, False)
@@ -54,7 +54,7 @@ def run_of(
         dataset=DatasetFacts(("/a",), (), 1, 1, None, "h"),
         experiment_dir="/x",
         hf_folder="/h",
-        initial_checkpoint=None,
+        initial_weights=None,
         accelerator="gpu",
         precision="bf16",
         world_size=tensor * pipeline * context * data_parallel,
@@ -175,42 +175,42 @@ def asked_for(name: str, gpu_memory_gib: float | None = None) -> ResolvedRun:
 @pytest.mark.parametrize("name", ["FOO", "a100", "GH200", "H100 64GB"])
 def test_a_named_card_whose_memory_is_not_known_is_refused_unless_it_is_told(name: str) -> None:
     with pytest.raises(RequestError, match=f"--gpu_name: '{name}': not known(.|\n)*A100 40GB(.|\n)*--gpu_memory_gib"):
-        with_estimates(asked_for(name))
-    assert with_estimates(asked_for(name, 300.0)).estimates
-    assert "--gpu_memory_gib says what it has" in summarize_estimates(with_estimates(asked_for(name), refuse=False))
+        plan_memory(asked_for(name))
+    assert plan_memory(asked_for(name, 300.0)).estimates
+    assert "--gpu_memory_gib says what it has" in summarize_estimates(plan_memory(asked_for(name), refuse=False))
     found = dataclasses.replace(run_of(LLAMA_8B), gpu_name=name)
-    assert with_estimates(found).estimates, "found on this machine"
+    assert plan_memory(found).estimates, "found on this machine"
     cpu = dataclasses.replace(asked_for(name), accelerator="cpu")
-    assert with_estimates(cpu) == cpu
+    assert plan_memory(cpu) == cpu
 
 
 def test_a_named_card_counts_however_it_is_written() -> None:
-    with pytest.raises(RequestError, match=r"less than the 79\.6 GiB"):
-        with_estimates(asked_for("h100"))
+    with pytest.raises(RequestError, match=r"less than its 79\.6 GiB"):
+        plan_memory(asked_for("h100"))
 
 
 def test_a_run_that_can_not_fit_is_refused_with_what_would() -> None:
     with pytest.raises(RequestError, match=r"GiB on the fullest GPU(.|\n)*use -T 2 -P 1 on 2 GPUs \(\d") as refused:
-        with_estimates(run_of(LLAMA_8B))
+        plan_memory(run_of(LLAMA_8B))
     assert "79.6 GiB" in str(refused.value)
 
 
 def test_a_fixed_recomputation_that_is_too_little_is_refused_with_auto() -> None:
     with pytest.raises(RequestError, match="--recompute auto"):
-        with_estimates(run_of(LLAMA_8B, tensor=4, micro_batch_size=16, recompute="none"))
+        plan_memory(run_of(LLAMA_8B, tensor=4, micro_batch_size=16, recompute="none"))
 
 
 def test_the_chosen_recomputation_is_in_the_run() -> None:
-    run = with_estimates(run_of(LLAMA_8B, tensor=2, micro_batch_size=4))
+    run = plan_memory(run_of(LLAMA_8B, tensor=2, micro_batch_size=4))
     assert run.recompute.granularity == "full" and run.estimates and run.estimates.memory_gib < 79.6
 
 
 def test_kernels_that_recomputation_rules_out_are_refused_where_it_is_chosen() -> None:
     with pytest.raises(RequestError, match=r"fused cuda_graphs can't be used(.|\n)*no recomputation"):
-        with_estimates(run_of(LLAMA_1B, micro_batch_size=16, fused_kernels="cuda_graphs"))
-    assert with_estimates(run_of(LLAMA_1B, fused_kernels="cuda_graphs")).recompute.granularity == "none"
+        plan_memory(run_of(LLAMA_1B, micro_batch_size=16, fused_kernels="cuda_graphs"))
+    assert plan_memory(run_of(LLAMA_1B, fused_kernels="cuda_graphs")).recompute.granularity == "none"
 
 
 def test_a_run_on_cpu_has_no_estimates() -> None:
     run = dataclasses.replace(run_of(LLAMA_8B), accelerator="cpu", gpu_name=None)
-    assert with_estimates(run) == run
+    assert plan_memory(run) == run

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from pretrainkit.checkpoint.fingerprint import weights_fingerprint
+from pretrainkit.checkpoint.fingerprint import REPORT_NAME, weights_fingerprint
+from pretrainkit.checkpoint.formats.hf_files import HF_SOURCE
 from pretrainkit.data import hub
 from pretrainkit.errors import RequestError
 from pretrainkit.models.registry import read_shape
 from pretrainkit.run import initial_weights
+from pretrainkit.run.folder import COMMIT_MARK
 
 
 def test_a_folder_is_taken_as_it_is(hf_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,7 +52,7 @@ def with_weights(hf_folder: Path, folder: Path) -> Path:
 def test_a_hugging_face_folder_has_one_conversion_until_it_changes(hf_folder: Path, tmp_path: Path) -> None:
     folder = with_weights(hf_folder, tmp_path / "model")
     first = initial_weights.locate(str(folder), tmp_path / "experiments")
-    assert first.is_hugging_face and first.checkpoint.parent == tmp_path / "experiments" / ".converted"
+    assert first.needs_conversion and Path(first.checkpoint).parent == tmp_path / "experiments" / ".converted"
     assert initial_weights.locate(str(folder), tmp_path / "experiments") == first
     (folder / "model.safetensors").write_bytes(b"changed weights")
     assert initial_weights.locate(str(folder), tmp_path / "experiments") != first
@@ -59,9 +61,9 @@ def test_a_hugging_face_folder_has_one_conversion_until_it_changes(hf_folder: Pa
 def test_a_nemo_checkpoint_is_used_in_place(hf_folder: Path, tmp_path: Path) -> None:
     for name in ("weights", "context"):
         (tmp_path / name).mkdir()
-    shutil.copytree(hf_folder, tmp_path / initial_weights.HF_SOURCE)
+    shutil.copytree(hf_folder, tmp_path / HF_SOURCE)
     initial = initial_weights.locate(str(tmp_path), tmp_path / "experiments")
-    assert initial.checkpoint == tmp_path and not initial.is_hugging_face
+    assert initial.checkpoint == str(tmp_path) and not initial.needs_conversion
     initial_weights.check_shape(initial, read_shape(hf_folder))
 
 
@@ -78,7 +80,7 @@ def test_of_a_run_the_checkpoint_to_name_is_told(tmp_path: Path, named: str) -> 
     for name in ("step_00000002", "step_00000010", "step_00000012.incomplete", "step_00000014"):
         (checkpoints / name).mkdir(parents=True)
     for name in ("step_00000002", "step_00000010", "step_00000012.incomplete"):
-        (checkpoints / name / initial_weights.COMMIT_MARK).write_text("{}")
+        (checkpoints / name / COMMIT_MARK).write_text("{}")
     with pytest.raises(RequestError, match=rf"the newest is {checkpoints}/step_00000010$"):
         initial_weights.locate(str(tmp_path / named), tmp_path)
 
@@ -91,42 +93,34 @@ def test_weights_of_another_shape_are_refused(hf_folder: Path, tmp_path: Path) -
         initial_weights.check_shape(initial_weights.locate(str(folder), tmp_path), read_shape(hf_folder))
 
 
-def test_the_folder_with_the_source_config_has_the_converters_name() -> None:
-    from pretrainkit.checkpoint.formats.hf_files import HF_SOURCE
-
-    assert initial_weights.HF_SOURCE == HF_SOURCE
-
-
-def test_the_commit_mark_has_the_trainers_name() -> None:
-    from pretrainkit.run.checkpoints import COMMIT_MARK
-
-    assert initial_weights.COMMIT_MARK == COMMIT_MARK
-
-
 def test_a_converted_checkpoint_knows_the_weights_it_was_made_from(hf_folder: Path, tmp_path: Path) -> None:
     folder = with_weights(hf_folder, tmp_path / "model")
-    initial = initial_weights.locate(str(folder), tmp_path)
-    assert initial_weights.hf_weights(initial, hf_folder) == folder
+    located = initial_weights.locate(str(folder), tmp_path, hf_folder=hf_folder)
+    assert (located.hf_weights, located.fingerprint) == (str(folder), weights_fingerprint(folder))
     checkpoint = tmp_path / "checkpoint"
     for name in ("weights", "context"):
         (checkpoint / name).mkdir(parents=True)
-    converted = initial_weights.locate(str(checkpoint), tmp_path)
-    assert initial_weights.hf_weights(converted, folder) is None, "it may have been trained"
+
+    def hf_weights(named: Path) -> str | None:
+        return initial_weights.locate(str(checkpoint), tmp_path, hf_folder=named).hf_weights
+
+    assert hf_weights(folder) is None, "it may have been trained"
     report = {"source_fingerprint": weights_fingerprint(folder)}
-    (checkpoint / initial_weights.CONVERSION_REPORT).write_text(json.dumps(report))
-    assert initial_weights.hf_weights(converted, folder) == folder
-    assert initial_weights.hf_weights(converted, hf_folder) is None, "it has no weights"
+    (checkpoint / REPORT_NAME).write_text(json.dumps(report))
+    assert hf_weights(folder) == str(folder)
+    assert initial_weights.locate(str(checkpoint), tmp_path).fingerprint == located.fingerprint
+    assert hf_weights(hf_folder) is None, "it has no weights"
     (folder / "model.safetensors").write_bytes(b"changed")
-    assert initial_weights.hf_weights(converted, folder) is None, "it has others"
+    assert hf_weights(folder) is None, "it has others"
 
 
-def test_weights_of_which_files_are_gone_are_those_of_no_checkpoint(hf_folder: Path, tmp_path: Path) -> None:
+def test_weights_of_which_files_are_missing_are_those_of_no_checkpoint(hf_folder: Path, tmp_path: Path) -> None:
     folder = with_weights(hf_folder, tmp_path / "model")
     index = {"weight_map": {"a": "model.safetensors", "b": "gone.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     checkpoint = tmp_path / "checkpoint"
     for name in ("weights", "context"):
         (checkpoint / name).mkdir(parents=True)
-    (checkpoint / initial_weights.CONVERSION_REPORT).write_text(json.dumps({"source_fingerprint": "f"}))
-    assert initial_weights.hf_weights(initial_weights.locate(str(checkpoint), tmp_path), folder) is None
-    assert initial_weights.fingerprints(folder) == []
+    (checkpoint / REPORT_NAME).write_text(json.dumps({"source_fingerprint": "f"}))
+    assert initial_weights.of_checkpoint(checkpoint, folder).hf_weights is None
+    assert initial_weights.locate(str(folder), tmp_path).fingerprint is None

@@ -12,7 +12,8 @@ import torch.distributed.checkpoint as dcp
 
 from pretrainkit.errors import CheckpointError
 from pretrainkit.run import checkpoints as resume
-from pretrainkit.run import optimizer_state
+from pretrainkit.run import optimizer_state, retention
+from pretrainkit.run.folder import checkpoint_name
 from pretrainkit.run.resume_plan import plan_start
 
 WEIGHT = torch.arange(6.0).view(2, 3)
@@ -20,7 +21,7 @@ WEIGHT = torch.arange(6.0).view(2, 3)
 
 def save(checkpoints: Path, step: int, *, name: str = "") -> Path:
     """A checkpoint with a weight and a moment in one file, by torch's own writer."""
-    folder = checkpoints / resume.checkpoint_name(step)
+    folder = checkpoints / checkpoint_name(step)
     state = {"module.weight": WEIGHT + step, "optimizer.state.exp_avg.module.weight": torch.ones(1000)}
     dcp.save(state, checkpoint_id=folder / "weights", no_dist=True)
     (folder / "context").mkdir()
@@ -39,22 +40,22 @@ def load(folder: Path) -> torch.Tensor:
 def test_the_newest_keep_it_at_least_two(tmp_path: Path, keep_last: int | None, without: list[int]) -> None:
     for step in range(1, 6):
         save(tmp_path, step)
-    assert [old.step for old in optimizer_state.expired(tmp_path, keep_last=keep_last)] == without
+    assert [old.step for old in retention.expired_states(tmp_path, keep_last=keep_last)] == without
 
 
 def test_weights_and_all_else_stay_and_the_moments_go(tmp_path: Path) -> None:
     folder = save(tmp_path, 3)
     before = resume.read(folder)
-    optimizer_state.leave_out(before)
+    retention.strip_optimizer_state(before)
     after = resume.read(folder)
-    assert after.num_bytes < before.num_bytes - 4000 and not resume.has_optimizer_state(after)
+    assert after.num_bytes < before.num_bytes - 4000 and resume.optimizer_layout(after) is None
     assert (after.step, after.consumed_samples, after.global_batch_size) == (3, 12, 4)
     assert torch.equal(load(folder), WEIGHT + 3)
     assert (folder / "context" / "model.yaml").read_text() == "model"
     index = pickle.loads((folder / "weights" / ".metadata").read_bytes())
     assert list(index.state_dict_metadata) == ["module.weight"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000003"]
-    assert optimizer_state.expired(tmp_path, keep_last=1) == []
+    assert retention.expired_states(tmp_path, keep_last=1) == []
 
 
 @pytest.mark.parametrize("moment", ["_write_without", "commit", "first rename", "second rename", "removal"])
@@ -75,23 +76,23 @@ def test_a_kill_in_between_leaves_a_whole_checkpoint(
         if moment == "_write_without":
             patch.setattr(optimizer_state, "_index_of", kill)
         elif moment == "commit":
-            patch.setattr(resume, "commit", kill)
+            patch.setattr(optimizer_state, "commit", kill)
         elif moment == "removal":
-            patch.setattr(resume.shutil, "rmtree", lambda path, **_: kill() if path.exists() else None)
+            patch.setattr(retention.shutil, "rmtree", lambda path, **_: kill() if path.exists() else None)
         else:
             last = moment == "second rename"
             patch.setattr(Path, "rename", lambda self, to: kill() if next(calls) == last else rename(self, to))
         with pytest.raises(Killed):
-            optimizer_state.leave_out(resume.read(folder))
-    resume.remove_leftovers(tmp_path)
+            retention.strip_optimizer_state(resume.read(folder))
+    retention.remove_leftovers(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000003"]
     assert torch.equal(load(folder), WEIGHT + 3) and resume.read(folder).step == 3
 
 
 def test_a_start_says_that_there_is_none(tmp_path: Path, make_run: Callable[..., object]) -> None:
-    folder = save(tmp_path / resume.CHECKPOINTS, 3)
-    optimizer_state.leave_out(resume.read(folder))
-    with pytest.raises(CheckpointError, match="it holds no optimizer state"):
+    folder = save(tmp_path / "checkpoints", 3)
+    retention.strip_optimizer_state(resume.read(folder))
+    with pytest.raises(CheckpointError, match="it has no optimizer state"):
         plan_start(make_run())  # type: ignore[arg-type]
     plan = plan_start(make_run(reset_optimizer=True))  # type: ignore[arg-type]
     assert (plan.step, plan.optimizer_state) == (3, "reset")

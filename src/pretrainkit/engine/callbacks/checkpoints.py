@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import time
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -18,8 +17,9 @@ from pretrainkit.engine.saving import Save, Saver
 from pretrainkit.errors import CheckpointError, PretrainkitError
 from pretrainkit.logs import get_logger
 from pretrainkit.run import checkpoints as resume
+from pretrainkit.run.folder import RunFolder
 from pretrainkit.run.metrics import RunRecorder
-from pretrainkit.run.retention import clear_away
+from pretrainkit.run.retention import apply_retention
 from pretrainkit.units import format_bytes, format_duration
 
 log = get_logger(__name__)
@@ -127,7 +127,7 @@ class Checkpoints(AsyncFinalizerCallback, Checkpoint):
         self._missed_in_a_row = 0
         if trainer.is_global_zero:
             self._tell(save)
-            clear_away(self._run)
+            apply_retention(self._run)
         return None
 
     def _tell(self, save: Save) -> None:
@@ -153,7 +153,7 @@ class Checkpoints(AsyncFinalizerCallback, Checkpoint):
     def _miss(self, failure: SaveFailure, step: int, *, is_last: bool) -> None:
         """Go on without this checkpoint, or raise CheckpointError on all ranks."""
         self._missed_in_a_row += 1
-        checkpoints, limit = Path(self._run.experiment_dir) / resume.CHECKPOINTS, self._run.config.training
+        checkpoints, limit = RunFolder.of(self._run).checkpoints, self._run.config.training
         complete = resume.all_complete(checkpoints)
         last = complete[-1] if complete else None
         advice = failure.advice(_free_bytes(self._run), last.num_bytes if last else None)

@@ -1,0 +1,146 @@
+"""Which run an experiment is: what may not change once it has checkpoints, and how a start records what it changes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pretrainkit.config.run_file import read_run, write_run
+from pretrainkit.config.schema import ResolvedRun
+from pretrainkit.errors import RequestError
+from pretrainkit.logs import get_logger
+from pretrainkit.run.checkpoints import saved_data
+from pretrainkit.run.folder import RunFolder
+
+IDENTITY = (
+    "model",
+    "config.nemo_model",
+    "config.data.sequence_length",
+    "config.data.split",
+    "config.training.seed",
+    "dataset.weights",
+    "dataset.data_hash",
+)
+"""Fields of run.json that define a run: weights, data, and the order in which the data is read."""
+DATA = ("dataset.weights", "dataset.data_hash")
+"""Those of them that --allow_data_change lets change."""
+_NOT_COMPARED = (
+    "config.experiments_dir",
+    "experiment_dir",
+    "initial_weights",
+    "dataset.prefixes",
+    "start_mode",
+    "estimates",
+)
+"""Fields that are paths, since a moved experiment, model or dataset is the same one, or that follow from others."""
+
+Changes = dict[str, tuple[Any, Any]]
+"""Dotted name of a field of run.json -> (old value, new value)."""
+
+log = get_logger(__name__)
+
+
+def changes(before: ResolvedRun, now: ResolvedRun) -> Changes:
+    """Fields that differ between two runs, apart from paths; --nemo_model differs where the weights do."""
+    old, new = dict(_leaves(dataclasses.asdict(before), "")), dict(_leaves(dataclasses.asdict(now), ""))
+    changed = {name: (old.get(name), new.get(name)) for name in old | new if old.get(name) != new.get(name)}
+    if "dataset.weights" in changed and _same_blend(*changed["dataset.weights"]):
+        del changed["dataset.weights"]
+    changed.pop("config.nemo_model", None)
+    return changed | _changed_weights(before, now)
+
+
+def write_run_file(run: ResolvedRun, *, is_dry: bool = False) -> Path:
+    """Write run.json after checking that the experiment may resume as `run`; gives its path.
+
+    Once it has checkpoints, its identity is fixed: the same command continues it, and another model, dataset,
+    sequence length, split or seed needs another experiment. Other changes are logged. Before the first
+    checkpoint anything may change.
+
+    Raises RequestError that names every changed field with both values.
+    """
+    folder = RunFolder.of(run)
+    path = folder.dry_run_file if is_dry and folder.has_started else folder.run_file
+    for name, (old, new) in changes_since_last_start(run).items():
+        log.info("changed since the last start: %s: %s -> %s", name, old, new)
+    write_run(path, run)
+    return path
+
+
+def changes_since_last_start(run: ResolvedRun) -> Changes:
+    """Fields of run.json that a start would change; empty before the first start.
+
+    Raises RequestError as `write_run_file` does.
+    """
+    folder = RunFolder.of(run)
+    if not folder.has_checkpoints:
+        return _changes_before_checkpoints(folder, run)
+    if not folder.run_file.exists():
+        raise RequestError(
+            "there are checkpoints, but no run.json that describes their run",
+            action="restore run.json, or choose another --experiment",
+            where=str(folder.path),
+        )
+    before = read_run(folder.run_file)
+    # run.json describes the last start, which may have had other data and ended before its first save.
+    data = saved_data(folder.checkpoints)
+    saved = dataclasses.replace(before, dataset=dataclasses.replace(before.dataset, **data))
+    _check_identity(folder, changes(saved, run), allowed=DATA if run.config.data.allow_data_change else ())
+    return changes(before, run)
+
+
+def _changes_before_checkpoints(folder: RunFolder, run: ResolvedRun) -> Changes:
+    if not folder.has_started:  # a run.json that exists is a dry run's
+        return {}
+    try:
+        return changes(read_run(folder.run_file), run)
+    except RequestError:  # nothing depends on it: it is replaced
+        return {}
+
+
+def _check_identity(folder: RunFolder, changed: Changes, *, allowed: tuple[str, ...]) -> None:
+    identity = {name: values for name, values in changed.items() if _defines_run(name) and name not in allowed}
+    if identity:
+        listed = "; ".join(f"{name} was {old}, now {new}" for name, (old, new) in identity.items())
+        raise RequestError(
+            f"this experiment has checkpoints of another run: {listed}",
+            needed="the same model, data, sequence length, split and seed, to continue",
+            action="revert the change, or choose another --experiment (and --nemo_model to start from trained weights)"
+            + ("; --allow_data_change continues with the new data" if identity.keys() <= set(DATA) else ""),
+            where=str(folder.path),
+        )
+
+
+def _defines_run(name: str) -> bool:
+    return any(name == field or name.startswith(f"{field}.") for field in IDENTITY)
+
+
+def _changed_weights(before: ResolvedRun, now: ResolvedRun) -> Changes:
+    """The change of --nemo_model: none where it names the same weights by another spelling or at another path."""
+    old, new = before.initial_weights, now.initial_weights
+    if old and new:
+        if old.source == new.source or (old.fingerprint and old.fingerprint == new.fingerprint):
+            return {}
+        if old.fingerprint and new.fingerprint:
+            return {"config.nemo_model": (old.source, new.source)}
+    spelled = before.config.nemo_model, now.config.nemo_model
+    return {} if spelled[0] == spelled[1] else {"config.nemo_model": spelled}
+
+
+def _same_blend(old: Any, new: Any) -> bool:
+    # Megatron divides weights by their sum: from equal quotients, to the bit, it draws the same samples.
+    return bool(old and new and np.array_equal(np.array(old) / np.sum(old), np.array(new) / np.sum(new)))
+
+
+def _leaves(value: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, item in value.items():
+        if f"{prefix}{name}" in _NOT_COMPARED:
+            continue
+        if isinstance(item, dict):
+            yield from _leaves(item, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", list(item) if isinstance(item, tuple) else item
