@@ -14,14 +14,12 @@ experiments/EXPERIMENT/
 
 from __future__ import annotations
 
-import fcntl
-import os
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from pretrainkit import files
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import RequestError
 from pretrainkit.logs import get_logger
@@ -44,7 +42,6 @@ LAUNCHER_LOCK = ".launcher.lock"
 """Held by pretrain.py from before run.json is written until the run has ended."""
 
 _CHECKPOINT_PREFIX, _ATTEMPT_PREFIX = "step_", "attempt_"
-_POLL_S = 0.2
 
 log = get_logger(__name__)
 
@@ -176,21 +173,15 @@ def locked(folder: RunFolder, name: str) -> Iterator[None]:
     Where the file system has no locks, the run starts without this protection.
     """
     folder.path.mkdir(parents=True, exist_ok=True)
-    with (folder.path / name).open("a+") as lock:
+    with ExitStack() as stack:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
+            stack.enter_context(files.locked(folder.path / name))
+        except files.LockHeldError as error:
             raise RequestError(
-                f"this experiment is running already (process {lock.read().strip() or 'unknown'})",
+                f"this experiment is running already ({error.holder})",
                 action="wait for it, stop it, or choose another --experiment",
                 where=str(folder.path),
             ) from None
-        except OSError as error:
-            log.warning("this file system has no locks (%s): a second start can't be detected", error.strerror)
-        lock.truncate(0)
-        lock.write(f"{os.getpid()} on {os.uname().nodename}\n")
-        lock.flush()
         yield
 
 
@@ -199,15 +190,14 @@ def wait_for_ranks(folder: RunFolder, *, longest_s: float) -> None:
 
     Raises RequestError when they are still running after `longest_s`.
     """
-    end_s, is_logged = time.monotonic() + longest_s, False
-    while True:
-        try:
-            with locked(folder, RANKS_LOCK):
-                return
-        except RequestError:
-            if time.monotonic() > end_s:
-                raise
-        if not is_logged:
-            log.warning("waiting for the ranks of a killed start to save and exit")
-            is_logged = True
-        time.sleep(_POLL_S)
+
+    def have_ended() -> bool:
+        with suppress(RequestError), locked(folder, RANKS_LOCK):
+            return True
+        return False
+
+    if not have_ended():
+        log.warning("waiting for the ranks of a killed start to save and exit")
+        files.wait_until(have_ended, timeout_s=longest_s)
+        with locked(folder, RANKS_LOCK):
+            pass

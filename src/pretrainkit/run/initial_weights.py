@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import hashlib
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from pretrainkit import files
@@ -112,9 +109,11 @@ def provide(weights: InitialWeights, model: ModelShape) -> None:
     if not weights.needs_conversion:
         _check_tensors(checkpoint, model)
         return
-    with _locked(checkpoint) as is_alone:
+    checkpoint.parent.mkdir(parents=True, exist_ok=True)
+    # Without file locks the atomic rename of the finished conversion alone decides.
+    with files.locked(checkpoint.with_name(f"{checkpoint.name}.lock"), wait=True) as is_locked:
         if not checkpoint.is_dir():
-            if is_alone:
+            if is_locked:
                 _remove_leftovers(checkpoint)
             log.info("converting %s once; later starts use %s", weights.source, checkpoint)
             from pretrainkit.checkpoint.convert import convert
@@ -148,23 +147,6 @@ def _check_tensors(checkpoint: Path, model: ModelShape) -> None:
     from pretrainkit.checkpoint.open import open_reader
 
     open_reader(detect(checkpoint), tensor_mappings(model), model)
-
-
-@contextmanager
-def _locked(checkpoint: Path) -> Iterator[bool]:
-    """Hold the lock of a conversion; yields whether the file system has locks.
-
-    Where it has none, the atomic rename of the finished conversion alone decides.
-    """
-    checkpoint.parent.mkdir(parents=True, exist_ok=True)
-    with checkpoint.with_name(f"{checkpoint.name}.lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError as error:
-            log.warning("no file locks here (%s): don't start two runs of one new model at once", error.strerror)
-            yield False
-        else:
-            yield True
 
 
 def _remove_leftovers(checkpoint: Path) -> None:

@@ -174,7 +174,7 @@ def asked_for(name: str, gpu_memory_gib: float | None = None) -> ResolvedRun:
 
 @pytest.mark.parametrize("name", ["FOO", "a100", "GH200", "H100 64GB"])
 def test_a_named_card_whose_memory_is_not_known_is_refused_unless_it_is_told(name: str) -> None:
-    with pytest.raises(RequestError, match=f"--gpu_name: '{name}': not known(.|\n)*A100 40GB(.|\n)*--gpu_memory_gib"):
+    with pytest.raises(RequestError, match=f"--gpu_name: '{name}': unknown(.|\n)*A100 40GB(.|\n)*--gpu_memory_gib"):
         plan_memory(asked_for(name))
     assert plan_memory(asked_for(name, 300.0)).estimates
     assert "--gpu_memory_gib says what it has" in summarize_estimates(plan_memory(asked_for(name), refuse=False))
