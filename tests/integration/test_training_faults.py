@@ -17,9 +17,9 @@ import ranks
 
 from pretrainkit.errors import EXIT_STOPPED_AFTER_SAVING
 from pretrainkit.run import checkpoints as resume
-from pretrainkit.run.folder import COMMIT_MARK
+from pretrainkit.run.attempts import read_attempts, restarts_without_progress
+from pretrainkit.run.folder import COMMIT_MARK, RunFolder
 from pretrainkit.run.metrics import read_metrics
-from pretrainkit.run.restarts import attempts, idle_restarts
 
 pytestmark = pytest.mark.integration
 TRIALS = int(os.environ.get("PRETRAINKIT_TRIALS", "2"))
@@ -35,7 +35,7 @@ def wait_for_step(folder: Path, attempt: int, step: int) -> None:
     """Wait until the attempt of this number has recorded a step."""
     end = time.monotonic() + DEADLINE_S
     while True:
-        found = attempts(folder / "metrics.jsonl")
+        found = read_attempts(RunFolder(folder))
         if len(found) == attempt and found[-1].last_step >= step:
             return
         assert time.monotonic() < end, (folder / "rank0.log").read_text()[-3000:]
@@ -73,7 +73,7 @@ def test_a_checkpoint_is_always_there_whenever_a_run_is_killed(
     # The last one loads, as those before did: each attempt went on from there.
     final = write_tiny_run(tiny, "killed", max_steps=newest + 1, **settings)
     ranks.run_ranks(ranks.train_rank, 1, run_file.parent, run_file=final)
-    assert attempts(run_file.parent / "metrics.jsonl")[-1].start_step == newest
+    assert read_attempts(RunFolder(run_file.parent))[-1].start_step == newest
 
 
 @pytest.mark.parametrize(
@@ -90,16 +90,16 @@ def test_a_signal_saves_within_a_step(
         processes = ranks.start_ranks(ranks.train_until_stopped, world_size, logs, run_file=run_file)
         wait_for_step(run_file.parent, attempt, saved + chance.randint(1, 6))
         time.sleep(chance.uniform(0, 0.05))
-        before = attempts(metrics)[-1].last_step
+        before = read_attempts(RunFolder(metrics.parent))[-1].last_step
         os.kill(processes[-1].pid, number)  # the others hear of it from this one
         for process, log in zip(processes, logs, strict=True):
             process.join(DEADLINE_S)
             assert process.exitcode == EXIT_STOPPED_AFTER_SAVING, log.read_text()[-3000:]
         newest = resume.newest_complete(checkpoints)
-        assert newest and newest.step == attempts(metrics)[-1].last_step
+        assert newest and newest.step == read_attempts(RunFolder(metrics.parent))[-1].last_step
         assert newest.step <= before + 2  # the step that was running, and one that ended while we looked
         saved = newest.step
-    started = [attempt.start_step for attempt in attempts(metrics)]
+    started = [attempt.start_step for attempt in read_attempts(RunFolder(metrics.parent))]
     assert started == sorted(set(started))
 
 
@@ -138,7 +138,7 @@ def test_a_signal_before_the_first_step_ends_at_once_and_is_no_failed_start(
         os.kill(process.pid, signal.SIGTERM)
         process.join(DEADLINE_S)
         assert process.exitcode == EXIT_STOPPED_AFTER_SAVING, log.read_text()[-3000:]
-    assert idle_restarts(run_file.parent / "metrics.jsonl") == 0
+    assert restarts_without_progress(read_attempts(RunFolder(run_file.parent))) == 0
 
 
 def test_a_time_limit_that_is_over_before_the_first_step_stops_and_counts_as_a_restart(
@@ -150,7 +150,7 @@ def test_a_time_limit_that_is_over_before_the_first_step_stops_and_counts_as_a_r
         (process,) = ranks.start_ranks(ranks.train_until_stopped, 1, [log], run_file=run_file)
         process.join(DEADLINE_S)
         assert "StoppedError: --time_limit: the time limit is near before the first step" in log.read_text()
-        assert idle_restarts(run_file.parent / "metrics.jsonl") == restarts
+        assert restarts_without_progress(read_attempts(RunFolder(run_file.parent))) == restarts
     assert not (run_file.parent / "checkpoints").exists()
 
 

@@ -22,9 +22,9 @@ from pretrainkit.checkpoint.formats.hf_files import is_weight_file
 from pretrainkit.checkpoint.formats.nemo import TOKENIZER_FOLDER
 from pretrainkit.errors import EXIT_STOPPED_AFTER_SAVING
 from pretrainkit.run import checkpoints
-from pretrainkit.run.folder import COMMIT_MARK, checkpoint_name
+from pretrainkit.run.attempts import read_attempts
+from pretrainkit.run.folder import COMMIT_MARK, RunFolder, checkpoint_name
 from pretrainkit.run.metrics import read_metrics
-from pretrainkit.run.restarts import attempts
 
 pytestmark = pytest.mark.integration
 DEADLINE_S = 120
@@ -82,7 +82,7 @@ def test_a_save_in_the_background_holds_the_step_it_began_at(
     seen = []
     while not (folder / COMMIT_MARK).exists():
         assert all(process.is_alive() for process in processes), logs[0].read_text()[-3000:]
-        if (folder / "weights" / "common.pt").exists() and (found := attempts(run_file.parent / "metrics.jsonl")):
+        if (folder / "weights" / "common.pt").exists() and (found := read_attempts(RunFolder(run_file.parent))):
             seen.append(found[-1].last_step)
         time.sleep(0.02)
     assert (folder / "weights" / ".metadata").exists()
@@ -244,5 +244,5 @@ def test_a_signal_during_a_save_waits_for_it(tiny: Path, tmp_path: Path, write_t
     os.kill(process.pid, signal.SIGTERM)
     process.join(DEADLINE_S)
     assert process.exitcode == EXIT_STOPPED_AFTER_SAVING, log.read_text()[-3000:]
-    last = attempts(run_file.parent / "metrics.jsonl")[-1].last_step
+    last = read_attempts(RunFolder(run_file.parent))[-1].last_step
     assert steps_saved(run_file.parent) == sorted({5, last}) and last <= 7

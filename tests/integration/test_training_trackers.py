@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from pretrainkit.run.restarts import idle_restarts
+from pretrainkit.run.attempts import read_attempts, restarts_without_progress
+from pretrainkit.run.folder import RunFolder
 
 pytestmark = pytest.mark.integration
 
@@ -79,4 +80,4 @@ def test_a_start_that_ends_with_its_tracker_counts_as_one(
     for number in range(2):
         with pytest.raises(AssertionError, match="W&B can't be used"):
             train_tiny(make_hf_llama(), "unsent", wandb_project="no/such/name")
-        assert idle_restarts(tmp_path / "unsent" / "metrics.jsonl") == number
+        assert restarts_without_progress(read_attempts(RunFolder(tmp_path / "unsent"))) == number

@@ -50,7 +50,7 @@ from pretrainkit.megatron.layer_spec import torch_layer_spec
 from pretrainkit.megatron.model_config import precision_fields, recompute_fields
 from pretrainkit.models.flops import training_flops_per_token
 from pretrainkit.models.megatron_fields import nemo_config_fields
-from pretrainkit.run import restarts
+from pretrainkit.run.attempts import read_attempts
 from pretrainkit.run.folder import RunFolder
 from pretrainkit.run.gpu_specs import peak_flops
 from pretrainkit.run.lr_schedule import schedule_of
@@ -120,9 +120,9 @@ def train(
 def _recorder(run: ResolvedRun, plan: StartPlan, chosen: kernels.Kernels, requests: StopRequests) -> RunRecorder:
     """The records of this attempt, begun."""
     folder = RunFolder.of(run)
-    furthest = max((attempt.last_step for attempt in restarts.attempts(folder.metrics)), default=0)
+    furthest = max((attempt.last_step for attempt in read_attempts(folder)), default=0)
     recorder = RunRecorder(
-        folder.metrics,
+        folder,
         tokens_per_sample=run.config.data.sequence_length,
         samples_per_step=run.config.training.global_batch_size,
         flops_per_token=training_flops_per_token(run.model, run.config.data.sequence_length),

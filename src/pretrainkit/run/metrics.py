@@ -1,10 +1,8 @@
-"""What a run writes down about itself: one JSON object a line in metrics.jsonl, and one line on the terminal."""
+"""The records of a run: one JSON object a line in metrics.jsonl, and one line on the terminal."""
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import signal
 import statistics
 import time
@@ -16,13 +14,16 @@ from typing import Any
 import psutil
 
 from pretrainkit.logs import get_logger
+from pretrainkit.run.attempts import AttemptLog
+from pretrainkit.run.folder import RunFolder
+from pretrainkit.run.json_lines import JsonLinesWriter, read_records
 from pretrainkit.run.trackers import Tracker, numbers_of
 from pretrainkit.units import format_count, format_duration
 
-FINISH_LIMIT_S = 600.0
-"""Below the 30 minutes that other ranks wait for the first."""
-_STEPS_OF_TIME_LEFT = 20
-"""The time left is told by the median of so many records: a start's first step takes long, some later ones do, too."""
+TRACKER_FLUSH_TIMEOUT_S = 600.0
+"""Less than the 30 minutes that other ranks wait for the first."""
+_ETA_RECORDS = 20
+"""The ETA uses the median of the last records: the first step of a start is an outlier, and some later ones are."""
 
 log = get_logger(__name__)
 
@@ -30,13 +31,12 @@ log = get_logger(__name__)
 class RunRecorder:
     """Writes the records of one attempt; only the first rank has one.
 
-    Lines are appended and flushed one by one, so a kill costs at most the line being written. After a resume
-    a step may stand twice in the file: the later line is the one that counts.
+    A kill loses at most the line being written. After a resume a step may be in the file twice: the later line counts.
     """
 
     def __init__(
         self,
-        path: Path,
+        folder: RunFolder,
         *,
         tokens_per_sample: int,
         samples_per_step: int,
@@ -45,10 +45,7 @@ class RunRecorder:
         world_size: int,
         peak_flops: float | None = None,
     ) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _cut_torn_line(path)
-        self._file = path.open("ab", buffering=0)
-        self._unwritten: list[bytes] = []
+        self._attempts, self._file = AttemptLog(folder), JsonLinesWriter(folder.metrics)
         self._tokens_per_sample, self._tokens_per_step = tokens_per_sample, tokens_per_sample * samples_per_step
         self._max_steps, self._world_size = max_steps, world_size
         self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
@@ -57,14 +54,14 @@ class RunRecorder:
         self._padded: list[Any] = []
         self._last_time_s = time.monotonic()
         self._last_step: int | None = None
-        self._step_times_s = deque[float](maxlen=_STEPS_OF_TIME_LEFT)
+        self._step_times_s = deque[float](maxlen=_ETA_RECORDS)
 
     def start(self, step: int) -> None:
-        """Begin timing; `step` optimizer steps are done."""
+        """Start timing; `step` optimizer steps are done."""
         self._last_time_s, self._last_step = time.monotonic(), step
 
     def data_wait(self, seconds: float) -> None:
-        """Count time that the first rank has waited for its data."""
+        """Add time that the first rank has waited for its data."""
         self._data_wait_s += seconds
 
     def padding(self, loss_mask: Any) -> None:
@@ -158,44 +155,30 @@ class RunRecorder:
         self._write(event=kind, time=time.strftime("%Y-%m-%dT%H:%M:%S%z"), **details)
 
     def skip_time(self, seconds: float) -> None:
-        """Don't count time that has just passed as training time (of an evaluation or a save)."""
+        """Exclude time that has just passed from training time: an evaluation or a save."""
         self._last_time_s += seconds
 
     def _write(self, **record: Any) -> None:
         # JSON has no NaN.
         finite = {name: None if _is_not_finite(value) else value for name, value in record.items()}
-        self._append(json.dumps(finite).encode() + b"\n")
+        self._attempts.add(finite)
+        self._file.append(finite)
         if "event" not in record:
-            self._tell_trackers(lambda tracker: tracker.log(record["step"], numbers_of(record)))
+            self._send_to_trackers(lambda tracker: tracker.log(record["step"], numbers_of(record)))
 
-    def _append(self, line: bytes) -> None:
-        """Write a line, and those that could not be written before: a full disk costs checkpoints, not the run."""
-        self._unwritten.append(line)
-        end = os.fstat(self._file.fileno()).st_size
-        try:
-            rest = memoryview(b"".join(self._unwritten))
-            while rest:
-                rest = rest[self._file.write(rest) :]
-        except OSError as error:
-            os.ftruncate(self._file.fileno(), end)
-            if len(self._unwritten) == 1:
-                log.error("metrics.jsonl can't be written (%s); its records are kept until it can", error.strerror)
-        else:
-            self._unwritten.clear()
-
-    def _tell_trackers(self, tell: Callable[[Tracker], None]) -> None:
+    def _send_to_trackers(self, send: Callable[[Tracker], None]) -> None:
         for tracker in list(self.trackers):
             try:
-                tell(tracker)
-            except Exception as error:  # a disk, a server, or whatever a library makes of them
+                send(tracker)
+            except Exception as error:  # a disk, a server, or an error of the library's own
                 self.trackers.remove(tracker)
-                log.error("%s fails and gets no more records of this start: %r", type(tracker).__name__, error)
+                log.error("%s failed and gets no more records of this attempt: %r", type(tracker).__name__, error)
 
     def close(self) -> None:
-        """Let the trackers send what is left, but not for ever: the run is done, and other ranks wait."""
+        """Let the trackers send what is queued, with a timeout: the run is done, and other ranks wait."""
         trackers = len(self.trackers)
-        self._tell_trackers(lambda tracker: _within(FINISH_LIMIT_S, tracker.finish))
-        if len(self.trackers) < trackers:  # at its end Python would wait for a library's process, too
+        self._send_to_trackers(lambda tracker: _within(TRACKER_FLUSH_TIMEOUT_S, tracker.finish))
+        if len(self.trackers) < trackers:  # Python would wait for the library's process when it exits
             for process in psutil.Process().children(recursive=True):
                 process.kill()
 
@@ -219,17 +202,6 @@ def _is_not_finite(value: Any) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
 
 
-def _cut_torn_line(path: Path) -> None:
-    """Remove a last line that a kill left without its end, so that every line parses."""
-    if not path.exists():
-        return
-    content = path.read_bytes()
-    whole = content.rfind(b"\n") + 1
-    if whole != len(content):
-        with path.open("r+b") as file:
-            file.truncate(whole)
-
-
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All records of a run in the order they were written, over all its attempts."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    """All intact records of a run in the order they were written, over all its attempts."""
+    return read_records(path)

@@ -10,7 +10,7 @@ from pretrainkit.run.history import History
 
 
 def plot_history(history: History, path: Path) -> None:
-    """Write a PNG of a history. Steps that were done again are drawn once, as they were done last."""
+    """Write a PNG of a history. A repeated step is drawn once, as it was last recorded."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -20,7 +20,7 @@ def plot_history(history: History, path: Path) -> None:
     loss_axes, rate_axes, speed_axes = figure.subplots(3, 1, sharex=True, height_ratios=(3, 1, 1))
     steps = [point.step for point in history.steps]
     losses = [math.nan if point.loss is None else point.loss for point in history.steps]
-    # A few points are no line: marks keep them visible.
+    # Markers keep a few points visible.
     marker = "." if len(steps) < 50 else ""
     loss_axes.plot(steps, losses, marker=marker, linewidth=1, label="training loss")
     if history.validation:
@@ -32,15 +32,15 @@ def plot_history(history: History, path: Path) -> None:
     for axes, name in ((loss_axes, "loss"), (rate_axes, "learning rate"), (speed_axes, "tokens/s")):
         axes.set_ylabel(name)
         axes.grid(alpha=0.3)
-        for start in history.starts[1:]:
-            axes.axvline(start.first_step, color="gray", linestyle="--", linewidth=0.8)
+        for attempt in history.attempts[1:]:
+            axes.axvline(attempt.start_step, color="gray", linestyle="--", linewidth=0.8)
     rate_axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
     speed_axes.set_ylim(bottom=0)
     _mark_restarts(loss_axes, history)
-    if history.starts:  # an attempt begins a step before its first record
-        loss_axes.set_xlim(left=min(start.first_step for start in history.starts))
+    if history.attempts:  # an attempt starts one step before its first record
+        loss_axes.set_xlim(left=min(attempt.start_step for attempt in history.attempts))
     for number, step in enumerate(history.bad_steps):
-        label = "" if number else "bad loss, not learnt"
+        label = "" if number else "bad loss, no update"
         loss_axes.axvline(step, color="tab:orange", linestyle=":", linewidth=1.5, label=label)
     speed_axes.set_xlabel("step")
     speed_axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -51,10 +51,10 @@ def plot_history(history: History, path: Path) -> None:
 
 
 def _mark_restarts(axes: object, history: History) -> None:
-    """Number the attempts at the steps they began; several at one step share a label."""
+    """Number the attempts at the steps they started from; several at one step share a label."""
     by_step: dict[int, list[int]] = {}
-    for number, start in enumerate(history.starts, 1):
-        by_step.setdefault(start.first_step, []).append(number)
+    for number, attempt in enumerate(history.attempts, 1):
+        by_step.setdefault(attempt.start_step, []).append(number)
     for step, numbers in by_step.items():
         shown = f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
         axes.annotate(  # type: ignore[attr-defined]

@@ -12,7 +12,14 @@ from pretrainkit.config.run_file import write_run
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import CheckpointError, RequestError
 from pretrainkit.logs import get_logger
-from pretrainkit.run import restarts
+from pretrainkit.run.attempts import (
+    check_crash_loop,
+    has_saved,
+    last_saved_step,
+    read_attempts,
+    records_of_attempts,
+    restarts_without_progress,
+)
 from pretrainkit.run.checkpoints import (
     START_OVER,
     Checkpoint,
@@ -129,7 +136,7 @@ def plan_start(run: ResolvedRun) -> StartPlan:
         epoch=epoch,
         sample=sample,
         learning_rate=schedule_of(run).learning_rate(step) if step < run.max_steps else None,
-        idle_restarts=restarts.idle_restarts(folder.metrics),
+        idle_restarts=restarts_without_progress(read_attempts(folder)),
         wandb_run=wandb_run_id(run),
     )
 
@@ -141,7 +148,7 @@ def check_start(run: ResolvedRun) -> str:
     if plan.mode != CONTINUE and not folder.metrics.exists() and folder.attempt_folders():
         # Attempts that failed before their first record leave this; so does a run whose files were lost.
         log.warning("logs of attempts, but no checkpoint and no metrics.jsonl: starting from the beginning")
-    restarts.refuse_endless_restarts(run, _own_checkpoint(plan))
+    check_crash_loop(run, _own_checkpoint(plan))
     return plan.mode
 
 
@@ -152,7 +159,7 @@ def prepare(run: ResolvedRun, plan: StartPlan) -> None:
     Raises PretrainkitError when the last restarts reached no new step.
     """
     folder = RunFolder.of(run)
-    restarts.refuse_endless_restarts(run, _own_checkpoint(plan))
+    check_crash_loop(run, _own_checkpoint(plan))
     quarantine_incomplete(folder.checkpoints)
     remove_leftovers(folder.checkpoints)
     apply_retention(run)
@@ -168,19 +175,19 @@ def _own_checkpoint(plan: StartPlan) -> str | None:
 
 def _refuse_lost_run(folder: RunFolder) -> None:
     """Refuse to start over where a checkpoint was saved once and is missing, or where no record says that none was."""
-    if restarts.has_saved(folder.metrics):
-        step = restarts.last_saved_step(folder.metrics)
+    if has_saved(folder):
+        step = last_saved_step(folder)
         raise CheckpointError(
-            "no checkpoint is here, but metrics.jsonl has a record of one"
+            f"no checkpoint is here, but {records_of_attempts(folder).name} has a record of one"
             + ("; the record is torn" if step is None else f", saved at step {step}"),
             needed="a checkpoint" if step is None else f"checkpoints/{checkpoint_name(step)}, or an older one",
             action=f"restore one from a backup; {START_OVER}",
             where=str(folder.path),
         )
-    if checkpoint_folders(folder.checkpoints) and not folder.metrics.exists():
+    if checkpoint_folders(folder.checkpoints) and not records_of_attempts(folder).exists():
         raise CheckpointError(
-            f"a checkpoint without {COMMIT_MARK}, and no metrics.jsonl to say whether it was the first",
-            needed="metrics.jsonl, which exists before the first save begins, or a complete checkpoint",
+            f"a checkpoint without {COMMIT_MARK}, and no metrics.jsonl or attempts.jsonl to say if it was the first",
+            needed="those records, which exist before the first save begins, or a complete checkpoint",
             action=f"restore them from a backup; {START_OVER}",
             where=str(folder.path),
         )

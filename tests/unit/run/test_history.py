@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from pretrainkit.errors import RequestError
+from pretrainkit.run.folder import RunFolder
 from pretrainkit.run.history import read_history
 from pretrainkit.run.metrics import RunRecorder
 from pretrainkit.run.plot import plot_history
@@ -20,7 +21,7 @@ REPOSITORY = Path(__file__).parents[3]
 
 def train(experiment: Path, begin: int, end: int, loss: float) -> None:
     recorder = RunRecorder(
-        experiment / "metrics.jsonl",
+        RunFolder(experiment),
         tokens_per_sample=2,
         samples_per_step=4,
         flops_per_token=1.0,
@@ -130,7 +131,7 @@ def test_a_step_without_its_speed_counts(experiment: Path) -> None:
     with (experiment / "metrics.jsonl").open("a") as file:
         file.write('{"step": 11, "loss": 1.0, "learning_rate": 0.1}\n')
     history = read_history(experiment)
-    assert history.steps[-1].loss == 1.0 and history.starts[-1].last_step == 11
+    assert history.steps[-1].loss == 1.0 and history.attempts[-1].last_step == 11
     assert history.describe() and history.tokens_per_second
     plot_history(history, experiment / "run.png")
 
@@ -173,6 +174,6 @@ def test_a_schedulers_jobs_and_their_logs_are_told(experiment: Path) -> None:
         with (folder.parent / "jobs.jsonl").open("a") as file:
             file.write(json.dumps(record) + "\n")
     history = read_history(experiment)
-    assert [(job.job_id, job.exit_code) for job in history.jobs] == [("7", 85), ("8", None)]
+    assert [(job["job_id"], job["exit_code"]) for job in history.jobs] == [("7", 85), ("8", None)]
     assert f"slurm 7  log {folder}/slurm-7.log  exit code 85" in history.describe()
     assert history.summary()["jobs"][1]["log"] == str(folder / "slurm-8.log")

@@ -11,13 +11,14 @@ from unittest.mock import MagicMock
 import pytest
 
 from pretrainkit.run import metrics
+from pretrainkit.run.folder import RunFolder
 from pretrainkit.run.metrics import RunRecorder, read_metrics
 from pretrainkit.run.trackers import Tracker
 
 
-def recorder(path: Path, trackers: Sequence[Tracker] = ()) -> RunRecorder:
+def recorder(folder: Path, trackers: Sequence[Tracker] = ()) -> RunRecorder:
     made = RunRecorder(
-        path,
+        RunFolder(folder),
         tokens_per_sample=128,
         samples_per_step=4,
         flops_per_token=1e9,
@@ -32,7 +33,7 @@ def recorder(path: Path, trackers: Sequence[Tracker] = ()) -> RunRecorder:
 def test_records_of_several_attempts_follow_each_other(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     for start, loss in ((0, 3.0), (1, 2.0)):
-        attempt = recorder(path)
+        attempt = recorder(tmp_path)
         attempt.event("start", step=start)
         attempt.start(start)
         attempt.train_step(start + 1, consumed_samples=4 * (start + 1), loss=loss, learning_rate=1e-3, grad_norm=None)
@@ -44,7 +45,7 @@ def test_records_of_several_attempts_follow_each_other(tmp_path: Path) -> None:
 
 
 def test_rate_is_the_mean_since_the_last_record(tmp_path: Path) -> None:
-    attempt = recorder(tmp_path / "metrics.jsonl")
+    attempt = recorder(tmp_path)
     attempt.start(0)
     attempt.train_step(5, consumed_samples=20, loss=3.0, learning_rate=1e-3, grad_norm=1.0)
     (record,) = read_metrics(tmp_path / "metrics.jsonl")
@@ -53,7 +54,7 @@ def test_rate_is_the_mean_since_the_last_record(tmp_path: Path) -> None:
 
 
 def test_time_of_evaluations_and_saves_is_left_out_and_that_of_steps_is_not(tmp_path: Path) -> None:
-    attempt = recorder(tmp_path / "metrics.jsonl")
+    attempt = recorder(tmp_path)
     attempt.start(0)
     attempt.skip_time(-1000.0)  # as if steps had taken that long
     attempt.skip_time(400.0)
@@ -63,7 +64,7 @@ def test_time_of_evaluations_and_saves_is_left_out_and_that_of_steps_is_not(tmp_
 
 def test_the_time_left_is_told_by_usual_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "pretrainkit")
-    attempt = recorder(tmp_path / "metrics.jsonl")
+    attempt = recorder(tmp_path)
     attempt.start(0)
     for step, taken_s in enumerate((900.0, 10.0, 10.0, 400.0), start=1):
         attempt.skip_time(-taken_s)
@@ -75,7 +76,7 @@ def test_the_time_left_is_told_by_usual_steps(tmp_path: Path, caplog: pytest.Log
 def test_the_share_of_positions_without_a_loss_is_a_mean_over_microbatches(tmp_path: Path) -> None:
     import torch
 
-    attempt = recorder(tmp_path / "metrics.jsonl")
+    attempt = recorder(tmp_path)
     attempt.start(0)
     attempt.padding(torch.tensor([[1.0, 1.0], [1.0, 0.0]]))
     attempt.padding(torch.ones(2, 2))
@@ -87,12 +88,12 @@ def test_the_share_of_positions_without_a_loss_is_a_mean_over_microbatches(tmp_p
 def test_a_line_torn_by_a_kill_is_cut_off(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "lo')
-    recorder(path).event("start", step=1)
+    recorder(tmp_path).event("start", step=1)
     assert [record.get("step") for record in read_metrics(path)] == [1, 1]
 
 
 def test_mfu_is_the_share_of_the_peak(tmp_path: Path) -> None:
-    attempt = recorder(tmp_path / "metrics.jsonl")
+    attempt = recorder(tmp_path)
     attempt.start(0)
     attempt.data_wait(1e-6)
     attempt.train_step(1, consumed_samples=4, loss=3.0, learning_rate=1e-3, grad_norm=1.0, peak_memory_gib=1.5)
@@ -122,10 +123,10 @@ class FullDisk:
 
 def test_a_full_disk_costs_no_record_and_not_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "metrics.jsonl"
-    attempt = recorder(path)
+    attempt = recorder(tmp_path)
     attempt.event("start", step=0)
-    disk = FullDisk(attempt._file, room=10)
-    attempt._file = disk  # type: ignore[assignment]
+    disk = FullDisk(attempt._file._file, room=10)
+    attempt._file._file = disk  # type: ignore[assignment]
     for step in (1, 2):
         attempt.validation(step, loss=float(step))
     assert [record.get("val_loss") for record in read_metrics(path)] == [None]
@@ -138,11 +139,11 @@ def test_a_full_disk_costs_no_record_and_not_the_run(tmp_path: Path, caplog: pyt
 def test_a_tracker_that_does_not_end_is_left(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metrics, "FINISH_LIMIT_S", 0.2)
+    monkeypatch.setattr(metrics, "TRACKER_FLUSH_TIMEOUT_S", 0.2)
     monkeypatch.setattr(metrics.psutil.Process, "children", lambda *_, **__: [helper])
     helper, slow, good = MagicMock(), MagicMock(), MagicMock()
     slow.finish = lambda: time.sleep(600)
-    attempt = recorder(tmp_path / "metrics.jsonl")
+    attempt = recorder(tmp_path)
     attempt.trackers = [slow, good]
     attempt.close()
     assert "not done within 0.2 s" in caplog.text
@@ -162,12 +163,12 @@ def test_a_tracker_that_fails_is_left_out(tmp_path: Path, caplog: pytest.LogCapt
             self.calls += 1
 
     broken = Broken()
-    attempt = recorder(tmp_path / "metrics.jsonl", [broken])
+    attempt = recorder(tmp_path, [broken])
     attempt.validation(1, loss=1.0)
     attempt.validation(2, loss=2.0)
     attempt.close()
     assert (
         broken.calls == 1
-        and "Broken fails and gets no more records of this start: RuntimeError('no server')" in caplog.text
+        and "Broken failed and gets no more records of this attempt: RuntimeError('no server')" in caplog.text
     )
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 2

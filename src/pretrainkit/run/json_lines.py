@@ -1,0 +1,82 @@
+"""Files with one JSON object a line, which are appended to while others read them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pretrainkit.logs import get_logger
+
+TAIL_BYTES = 1 << 20
+
+log = get_logger(__name__)
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """All intact records in order; none where there is no file.
+
+    The last line may be torn, or still being written, and a power cut may leave zeros anywhere: such lines are skipped.
+    """
+    if not path.is_file():
+        return []
+    with path.open("rb") as file:
+        return list(_intact(file))
+
+
+def read_last_records(path: Path) -> list[dict[str, Any]]:
+    """The intact records in the last TAIL_BYTES of a file: a long file takes no longer."""
+    if not path.is_file():
+        return []
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        return list(_intact(file))
+
+
+def _intact(lines: Any) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        try:
+            record = json.loads(line) if line.endswith(b"\n") else None
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            yield record
+
+
+class JsonLinesWriter:
+    """Appends records, each line in one piece, so that a kill costs at most the line being written.
+
+    A disk that is full costs no record: those that can't be written are kept until they can.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _cut_torn_line(path)
+        self._path, self._file = path, path.open("ab", buffering=0)
+        self._unwritten: list[bytes] = []
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Write a record, after those that could not be written before."""
+        self._unwritten.append(json.dumps(record).encode() + b"\n")
+        end = os.fstat(self._file.fileno()).st_size
+        try:
+            rest = memoryview(b"".join(self._unwritten))
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            os.ftruncate(self._file.fileno(), end)
+            if len(self._unwritten) == 1:
+                log.error("%s can't be written (%s); records are kept until it can", self._path.name, error.strerror)
+        else:
+            self._unwritten.clear()
+
+
+def _cut_torn_line(path: Path) -> None:
+    """Remove a last line that a kill left without its end, so that every later line parses."""
+    if path.exists():
+        content = path.read_bytes()
+        intact = content.rfind(b"\n") + 1
+        if intact != len(content):
+            os.truncate(path, intact)
