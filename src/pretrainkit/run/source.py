@@ -1,4 +1,4 @@
-"""source.txt: what code, packages, data and command an attempt ran with, so that it can be had again."""
+"""source.txt: the code, packages, data and command of an attempt, so that it can be reproduced."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import contextlib
 import os
 import platform
 import shlex
-import stat
 import subprocess
+import tempfile
 import threading
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
@@ -37,15 +37,15 @@ PACKAGES = (
 )
 """Packages whose versions can change a result."""
 MAX_DIFF_BYTES = 2_000_000
-"""What is kept of the changes, new files included: more is generated files or data, not source."""
+"""Size limit of the recorded changes, new files included: more is generated files or data, not source."""
 MAX_UNTRACKED = 10_000
-"""Untracked files that are looked at and listed, so that a checkout full of outputs doesn't hold up a start."""
+"""Limit of untracked files that are read and listed, so that a checkout full of outputs doesn't delay a start."""
 _SECRET_FILES = (".env*", ".netrc", "*.pem", "*.key")
-"""Names of files that are text and no source; they are listed only, since others read source.txt."""
-_HEAD_BYTES = 8000
-"""A file with a NUL in as many bytes is binary, as git sees it."""
-_DIFF = ("diff", "HEAD", "--no-ext-diff", "--no-textconv", "--no-color", "--src-prefix=a/", "--dst-prefix=b/")
-"""Whatever the user's settings, a diff that `git apply` takes."""
+"""Untracked files that are listed but not copied, since others read source.txt."""
+_DIFF = ("diff", "--binary", "--no-ext-diff", "--no-textconv", "--no-color", "--src-prefix=a/", "--dst-prefix=b/")
+"""A diff that `git apply` accepts, whatever the user's settings."""
+_HEADER_BYTES = 400
+"""More than git adds to the text of a new file in a diff, except for one of very short lines (assumed)."""
 _GIT_TIMEOUT_S = 20
 
 
@@ -63,7 +63,7 @@ def describe(run: ResolvedRun, command_line: Sequence[str]) -> str:
 
 
 def describe_source(command_line: Sequence[str], data: Sequence[str] = ()) -> str:
-    """The same of a command that trains nothing; `data`: lines about what it reads."""
+    """The same for a command that doesn't train; `data`: lines about what it reads."""
     parts = [
         f"written {datetime.now(timezone.utc):%Y-%m-%d %H:%M:%S} UTC",
         f"command: {shlex.join(command_line)}",
@@ -77,98 +77,85 @@ def describe_source(command_line: Sequence[str], data: Sequence[str] = ()) -> st
 
 
 def _repository(root: Path) -> list[str]:
-    """Commit, untracked files and uncommitted changes of the checkout that holds this package.
+    """Commit, untracked files and uncommitted changes of the checkout that contains this package.
 
-    The changes, text of untracked files included, are such that `git apply source.txt` makes them on the commit.
+    `git apply source.txt` makes the changes, new text files included, on the commit.
     """
     if not (root / ".git").exists():
         return ["source: an installed package, not a git checkout"]
     commit = _git(root, "rev-parse", "HEAD")
     if commit is None:
         return ["source: a git checkout that git can't read here"]
-    diff, listed = _git(root, *_DIFF), _git(root, "ls-files", "-z", "--others", "--exclude-standard")
+    diff, listed = _git(root, *_DIFF, "HEAD"), _git(root, "ls-files", "-z", "--others", "--exclude-standard")
     names = [os.fsdecode(name) for name in (listed or b"").split(b"\0")[:-1]]
     more, names = names[MAX_UNTRACKED:], names[:MAX_UNTRACKED]
-    added = _added(root, names, MAX_DIFF_BYTES - len(diff or b""))
-    untracked = [_quoted(name) + ("" if name in added else " (listed only)") for name in names]
-    changes = (diff or b"")[:MAX_DIFF_BYTES].decode(errors="replace") + "".join(
-        added[name] for name in names if name in added
-    )
+    copied = _small_text_files(root, names, MAX_DIFF_BYTES - len(diff or b""))
+    added = _diff_of_new(root, copied) if copied else b""
+    changes = ((diff or b"")[:MAX_DIFF_BYTES] + (added or b"")).decode(errors="replace")
     if diff and len(diff) > MAX_DIFF_BYTES:
         changes += f"\n[cut: the diff has more than {MAX_DIFF_BYTES} bytes]"
     return [
         f"commit {commit.decode().strip()}",
-        "untracked: " + ("git can't list them here" if listed is None else "as follows" if untracked else "nothing"),
-        *(f"  {line}" for line in untracked),
+        "untracked: " + ("git can't list them here" if listed is None else "as follows" if names else "nothing"),
+        *(f"  {_printable(name)}{'' if added and name in copied else ' (listed only)'}" for name in names),
         *(["  and more"] if more or len(listed or b"") > MAX_DIFF_BYTES else []),
         "uncommitted changes: "
-        + ("git can't tell those of tracked files here" if diff is None else "as follows" if changes else "none"),
+        + ("git can't read those of tracked files here" if diff is None else "as follows" if changes else "none"),
         *([changes] if changes else []),
     ]
 
 
-def _added(root: Path, names: Iterable[str], room: int) -> dict[str, str]:
-    """Untracked text files as parts of a diff, by name: the smallest first, as many as have room (bytes)."""
-    sizes: dict[str, int] = {}
+def _small_text_files(root: Path, names: Iterable[str], budget: int) -> set[str]:
+    """The untracked text files, the smallest first, whose diffs together have at most `budget` bytes."""
+    sizes = {}
     for name in names:
-        with contextlib.suppress(OSError):  # it is gone by now
+        with contextlib.suppress(OSError):  # it was removed meanwhile
             sizes[name] = (root / name).lstat().st_size
-    added: dict[str, str] = {}
-    for name, size in sorted(sizes.items(), key=lambda item: item[1]):
-        if size > room:
+    chosen = set()
+    for name in sorted(sizes, key=sizes.__getitem__):
+        if sizes[name] > budget:
             break
-        part = _as_added(root / name, name)
-        if part and (length := len(part.encode())) <= room:
-            added[name], room = part, room - length
-    return added
+        if (text := _text(root / name)) is not None:
+            size = len(text.encode()) + text.count("\n") + 16 * len(name) + _HEADER_BYTES
+            if size <= budget:
+                chosen.add(name)
+                budget -= size
+    return chosen
 
 
-def _as_added(path: Path, name: str) -> str:
-    """An untracked text file or link as git writes a new file in a diff; empty for other files."""
+def _text(path: Path) -> str | None:
+    """The text of a file, or where a link points to; None for secrets, and for what is not UTF-8 or not a file."""
     if any(fnmatch(path.name, pattern) for pattern in _SECRET_FILES):
-        return ""
+        return None
     try:
-        mode = path.lstat().st_mode
-        if stat.S_ISLNK(mode):
-            kind, text = "120000", os.fsencode(path.readlink()).decode()
-        elif stat.S_ISREG(mode):
-            kind, text = "100755" if mode & stat.S_IXUSR else "100644", _text(path)
-        else:
-            return ""
+        if path.is_symlink():
+            return os.fsencode(path.readlink()).decode()
+        text = path.read_bytes().decode() if path.is_file() else "\0"
     except (OSError, UnicodeDecodeError):
-        return ""
-    if "\0" in text:
-        return ""
-    old, new = _quoted(f"a/{name}"), _quoted(f"b/{name}")
-    header = f"diff --git {old} {new}\nnew file mode {kind}\n"
-    if not text:
-        return header
-    lines = text.removesuffix("\n").split("\n")
-    added = "".join(f"+{line}\n" for line in lines)
-    end = "" if text.endswith("\n") else "\\ No newline at end of file\n"
-    tab = "\t" if " " in new else ""  # else a name would end at its space
-    return f"{header}--- /dev/null\n+++ {new}{tab}\n@@ -0,0 +1,{len(lines)} @@\n{added}{end}"
+        return None
+    return None if "\0" in text else text
 
 
-def _text(path: Path) -> str:
-    """A file's text, or a NUL where it is binary; UnicodeDecodeError where it isn't UTF-8."""
-    with path.open("rb") as file:
-        head = file.read(_HEAD_BYTES)
-        return "\0" if b"\0" in head else (head + file.read(MAX_DIFF_BYTES)).decode()
+def _diff_of_new(root: Path, names: Iterable[str]) -> bytes | None:
+    """A diff that creates untracked files. `git diff` shows those that an index has with --intent-to-add."""
+    with tempfile.TemporaryDirectory() as folder:
+        listed = Path(folder, "names")
+        listed.write_bytes(b"".join(os.fsencode(name) + b"\0" for name in sorted(names)))
+        add = ("add", "--intent-to-add", f"--pathspec-from-file={listed}", "--pathspec-file-nul")
+        index = f"{folder}/index"
+        return None if _git(root, *add, index=index) is None else _git(root, *_DIFF, index=index)
 
 
-def _quoted(name: str) -> str:
-    """A name as git writes it in a diff: odd ones in double quotes, with escapes."""
-    if name.isprintable() and not {'"', "\\"} & set(name):
-        return name
-    escaped = (chr(byte) if 32 <= byte < 127 and byte not in b'"\\' else f"\\{byte:03o}" for byte in os.fsencode(name))
-    return f'"{"".join(escaped)}"'
+def _printable(name: str) -> str:
+    return name if name.isprintable() else ascii(name)
 
 
-def _git(root: Path, *words: str) -> bytes | None:
+def _git(root: Path, *words: str, index: str | None = None) -> bytes | None:
     """The first MAX_DIFF_BYTES + 1 bytes that a git command prints; None when it fails or takes too long."""
+    command = ["git", "-C", str(root), "--literal-pathspecs", "-c", "core.quotePath=true", *words]
+    environment = os.environ | ({"GIT_INDEX_FILE": index} if index else {})
     try:
-        process = subprocess.Popen(["git", "-C", str(root), *words], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment)
     except OSError:
         return None
     timer = threading.Timer(_GIT_TIMEOUT_S, process.terminate)  # git then removes its locks

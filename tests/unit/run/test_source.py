@@ -40,7 +40,7 @@ def test_changes_and_new_files_are_kept(repository: Path) -> None:
     assert (
         "untracked: as follows\n  data.bin (listed only)\n  new.py\n" in text and "-a = 1" in text and "+a = 2" in text
     )
-    assert "+++ b/new.py\n@@ -0,0 +1,1 @@\n+b = 3" in text and "b/data.bin" not in text
+    assert "+++ b/new.py\n@@ -0,0 +1 @@\n+b = 3" in text and "b/data.bin" not in text
 
 
 NEW_FILES = {
@@ -136,7 +136,7 @@ def test_what_git_can_not_tell_is_not_said_to_be_nothing(repository: Path) -> No
     lines = source._repository(repository)
     assert lines[1:] == [
         "untracked: git can't list them here",
-        "uncommitted changes: git can't tell those of tracked files here",
+        "uncommitted changes: git can't read those of tracked files here",
     ]
 
 
