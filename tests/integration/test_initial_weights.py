@@ -23,13 +23,14 @@ from pretrainkit.run import initial_weights as weights
 from pretrainkit.models.registry import read_shape
 logs.configure()
 initial = weights.locate(sys.argv[1], Path(sys.argv[2]))
-print(weights.provide(initial, read_shape(initial.source)))
+weights.provide(initial, read_shape(Path(initial.source)))
+print(initial.checkpoint)
 """
 
 
 def test_starts_at_the_same_time_share_one_conversion(tmp_path: Path, make_hf_llama) -> None:  # type: ignore[no-untyped-def]
     folder = make_hf_llama()
-    killed = initial_weights.locate(str(folder), tmp_path).checkpoint
+    killed = Path(initial_weights.locate(str(folder), tmp_path).checkpoint)
     killed.with_name(f"{killed.name}.tmp-1").mkdir(parents=True)
     command = [sys.executable, "-c", PROVIDE, str(folder), str(tmp_path)]
     starts = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(3)]

@@ -120,7 +120,7 @@ def test_a_run_continues_without_the_checkpoint_that_it_began_from(words: list[s
     longer = [*asked, "--max_steps", "3", "--nemo_model"]
     exit_code, output, _ = pretrain([*longer, str(first), "--plan"], tmp_path)
     assert exit_code == 0 and "start      continuing" in output, output
-    assert f"no folder {first}: this run began from it" in output
+    assert f"no folder {first}: the run started from it" in output
     convert(model, again)
     exit_code, output, _ = pretrain([*longer, str(again), "--plan"], tmp_path)
     assert exit_code == 0 and "start      continuing" in output, output

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from pretrainkit import files
@@ -46,76 +45,40 @@ _CHECKPOINT_PREFIX, _ATTEMPT_PREFIX = "step_", "attempt_"
 log = get_logger(__name__)
 
 
-@dataclass(frozen=True)
 class RunFolder:
-    """The folder of one experiment."""
+    """The folder of one experiment. Nothing in it need exist."""
 
-    path: Path
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.run_file = path / RUN_FILE
+        """The resolved run, which all ranks read."""
+        self.dry_run_file = path / "dry_run.json"
+        """The resolved run of a dry run, once the experiment has started: run.json then belongs to its jobs."""
+        self.metrics = path / "metrics.jsonl"
+        """Records of all attempts (`pretrainkit.run.metrics`)."""
+        self.attempts = path / "attempts.jsonl"
+        """Starts, saves and stops of all attempts (`pretrainkit.run.attempts`)."""
+        self.checkpoints = path / "checkpoints"
+        """Folder of the checkpoints (`pretrainkit.run.checkpoints`)."""
+        self.logs = path / "logs"
+        """Folder of the attempts' log folders."""
+        self.jobs = path / "jobs"
+        """Folder of the scheduler jobs' folders (`pretrainkit.jobs.submit`)."""
+        self.dataset_index = path / "index"
+        """Folder of Megatron's cached sample indices of the dataset."""
+        self.wandb_id = path / "wandb_id.txt"
+        """Id of the W&B run, shared by all attempts."""
+        self.wandb_sent_step = path / "wandb_sent_step.txt"
+        """The last step that W&B is known to have: written when an attempt has ended in order."""
+        self.mlflow_id = path / "mlflow_id.txt"
+        """Id of the MLflow run, shared by all attempts."""
+        self.mlflow_database = path / "mlflow.db"
+        """Where MLflow writes unless MLFLOW_TRACKING_URI is set."""
 
     @classmethod
     def of(cls, run: ResolvedRun) -> RunFolder:
         """The folder of a resolved run."""
         return cls(Path(run.experiment_dir))
-
-    @property
-    def run_file(self) -> Path:
-        """The resolved run, which all ranks read."""
-        return self.path / RUN_FILE
-
-    @property
-    def dry_run_file(self) -> Path:
-        """The resolved run of a dry run, once the experiment has started: run.json then belongs to its jobs."""
-        return self.path / "dry_run.json"
-
-    @property
-    def metrics(self) -> Path:
-        """Records of all attempts (`pretrainkit.run.metrics`)."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def attempts(self) -> Path:
-        """Starts, saves and stops of all attempts (`pretrainkit.run.attempts`)."""
-        return self.path / "attempts.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of the checkpoints (`pretrainkit.run.checkpoints`)."""
-        return self.path / "checkpoints"
-
-    @property
-    def logs(self) -> Path:
-        """Folder of the attempts' log folders."""
-        return self.path / "logs"
-
-    @property
-    def jobs(self) -> Path:
-        """Folder of the scheduler jobs' folders (`pretrainkit.jobs.submit`)."""
-        return self.path / "jobs"
-
-    @property
-    def wandb_id(self) -> Path:
-        """Id of the W&B run, shared by all attempts."""
-        return self.path / "wandb_id.txt"
-
-    @property
-    def wandb_sent_step(self) -> Path:
-        """The last step that W&B is known to have: written when an attempt has ended in order."""
-        return self.path / "wandb_sent_step.txt"
-
-    @property
-    def mlflow_id(self) -> Path:
-        """Id of the MLflow run, shared by all attempts."""
-        return self.path / "mlflow_id.txt"
-
-    @property
-    def mlflow_database(self) -> Path:
-        """Where MLflow writes unless MLFLOW_TRACKING_URI is set."""
-        return self.path / "mlflow.db"
-
-    @property
-    def dataset_index(self) -> Path:
-        """Folder of Megatron's cached sample indices of the dataset."""
-        return self.path / "index"
 
     def checkpoint(self, step: int) -> Path:
         """Folder of the checkpoint after `step` optimizer steps."""
