@@ -1,4 +1,4 @@
-"""Everything that a request has to be checked against, gathered from this machine, the model and the data."""
+"""The facts that a request is checked against, read from this machine, the model, the data and the run folder."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from pretrainkit.run.folder import RunFolder
 log = get_logger(__name__)
 
 
-def gather(config: RunConfig) -> tuple[RunFacts, list[RequestError]]:
-    """The facts of a request, and what was wrong with the places they should come from.
+def inspect_inputs(config: RunConfig) -> tuple[RunFacts, list[RequestError]]:
+    """The facts of a request, and the problems of the inputs they should come from.
 
-    A fact that couldn't be had is None, so that all other checks can still be made.
+    A fact that can't be read is None, so that all other checks still run.
     """
     experiments_dir = Path(config.experiments_dir).expanduser().resolve()
     facts = RunFacts(

@@ -21,7 +21,7 @@ from pretrainkit.jobs.run_job import check_environment, needs_of
 from pretrainkit.jobs.start_job import planned_job, start_job
 from pretrainkit.jobs.submit import describe as describe_job
 from pretrainkit.launch.agent import rank_log_names
-from pretrainkit.launch.inputs import gather
+from pretrainkit.launch.inputs import inspect_inputs
 from pretrainkit.launch.plan import LaunchPlan, plan_launch
 from pretrainkit.launch.summary import summarize, summarize_estimates
 from pretrainkit.launch.supervise import GRACE_S
@@ -39,7 +39,7 @@ log = get_logger(__name__)
 
 def resolve_request(config: RunConfig) -> ResolvedRun:
     """The resolved run of a request. Raises RequestError with everything that is wrong with it."""
-    facts, problems = gather(config)
+    facts, problems = inspect_inputs(config)
     problems = [*problems, *problems_of(config, facts)]
     if problems:
         raise RequestError.of_all(problems)

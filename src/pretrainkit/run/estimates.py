@@ -1,4 +1,4 @@
-"""What a run will take, before it starts: memory of the fullest GPU, time of a step, GPU-hours. Pure.
+"""Estimates of a run before it starts: memory of the fullest GPU, time of a step, GPU-hours. Pure.
 
 Memory is counted from the tensors that live at the peak, the end of a microbatch's forward pass:
 
@@ -6,13 +6,13 @@ Memory is counted from the tensors that live at the peak, the end of a microbatc
 |---|---|
 | a parameter (bf16) | 2 + 4 for its gradient in fp32 + 12 for the fp32 copy and the two moments, these over DP x CP |
 | a parameter (fp32) | 4 + 4 + 8 over DP x CP |
-| a token in a layer | what `_layer_elements` lists, split over TP where sequence parallel or TP splits it |
+| a token in a layer | what `_layer_elements` lists, split over TP with sequence parallelism or by column |
 | a token at the head | LOGITS_BYTES per row of the vocabulary on this rank |
 
-A first pipeline stage holds the activations of as many microbatches as there are stages, the last one of one
-microbatch and its logits; the fuller of them counts. What CUDA and NCCL take beside torch is RESERVE_GIB.
+The first pipeline stage keeps the activations of as many microbatches as there are stages, the last one those of one
+microbatch and its logits; the larger of the two counts. CUDA and NCCL need RESERVE_GIB outside torch's allocator.
 
-Time is the model's FLOPs over the card's peak times an assumed share, MFU, of the table below.
+Time is the model's FLOPs over the GPU's peak times an assumed MFU, from the table below.
 """
 
 from __future__ import annotations
@@ -26,30 +26,26 @@ from pretrainkit.run.gpu_specs import memory_gib, peak_flops
 
 GIB = 2**30
 LOGITS_BYTES = {"fused": 2, "plain": 10}
-"""Per logit: bf16 logits whose gradient takes their place; or, measured on an H100, with fp32 copies of them."""
+"""Per logit: bf16 logits that are overwritten by their gradient; or, measured on an H100, with fp32 copies."""
 RESERVE_GIB = {"one GPU": 0.7, "several": 1.5}
-"""Of CUDA, its libraries, NCCL and exchanged parts, outside torch's allocator (assumed)."""
+"""Memory of CUDA, its libraries, NCCL and communication buffers, outside torch's allocator (assumed)."""
 
 MFU = {"fused": (0.49, 0.51, 0.53), "te": (0.40, 0.45, 0.52), "plain": (0.39, 0.40, 0.41)}
-"""Assumed, from runs on one H100 in bf16, for little, medium and much work a layer and microbatch (WORK)."""
+"""Assumed, from runs on one H100 in bf16, for little, medium and much work per layer and microbatch (WORK)."""
 WORK = (0.3e12, 0.7e12)
-"""Bounds between them: parameters of a layer on one rank x tokens of a microbatch."""
+"""Limits between them: parameters of a layer on one rank x tokens of a microbatch."""
 TENSOR_PARALLEL_SHARE, DATA_PARALLEL_SHARE = 0.85, 0.98
-"""What is left of a GPU's speed among several, from runs on two; taken for context parallelism and for more, too."""
-BASIS = (
-    "assumes the MFU that 1B and 8B shapes reached on an H100, times 0.85 with TP or CP and 0.98 with DP (measured "
-    "with 2 GPUs); networks between nodes, evaluations and saves are not counted"
-)
+"""Speed of a GPU among several over that of one, from runs on two; also used for CP and for more GPUs."""
 
 
 @dataclass(frozen=True)
 class Implementation:
-    """What of a layer's implementation changes memory or speed."""
+    """The properties of a layer's implementation that change memory or speed."""
 
     layers: str
     """fused, te or plain: a row of MFU."""
     fused_swiglu: bool
-    """Without it the gate's activation is kept too."""
+    """If not, the gate's activation is kept too."""
     fused_cross_entropy: bool
 
 
@@ -61,7 +57,7 @@ def parameters(shape: ModelShape, padded_vocab_size: int) -> int:
 
 
 def estimate(run: ResolvedRun, implementation: Implementation) -> Estimates:
-    """The estimates of a run as it is resolved, its recomputation included."""
+    """The estimates of a resolved run, with its recomputation."""
     stages = [_stage_bytes(run, implementation, is_first=True), _stage_bytes(run, implementation, is_first=False)]
     fullest = max(stages, key=sum)
     weights, activations, logits = (part / GIB for part in fullest)
@@ -74,24 +70,24 @@ def estimate(run: ResolvedRun, implementation: Implementation) -> Estimates:
         memory_gib=round(sum(fullest) / GIB, 2),
         gpu_memory_gib=gpu_memory(run),
         mfu=mfu and round(mfu, 3),
-        step_time_s=step_time_s and round(step_time_s, 6),  # of a tiny model less than 1 ms
+        step_time_s=step_time_s and round(step_time_s, 6),  # less than 1 ms for a tiny model
         gpu_hours=step_time_s and round(step_time_s * run.max_steps * run.world_size / 3600, 1),
     )
 
 
 def gpu_memory(run: ResolvedRun) -> float | None:
-    """Memory of each GPU in GiB: as told or found, else by its model."""
+    """Memory of each GPU in GiB: as configured or detected, else by its name."""
     return run.gpu_memory_gib or (memory_gib(run.gpu_name) if run.gpu_name else None)
 
 
 def fits(run: ResolvedRun, estimates: Estimates) -> bool:
-    """Whether the run's fullest GPU has room for it; True where its memory isn't known."""
+    """Whether the run fits into its fullest GPU; True where the GPU's memory isn't known."""
     reserve = RESERVE_GIB["one GPU" if run.world_size == 1 else "several"]
     return estimates.gpu_memory_gib is None or estimates.memory_gib + reserve <= estimates.gpu_memory_gib
 
 
 def cheapest_recompute(run: ResolvedRun, implementation: Implementation) -> ResolvedRun:
-    """The run with the least recomputation that fits: none, or as few whole layers as need be; all, if none fits."""
+    """The run with the least recomputation that fits: none, or as few layers as possible; all layers, if none fits."""
     layers = run.model.num_layers // run.config.parallel.pipeline_model_parallel_size
     for count in range(layers + 1):
         run = dataclasses.replace(run, recompute=Recompute("full", count) if count else Recompute())
@@ -118,7 +114,7 @@ def _stage_bytes(run: ResolvedRun, implementation: Implementation, *, is_first: 
     activations = in_flight * kept * tokens * element
     logits_of = LOGITS_BYTES["fused" if implementation.fused_cross_entropy else "plain"] * (1 if bf16 else 2)
     logits = tokens * run.padded_vocab_size / tensor * logits_of if is_last else 0.0
-    # Gradients and what is computed again live when the logits are gone.
+    # Gradients and recomputed activations are allocated after the logits are freed.
     return weights, activations, max(logits, transient * tokens * element)
 
 
@@ -129,7 +125,7 @@ def _tokens(run: ResolvedRun) -> float:
 
 
 def _layer_elements(run: ResolvedRun, implementation: Implementation) -> tuple[float, float, float]:
-    """Elements that a layer keeps of a token on one rank: its input, the rest without the MLP's, and the MLP's."""
+    """Elements per token that a layer keeps on one rank: its input, the rest without the MLP's, and the MLP's."""
     shape, tensor = run.model, run.config.parallel.tensor_model_parallel_size
     split = tensor if run.sequence_parallel else 1
     hidden, ffn = shape.hidden_size / split, shape.ffn_hidden_size / tensor
@@ -137,7 +133,7 @@ def _layer_elements(run: ResolvedRun, implementation: Implementation) -> tuple[f
         shape.num_attention_heads * shape.head_dim / tensor,
         shape.num_query_groups * shape.head_dim / tensor,
     )
-    # Our attention keeps the keys and values of all ranks of a sequence.
+    # Our attention keeps the keys and values of all CP ranks.
     keys = 2 * groups * (1 if implementation.layers == "te" else run.config.parallel.context_parallel_size)
     # Input of the norm; the normed input of qkv; query, key, value; attention's output as computed and as projected;
     # the second norm's input.
@@ -148,12 +144,12 @@ def _layer_elements(run: ResolvedRun, implementation: Implementation) -> tuple[f
 
 
 def _kept_elements(run: ResolvedRun, implementation: Implementation, layers: int) -> tuple[float, float]:
-    """Elements per token that a stage keeps until the backward pass, and those of its largest moment there."""
+    """Elements per token that a stage keeps until the backward pass, and those at the peak of the backward pass."""
     layer_input, rest, mlp = _layer_elements(run, implementation)
     whole = layer_input + rest + mlp
     recompute = run.recompute
-    again = {"none": 0.0, "selective": mlp, "full": whole}[recompute.granularity]
-    transient = again + mlp  # what is computed again, and gradients
+    recomputed = {"none": 0.0, "selective": mlp, "full": whole}[recompute.granularity]
+    transient = recomputed + mlp  # recomputed activations, and gradients
     if recompute.granularity == "selective":
         return layers * (layer_input + rest), transient
     count = recompute.num_layers if recompute.granularity == "full" else 0
@@ -161,7 +157,7 @@ def _kept_elements(run: ResolvedRun, implementation: Implementation, layers: int
 
 
 def _speed(run: ResolvedRun, implementation: Implementation) -> tuple[float | None, float | None]:
-    """Assumed MFU and seconds of a step; None for cards and precisions without a figure."""
+    """Assumed MFU and seconds of a step; None for GPUs and precisions without a figure."""
     peak = peak_flops(run.gpu_name) if run.gpu_name else None
     if peak is None or run.precision != "bf16":
         return None, None
@@ -174,13 +170,13 @@ def _speed(run: ResolvedRun, implementation: Implementation) -> tuple[float | No
         mfu *= DATA_PARALLEL_SHARE
     stages = parallel.pipeline_model_parallel_size
     mfu *= run.num_microbatches / (run.num_microbatches + stages - 1)  # the pipeline bubble
-    mfu /= 1 + _share_computed_again(run) / 3  # a forward pass is a third of a step
+    mfu /= 1 + _recomputed_share(run) / 3  # a forward pass is a third of a step
     length = run.config.data.sequence_length
     flops = training_flops_per_token(shape, length) * run.tokens_per_step
     return mfu, flops / (run.world_size * peak * mfu)
 
 
-def _share_computed_again(run: ResolvedRun) -> float:
+def _recomputed_share(run: ResolvedRun) -> float:
     shape, recompute = run.model, run.recompute
     if recompute.granularity == "selective":
         return 3 * shape.hidden_size * shape.ffn_hidden_size / layer_parameters(shape)

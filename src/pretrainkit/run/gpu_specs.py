@@ -1,11 +1,11 @@
-"""What is known of GPU models by name. Names compare without regard to case."""
+"""Peak FLOP/s and memory of GPU models by name, in upper or lower case."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 PEAK_BF16_FLOPS: dict[str, float] = {
-    # Dense bf16 without sparsity, from the vendor's datasheets. The longest name found in the device's name counts.
+    # Dense bf16 without sparsity, from the vendor's datasheets. The longest name contained in the device's name counts.
     "A100": 312e12,
     "A800": 312e12,
     "B200": 2250e12,
@@ -20,7 +20,7 @@ PEAK_BF16_FLOPS: dict[str, float] = {
 }
 
 MEMORY_GIB: dict[str, float] = {
-    # As the driver reports it. Models that are sold with several sizes need the size in the name.
+    # As the driver reports it. Models with several memory sizes need the size in the name.
     "A100 40GB": 39.6,
     "A100 80GB": 79.3,
     "A800 80GB": 79.3,
@@ -45,7 +45,7 @@ def memory_gib(device_name: str) -> float | None:
     if known is None:
         return None
     sizes = [int(word[:-2]) for word in _words(device_name) if word.endswith("GB") and word[:-2].isdecimal()]
-    # Another size is another card, as the H100 64GB of some sites; vendors count up to 7% more than drivers do.
+    # Another size is another model, such as the H100 64GB of some sites; vendors count up to 7% more than drivers.
     return known if all(abs(size - known) < 0.1 * known for size in sizes) else None
 
 

@@ -14,12 +14,11 @@ SCHEDULES = ("cosine", "linear", "constant")
 class Schedule:
     """Linear warm-up to max_lr, reached at step `warmup_steps`; then down to min_lr, reached at step `decay_steps`.
 
-    It depends on nothing but its fields and the step, so a resumed run can't inherit a stale schedule from
-    its checkpoint.
+    It depends only on its fields and the step, so a resumed run can't inherit a stale schedule from its checkpoint.
     """
 
     name: str
-    """One of SCHEDULES: the shape of the way down; constant has none."""
+    """One of SCHEDULES: the shape of the decay; constant has none."""
     max_lr: float
     min_lr: float
     warmup_steps: int

@@ -24,7 +24,7 @@ _COPY_BYTES = 1 << 24
 
 
 def write_stripped(checkpoint: Checkpoint) -> Path:
-    """Write the smaller checkpoint beside the old one; gives its folder, which has a commit mark."""
+    """Write the smaller checkpoint next to the old one; gives its folder, which has a commit mark."""
     smaller = checkpoint.path.with_name(checkpoint.path.name + SMALLER_SUFFIX)
     shutil.rmtree(smaller, ignore_errors=True)
     _write_without(checkpoint.path, smaller)

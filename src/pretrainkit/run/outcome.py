@@ -1,4 +1,4 @@
-"""How an attempt ended, as its node process saw it: a file, since no executor passes exit codes on."""
+"""How an attempt ended, written by its node process: a file, since no executor passes exit codes on."""
 
 from __future__ import annotations
 
