@@ -149,7 +149,8 @@ def save(tmp_path: Path) -> Callable[..., checkpoints.Checkpoint]:
         (folder / "weights").mkdir(parents=True)
         names = f"module.w optimizer.state.exp_avg.w optimizer.state.{state}.w" if optimizer else "module.w"
         (folder / "weights" / ".metadata").write_text(names)
-        checkpoints.commit(folder, **({"step": step, "consumed_samples": 4 * step, "global_batch_size": 4} | mark))
+        known = {"step": step, "consumed_samples": 4 * step, "global_batch_size": 4} | mark
+        checkpoints.commit(checkpoints.Checkpoint(folder, **known))
         return checkpoints.read(folder)
 
     return write

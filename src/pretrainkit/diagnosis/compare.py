@@ -9,6 +9,7 @@ from typing import Any
 from pretrainkit.config.run_file import read_run
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import RequestError
+from pretrainkit.run.folder import RunFolder
 
 SHAPE = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "vocab_size")
 """Fields that must be equal for two models to be as fast."""
@@ -68,11 +69,11 @@ def against_experiment(run: ResolvedRun, folder: Path, other_folder: Path) -> di
     from pretrainkit.run.history import read_history
     from pretrainkit.run.identity import changes
 
-    other = read_run(other_folder / "run.json")
+    other = read_run(RunFolder(other_folder).run_file)
     rates = [read_history(path).tokens_per_second for path in (folder, other_folder)]
     if None in rates:
         raise RequestError(
-            "no step was recorded", where=str((folder, other_folder)[rates.index(None)] / "metrics.jsonl")
+            "no step was recorded", where=str(RunFolder((folder, other_folder)[rates.index(None)]).metrics)
         )
     own_rate, other_rate = (float(rate or 0.0) for rate in rates)
     own_tokens, other_tokens = tokens_of(run), tokens_of(other)
@@ -120,7 +121,7 @@ def agreement(experiment: Path | None, scratch: Path, windows: list[list[int]], 
 
     history = read_history(scratch)
     by_step = {point.step: point.tokens_per_second for point in history.steps}
-    run = read_run(scratch / "run.json")
+    run = read_run(RunFolder(scratch).run_file)
     tokens = run.tokens_per_step
     recorded = [
         sum(tokens / by_step[step] for step in range(first, first + count)) / count
@@ -129,7 +130,7 @@ def agreement(experiment: Path | None, scratch: Path, windows: list[list[int]], 
     ]
     middle = sorted(recorded)[len(recorded) // 2] if recorded else None
     before = None
-    if experiment is not None and (experiment / "metrics.jsonl").is_file():
+    if experiment is not None and RunFolder(experiment).metrics.is_file():
         before = read_history(experiment).tokens_per_second
     return {
         "windows": len(recorded),

@@ -20,6 +20,7 @@ from pretrainkit.diagnosis.session.sampler import read_workers
 from pretrainkit.diagnosis.spec import SPEC_VARIABLE, UNSET_VARIABLE, Spec
 from pretrainkit.errors import EXIT_FAILED, EXIT_STOPPED_AFTER_SAVING, PretrainkitError
 from pretrainkit.logs import get_logger
+from pretrainkit.run.folder import RunFolder
 
 INJECTED = Path(__file__).with_name("session") / "inject"
 MOST_RETRIES = 4
@@ -151,7 +152,7 @@ def _read_ranks(folder: Path) -> list[dict[str, Any]]:
 
 def _tail(folder: Path) -> str:
     """The end of what the program has written to its outputs."""
-    attempt = folder / "logs" / "attempt_1"
+    attempt = RunFolder(folder).attempt(1)
     logs = [folder / "output.log", attempt / "node.log", *sorted(attempt.glob("rank_*.err"))]
     tail = ""
     for path in logs:

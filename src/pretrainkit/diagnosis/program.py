@@ -16,6 +16,7 @@ from pretrainkit.config.schema import ResolvedRun, TrackingConfig
 from pretrainkit.errors import RequestError
 from pretrainkit.launch.plan import LaunchPlan, plan_launch
 from pretrainkit.machine import count_cpus
+from pretrainkit.run.folder import RUN_FILE, RunFolder
 
 LONGEST_STEPS = 1_000_000
 """Steps that a run is told to do: more than any diagnosis needs."""
@@ -42,7 +43,7 @@ class Program:
         if self.run is None:
             return list(self.command)
         run_file = _scratch_run(self.run, scratch, changes)
-        logs = scratch / "logs" / "attempt_1"
+        logs = RunFolder(scratch).attempt(1)
         logs.mkdir(parents=True)
         return self._launch_plan(run_file, logs).node_command
 
@@ -50,7 +51,7 @@ class Program:
         """Variables that the program needs; the user's own win, as in a real start."""
         if self.run is None:
             return self.environment
-        plan = self._launch_plan(Path("run.json"), Path())
+        plan = self._launch_plan(Path(RUN_FILE), Path())
         return {name: value for name, value in plan.environment.items() if name not in os.environ}
 
     def _launch_plan(self, run_file: Path, log_dir: Path) -> LaunchPlan:
@@ -64,7 +65,7 @@ class Program:
 
 def of_experiment(folder: Path, train_script: Path) -> Program:
     """A run of this project, by its folder. Raises RequestError when it can't be started on this machine."""
-    run_file = folder / "run.json"
+    run_file = RunFolder(folder).run_file
     if not run_file.is_file():
         raise RequestError(
             "no run.json here", needed="the folder of an experiment of pretraining/pretrain.py", where=str(folder)
@@ -145,8 +146,9 @@ def _scratch_run(run: ResolvedRun, scratch: Path, changes: dict[str, Any]) -> Pa
         run, config=config, experiment_dir=str(folder), initial_weights=None, max_steps=LONGEST_STEPS
     )
     folder.mkdir(parents=True)
-    write_run(folder / "run.json", changed)
-    return folder / "run.json"
+    run_file = RunFolder(folder).run_file
+    write_run(run_file, changed)
+    return run_file
 
 
 def larger_micro_batch(run: ResolvedRun) -> dict[str, Any] | None:

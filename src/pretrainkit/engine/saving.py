@@ -153,14 +153,15 @@ class Saver:
 
     def _commit(self, save: Save) -> None:
         training, dataset = self._run.config.training, self._run.dataset
-        checkpoints.commit(
+        checkpoint = checkpoints.Checkpoint(
             save.folder,
             step=save.step,
             consumed_samples=save.consumed_samples,
             global_batch_size=training.global_batch_size,
             optimizer_was_reset=training.reset_optimizer,
-            data={"weights": dataset.weights, "data_hash": dataset.data_hash},
+            dataset={"weights": dataset.weights, "data_hash": dataset.data_hash},
         )
+        checkpoints.commit(checkpoint)
 
     @contextlib.contextmanager
     def _kept(self) -> Iterator[None]:

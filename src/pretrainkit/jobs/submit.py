@@ -31,9 +31,8 @@ from pretrainkit.jobs.registry import SCHEDULERS, scheduler_of
 from pretrainkit.jobs.scheduler import Run
 from pretrainkit.jobs.secrets import write_secrets
 from pretrainkit.logs import get_logger
-from pretrainkit.run.folder import SOURCE_FILE
+from pretrainkit.run.folder import JOBS_FILE, SOURCE_FILE
 
-RECORDS = "jobs.jsonl"
 SECRETS = "secrets.sh"
 
 log = get_logger(__name__)
@@ -141,7 +140,7 @@ def submit(
             job_id = scheduler.parse_job_id(run(words))
             submitted.append(SubmittedJob.of(scheduler.name, job_id, job.folder, part.tasks, command=shlex.join(words)))
         files.write_text(job.folder / scripts.CHAIN, "".join(f"{one.job_id}\n" for one in submitted))
-        with (job.folder.parent / RECORDS).open("a", encoding="utf-8") as file:
+        with (job.folder.parent / JOBS_FILE).open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(asdict(one), ensure_ascii=False) + "\n" for one in submitted)
     except BaseException:
         if submitted:
@@ -157,7 +156,7 @@ def submit(
 
 def read_records(jobs_dir: Path) -> list[SubmittedJob]:
     """All jobs that were submitted from a folder, in order."""
-    path = jobs_dir / RECORDS
+    path = jobs_dir / JOBS_FILE
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     return [
         SubmittedJob(**{**record, "logs": tuple(record["logs"]), "exit_files": tuple(record["exit_files"])})

@@ -88,7 +88,7 @@ def dry_run(config: RunConfig, *, train_script: Path) -> int:
     if job is not None:
         print(f"\n{describe_job(job)}")
         return EXIT_DONE
-    plan = _plan(run, run_file, folder.logs / "attempt_N", train_script, container)
+    plan = _plan(run, run_file, folder.attempt("N"), train_script, container)
     print(f"command    {shlex.join(plan.node_command)}")
     return EXIT_DONE
 

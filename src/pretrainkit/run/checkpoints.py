@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,6 @@ from pretrainkit.run.folder import COMMIT_MARK, checkpoint_name, step_of
 
 START_OVER = "to start over, move the experiment's folder away or choose another --experiment"
 """What can be done where a run is lost."""
-DATA = "dataset"
-"""In a commit mark: which data the attempt that saved it was trained on."""
 SMALLER_SUFFIX = ".smaller"
 """Of a checkpoint that is to replace the one whose name it has (`pretrainkit.run.retention`)."""
 EXPIRED_SUFFIX = ".expired"
@@ -51,37 +49,22 @@ class Checkpoint:
     has_optimizer_state: bool = True
     """False when its optimizer state was stripped; `optimizer_layout` also finds those saved without one."""
     num_bytes: int = field(default=0, compare=False)
-    data: Mapping[str, Any] | None = field(default=None, compare=False)
+    dataset: Mapping[str, Any] | None = field(default=None, compare=False)
     """The fields of `DatasetFacts` that --allow_data_change lets change; None in marks of older versions."""
 
 
-def commit(
-    folder: Path,
-    *,
-    step: int,
-    consumed_samples: int,
-    global_batch_size: int | None = None,
-    optimizer_was_reset: bool = False,
-    has_optimizer_state: bool = True,
-    data: Mapping[str, Any] | None = None,
-) -> None:
+_MARK_FIELDS = [each.name for each in fields(Checkpoint) if each.name not in ("path", "num_bytes")]
+
+
+def commit(checkpoint: Checkpoint) -> None:
     """Declare a fully written checkpoint complete. One process does this, after all have written."""
-    written = _files(folder)
+    folder = checkpoint.path
+    written = [path for path in folder.rglob("*") if path.is_file() and path.name != COMMIT_MARK]
     sizes = {str(path.relative_to(folder)): path.stat().st_size for path in written}
     for path in (*written, *{path.parent for path in written}, folder):
         files.fsync_path(path)
-    files.write_json(
-        folder / COMMIT_MARK,
-        {
-            "step": step,
-            "consumed_samples": consumed_samples,
-            "global_batch_size": global_batch_size,
-            "optimizer_was_reset": optimizer_was_reset,
-            "has_optimizer_state": has_optimizer_state,
-            DATA: data,
-            "file_sizes": dict(sorted(sizes.items())),
-        },
-    )
+    mark = {name: getattr(checkpoint, name) for name in _MARK_FIELDS}
+    files.write_json(folder / COMMIT_MARK, {**mark, "file_sizes": dict(sorted(sizes.items()))})
 
 
 def read(folder: Path) -> Checkpoint:
@@ -89,17 +72,9 @@ def read(folder: Path) -> Checkpoint:
     mark = folder / COMMIT_MARK
     try:
         content = files.read_json(mark)
-        checkpoint = Checkpoint(
-            folder,
-            content["step"],
-            content["consumed_samples"],
-            content.get("global_batch_size"),
-            content.get("optimizer_was_reset", False),
-            content.get("has_optimizer_state", True),
-            sum(content["file_sizes"].values()),
-            content.get(DATA),
-        )
-        sizes = content["file_sizes"].items()
+        sizes = content["file_sizes"]
+        known = {name: content[name] for name in _MARK_FIELDS if name in content}
+        checkpoint = Checkpoint(folder, num_bytes=sum(sizes.values()), **known)
         if checkpoint_name(checkpoint.step) != folder.name.removesuffix(SMALLER_SUFFIX) or not sizes:
             raise ValueError(f"of step {checkpoint.step}, {len(sizes)} files")
         if not isinstance(checkpoint.consumed_samples, int):
@@ -108,10 +83,10 @@ def read(folder: Path) -> Checkpoint:
         raise CheckpointError("not finished: it has no commit mark", where=str(mark)) from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"unreadable commit mark ({error!r})", where=str(mark)) from None
-    for name, size in sizes:
+    for name, size in sizes.items():
         try:
             found = (folder / name).stat().st_size
-        except OSError:  # also where retention removes it just now
+        except OSError:  # also while retention removes it
             found = None
         if found != size:
             has = "is missing" if found is None else f"has {found} bytes"
@@ -177,7 +152,7 @@ def saved_data(checkpoints: Path) -> dict[str, Any]:
     none."""
     newest = newest_committed(checkpoints)
     try:
-        return dict(files.read_json(newest / COMMIT_MARK)[DATA]) if newest else {}
+        return dict(files.read_json(newest / COMMIT_MARK)["dataset"]) if newest else {}
     except (OSError, ValueError, LookupError, TypeError):
         return {}
 
@@ -200,7 +175,3 @@ def quarantine_incomplete(checkpoints: Path) -> list[Path]:
                 target = folder.with_name(f"{folder.name}{_INCOMPLETE_SUFFIX}{number}")
             moved.append(folder.rename(target))
     return moved
-
-
-def _files(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*") if path.is_file() and path.name != COMMIT_MARK]

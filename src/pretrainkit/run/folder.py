@@ -29,6 +29,8 @@ OUTCOME_FILE = "outcome.json"
 """In an attempt's log folder: how it ended (`pretrainkit.run.outcome`)."""
 JOB_FILE = "job.json"
 """In an attempt's log folder: the scheduler job it belongs to, and the checkpoint it started from."""
+JOBS_FILE = "jobs.jsonl"
+"""In the folder of jobs: a record for each job that was submitted."""
 PID_FILE = "node.pid"
 """In an attempt's log folder: the process that starts the ranks."""
 NODE_LOG = "node.log"
@@ -63,7 +65,7 @@ class RunFolder:
         self.logs = path / "logs"
         """Folder of the attempts' log folders."""
         self.jobs = path / "jobs"
-        """Folder of the scheduler jobs' folders (`pretrainkit.jobs.submit`)."""
+        """Folder of the scheduler jobs' folders, with a list of the jobs (`pretrainkit.jobs.submit`)."""
         self.dataset_index = path / "index"
         """Folder of Megatron's cached sample indices of the dataset."""
         self.wandb_id = path / "wandb_id.txt"
@@ -94,6 +96,10 @@ class RunFolder:
         """Whether the experiment has saved anything, complete or not."""
         return self.checkpoints.is_dir() and any(self.checkpoints.iterdir())
 
+    def attempt(self, number: int | str) -> Path:
+        """Log folder of an attempt; the first has number 1."""
+        return self.logs / f"{_ATTEMPT_PREFIX}{number}"
+
     def attempt_folders(self) -> list[Path]:
         """The log folders of all attempts, in order."""
         folders = [path for path in self.logs.glob(f"{_ATTEMPT_PREFIX}*") if _attempt_number(path)]
@@ -104,7 +110,7 @@ class RunFolder:
         self.logs.mkdir(parents=True, exist_ok=True)
         number = max(map(_attempt_number, self.attempt_folders()), default=0) + 1
         while True:
-            folder = self.logs / f"{_ATTEMPT_PREFIX}{number}"
+            folder = self.attempt(number)
             try:
                 folder.mkdir()
             except FileExistsError:  # another node of the same job, or another start, was faster

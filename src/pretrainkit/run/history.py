@@ -12,7 +12,7 @@ from pretrainkit import files
 from pretrainkit.errors import CheckpointError, RequestError
 from pretrainkit.run.attempts import Attempt, read_attempts, restarts_without_progress
 from pretrainkit.run.checkpoints import Checkpoint, all_complete, newest_complete, optimizer_layout
-from pretrainkit.run.folder import OUTCOME_FILE, RunFolder
+from pretrainkit.run.folder import JOBS_FILE, OUTCOME_FILE, RunFolder
 from pretrainkit.run.json_lines import read_records
 from pretrainkit.units import format_count
 
@@ -178,7 +178,7 @@ def read_history(experiment: Path) -> History:
         num_with_optimizer_state=sum(map(_has_optimizer_state, complete)),
         checkpoint_problem=problem,
         logs=tuple(map(_outcome, folder.attempt_folders())),
-        jobs=tuple(map(_job, read_records(folder.jobs / "jobs.jsonl"))),
+        jobs=tuple(map(_job, read_records(folder.jobs / JOBS_FILE))),
         last_record=trained[-1] if trained else {},
     )
 

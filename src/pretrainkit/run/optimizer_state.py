@@ -28,15 +28,7 @@ def write_stripped(checkpoint: Checkpoint) -> Path:
     smaller = checkpoint.path.with_name(checkpoint.path.name + SMALLER_SUFFIX)
     shutil.rmtree(smaller, ignore_errors=True)
     _write_without(checkpoint.path, smaller)
-    commit(
-        smaller,
-        step=checkpoint.step,
-        consumed_samples=checkpoint.consumed_samples,
-        global_batch_size=checkpoint.global_batch_size,
-        optimizer_was_reset=checkpoint.optimizer_was_reset,
-        has_optimizer_state=False,
-        data=checkpoint.data,
-    )
+    commit(dataclasses.replace(checkpoint, path=smaller, has_optimizer_state=False))
     return smaller
 
 

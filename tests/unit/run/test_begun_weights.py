@@ -62,7 +62,7 @@ def save(run: ResolvedRun, *, step: int = 2, is_complete: bool = True) -> Path:
     (folder / "weights").mkdir(parents=True)
     (folder / "weights" / ".metadata").write_bytes(b"optimizer.state.param.")
     if is_complete:
-        checkpoints.commit(folder, step=step, consumed_samples=8 * step, global_batch_size=8)
+        checkpoints.commit(checkpoints.Checkpoint(folder, step=step, consumed_samples=8 * step, global_batch_size=8))
     return folder
 
 

@@ -17,7 +17,7 @@ def save(checkpoints: Path, step: int, *, commit: bool = True) -> Path:
     (folder / "weights" / "__0_0.distcp").write_bytes(b"w" * 100)
     (folder / "weights" / ".metadata").write_bytes(b"m" * 10)
     if commit:
-        resume.commit(folder, step=step, consumed_samples=4 * step)
+        resume.commit(resume.Checkpoint(folder, step=step, consumed_samples=4 * step))
     return folder
 
 
@@ -117,12 +117,12 @@ def test_a_mark_tells_the_data_of_its_attempt(tmp_path: Path) -> None:
 
     assert data_of(save(tmp_path, 5)) is None
     saved = save(tmp_path, 10)
-    resume.commit(saved, step=10, consumed_samples=40, data=data)
+    resume.commit(resume.Checkpoint(saved, step=10, consumed_samples=40, dataset=data))
     assert data_of(saved) == {"weights": [], "data_hash": "a"}
     smaller = saved.with_name(saved.name + resume.SMALLER_SUFFIX)
     smaller.mkdir()
     (smaller / "weights").write_bytes(b"w")
-    resume.commit(smaller, step=10, consumed_samples=40, data=resume.read(saved).data)
+    resume.commit(resume.Checkpoint(smaller, step=10, consumed_samples=40, dataset=resume.read(saved).dataset))
     assert data_of(smaller) == {"weights": [], "data_hash": "a"}
 
 

@@ -29,7 +29,7 @@ while True:
     (folder / "weights").mkdir(parents=True)
     for number in range(4):
         (folder / "weights" / f"__{number}_0.distcp").write_bytes(bytes(200_000))
-    resume.commit(folder, step=step, consumed_samples=4 * step)
+    resume.commit(resume.Checkpoint(folder, step=step, consumed_samples=4 * step))
     for old in retention.expired(checkpoints, keep_last=2, keep_every=None):
         retention.remove(old)
 """

@@ -73,7 +73,7 @@ def test_the_data_of_the_newest_checkpoint_goes_on_whatever_was_tried_since(run:
     save_a_checkpoint(run)
     folder = Path(run.experiment_dir) / "checkpoints" / "step_00000001"
     data = {"weights": run.dataset.weights, "data_hash": run.dataset.data_hash}
-    checkpoints.commit(folder, step=1, consumed_samples=8, data=data)
+    checkpoints.commit(checkpoints.Checkpoint(folder, step=1, consumed_samples=8, dataset=data))
     tried = other(dataclasses.replace(run, dataset=dataclasses.replace(run.dataset, data_hash="b")))
     write_run_file(other(tried, data__allow_data_change=True))
     with pytest.raises(RequestError, match=r"dataset\.data_hash was .*, now b(.|\n)*--allow_data_change"):

@@ -26,7 +26,7 @@ def save(checkpoints: Path, step: int, *, name: str = "") -> Path:
     dcp.save(state, checkpoint_id=folder / "weights", no_dist=True)
     (folder / "context").mkdir()
     (folder / "context" / "model.yaml").write_text("model")
-    resume.commit(folder, step=step, consumed_samples=4 * step, global_batch_size=4)
+    resume.commit(resume.Checkpoint(folder, step=step, consumed_samples=4 * step, global_batch_size=4))
     return folder
 
 
