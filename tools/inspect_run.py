@@ -45,7 +45,7 @@ def command(arguments: argparse.Namespace) -> int:
             )
             picture = None
     if arguments.json:
-        print(json.dumps({**history.summary(), "plot": str(picture) if picture else None}, indent=2))
+        print(json.dumps({**history.summary, "plot": str(picture) if picture else None}, indent=2))
     else:
         print(history.describe() + (f"\nplot       {picture}" if picture else ""))
     if problem and arguments.plot:

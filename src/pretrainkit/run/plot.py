@@ -39,12 +39,12 @@ def plot_history(history: History, path: Path) -> None:
     _mark_restarts(loss_axes, history)
     if history.attempts:  # an attempt starts one step before its first record
         loss_axes.set_xlim(left=min(attempt.start_step for attempt in history.attempts))
-    for number, step in enumerate(history.bad_steps):
+    for number, step in enumerate(history.summary["bad_steps"]):
         label = "" if number else "bad loss, no update"
         loss_axes.axvline(step, color="tab:orange", linestyle=":", linewidth=1.5, label=label)
     speed_axes.set_xlabel("step")
     speed_axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    loss_axes.set_title(Path(history.experiment).name)
+    loss_axes.set_title(Path(history.summary["experiment"]).name)
     loss_axes.legend()
     with files.atomic_file(path) as temporary:
         canvas.print_png(str(temporary))

@@ -62,12 +62,12 @@ def test_replayed_steps_count_once_as_they_were_done_last(experiment: Path) -> N
     history = read_history(experiment)
     assert [point.step for point in history.steps] == list(range(1, 11))
     assert [point.loss for point in history.steps] == [5.0] * 4 + [3.0] * 4 + [None, 3.0]
-    assert history.num_replayed_steps == 3
+    assert history.summary["replayed_steps"] == 3
     assert history.validation == ((4, 6.0), (8, 4.0))
 
 
 def test_starts_logs_and_the_end_are_told(experiment: Path) -> None:
-    summary = read_history(experiment).summary()
+    summary = read_history(experiment).summary
     assert [(start["first_step"], start["last_step"]) for start in summary["starts"]] == [(0, 6), (4, 5), (4, 10)]
     assert (summary["steps_done"], summary["max_steps"], summary["restarts"], summary["idle_restarts"]) == (
         10,
@@ -139,7 +139,7 @@ def test_a_step_without_its_speed_counts(experiment: Path) -> None:
 def test_an_experiment_without_steps_is_drawn_too(tmp_path: Path) -> None:
     train(tmp_path, 0, 0, 1.0)
     history = read_history(tmp_path)
-    assert history.summary()["loss"] is None and "no tokens" in history.describe()
+    assert history.summary["loss"] is None and "no tokens" in history.describe()
     plot_history(history, tmp_path / "run.png")
 
 
@@ -174,6 +174,6 @@ def test_a_schedulers_jobs_and_their_logs_are_told(experiment: Path) -> None:
         with (folder.parent / "jobs.jsonl").open("a") as file:
             file.write(json.dumps(record) + "\n")
     history = read_history(experiment)
-    assert [(job["job_id"], job["exit_code"]) for job in history.jobs] == [("7", 85), ("8", None)]
+    assert [(job["job_id"], job["exit_code"]) for job in history.summary["jobs"]] == [("7", 85), ("8", None)]
     assert f"slurm 7  log {folder}/slurm-7.log  exit code 85" in history.describe()
-    assert history.summary()["jobs"][1]["log"] == str(folder / "slurm-8.log")
+    assert history.summary["jobs"][1]["log"] == str(folder / "slurm-8.log")

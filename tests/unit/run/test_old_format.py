@@ -111,6 +111,6 @@ def test_its_attempts_and_history_are_read(folder: RunFolder) -> None:
     attempts = read_attempts(folder)
     assert [(each.start_step, each.last_step, each.mode) for each in attempts] == [(0, 5, "weights"), (4, 7, CONTINUE)]
     assert last_saved_step(folder) == 4 and restarts_without_progress(attempts) == 0
-    summary = read_history(folder.path).summary()
+    summary = read_history(folder.path).summary
     assert (summary["steps_done"], summary["replayed_steps"], summary["restarts"]) == (7, 1, 1)
     assert summary["newest_checkpoint"] == str(folder.checkpoint(4))
