@@ -10,7 +10,7 @@ from typing import Any
 
 from pretrainkit.logs import get_logger
 
-TAIL_BYTES = 1 << 20
+TAIL_BYTES = 1 << 18
 
 log = get_logger(__name__)
 
