@@ -69,6 +69,7 @@ def _add_weights(config: RunConfig, facts: RunFacts) -> RunFacts:
         return facts
     folder = RunFolder(Path(facts.experiment_dir))
     recorded = initial_weights.of_resumed_run(config.nemo_model, folder)
+    weights = recorded
     hf_folder = Path(facts.hf_folder) if facts.hf_folder else None
     try:
         located = initial_weights.locate(config.nemo_model, folder.path.parent, hf_folder=hf_folder)
@@ -79,4 +80,6 @@ def _add_weights(config: RunConfig, facts: RunFacts) -> RunFacts:
     else:
         if facts.model:
             initial_weights.check_shape(located, facts.model)
-    return dataclasses.replace(facts, initial_weights=recorded or located)
+        if recorded is None or recorded.source != located.source:
+            weights = located
+    return dataclasses.replace(facts, initial_weights=weights)

@@ -153,6 +153,24 @@ def test_other_weights_are_another_run_whether_the_first_are_there(
         shutil.rmtree(tmp_path / "first", ignore_errors=True)
 
 
+def test_a_relative_path_names_other_weights_in_another_folder(
+    resolved: Resolve, tmp_path: Path, hf_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_weights(tmp_path / "first", "nemo", hf_folder)
+    run = resolved("first")
+    write_run_file(run)
+    save(run)
+    (tmp_path / "elsewhere" / "first").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    here = {"experiments_dir": str(tmp_path / "experiments")}
+    assert resolved("first", **here).initial_weights == run.initial_weights, "no weights are here: it is a resume"
+    (tmp_path / "elsewhere" / "first").rmdir()
+    make_weights(tmp_path / "elsewhere" / "first", "nemo", hf_folder)
+    (tmp_path / "elsewhere" / "first" / "weights" / ".metadata").write_text("others")
+    with pytest.raises(RequestError, match=r"config\.nemo_model was .*/first, now .*/elsewhere/first"):
+        changes_since_last_start(resolved("first", **here))
+
+
 def test_a_conversion_that_was_deleted_is_not_made_again_to_continue(
     resolved: Resolve, tmp_path: Path, hf_folder: Path
 ) -> None:
