@@ -15,7 +15,6 @@ from pretrainkit.config.run_file import read_run, write_run
 from pretrainkit.config.schema import ResolvedRun, TrackingConfig
 from pretrainkit.errors import RequestError
 from pretrainkit.launch.plan import LaunchPlan, plan_launch
-from pretrainkit.machine import count_cpus
 from pretrainkit.run.folder import RUN_FILE, RunFolder
 
 LONGEST_STEPS = 1_000_000
@@ -58,9 +57,7 @@ class Program:
         """As for a real start of the run."""
         assert self.run and self.train_script
         run = dataclasses.replace(self.run, experiment_dir=str(run_file.parent))
-        return plan_launch(
-            run, run_file=run_file, log_dir=log_dir, train_script=self.train_script, num_cpus=count_cpus()
-        )
+        return plan_launch(run, run_file=run_file, log_dir=log_dir, train_script=self.train_script)
 
 
 def of_experiment(folder: Path, train_script: Path) -> Program:

@@ -1,4 +1,4 @@
-"""Which variables lead caches, which would fill a home, to a group's disk."""
+"""Variables that move caches, which would fill a home, to a group's disk."""
 
 from __future__ import annotations
 
@@ -18,4 +18,4 @@ HOME_CACHES = {
     "TRITON_CACHE_DIR": ".triton",
     "WANDB_CACHE_DIR": ".cache/wandb",
 }
-"""Those that grow by gigabytes -> the folder in the home that is taken when nothing is said."""
+"""Variables of caches that grow by gigabytes -> their default folder in the home."""

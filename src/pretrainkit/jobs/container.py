@@ -1,4 +1,4 @@
-"""The container of a job: which image, what of the host is in it, and the command that starts something inside."""
+"""The container of a job: its image, its mounts, and the options of the runtime."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Mount:
 
 @dataclass(frozen=True)
 class Container:
-    """What a job runs in."""
+    """The container that a job runs in."""
 
     runtime: str
     """pyxis or apptainer."""
@@ -36,7 +36,7 @@ class Container:
     """An absolute path, or a name in a registry as the runtime spells it."""
     mounts: tuple[Mount, ...]
     nv: bool
-    """Whether Apptainer brings in the host's NVIDIA driver."""
+    """Whether Apptainer makes the host's NVIDIA driver available."""
 
     @property
     def is_local(self) -> bool:
@@ -44,8 +44,8 @@ class Container:
         return self.image.startswith("/")
 
     def apptainer_options(self) -> list[str]:
-        """Options of `apptainer exec`. The home and the caller's environment stay outside: neither packages in
-        ~/.local nor a PYTHONPATH of the host can take the place of the image's; what the job needs is exported."""
+        """Options of `apptainer exec`. The home and the caller's environment aren't passed in, so neither packages in
+        ~/.local nor a PYTHONPATH of the host can replace the image's packages; what the job needs is exported."""
         binds = [word for mount in self.mounts for word in ("--bind", str(mount))]
         return ["--cleanenv", "--no-home", *(["--nv"] if self.nv else []), *binds]
 
@@ -56,13 +56,13 @@ class Container:
 
 
 def container_of(config: LaunchConfig, *, needs: Iterable[Path], on_gpu: bool) -> Container | None:
-    """The container that a job asks for; None: it runs on the host.
+    """The container that a job requests; None: it runs on the host.
 
     Args:
-        needs: folders and files that the job reads or writes; they are mounted where they are.
+        needs: folders and files that the job reads or writes; they are mounted at the same path.
 
     Raises:
-        RequestError: every missing mount, a missing image, or a runtime that the executor doesn't have.
+        RequestError: lists every missing mount; or the image is missing, or the executor doesn't have the runtime.
     """
     runtime = _runtime(config)
     if runtime == "none":
@@ -120,7 +120,7 @@ def _image(image: str, runtime: str) -> str:
 
 
 def _mounts(texts: Iterable[str], needs: Iterable[Path]) -> tuple[Mount, ...]:
-    """Mounts as asked for, and those of what the job needs where none of them brings it. Raises RequestError."""
+    """The requested mounts, and mounts of what the job needs and they don't cover. Raises RequestError."""
     by_target: dict[str, Mount] = {}
     problems = []
     for text in texts:
@@ -131,7 +131,7 @@ def _mounts(texts: Iterable[str], needs: Iterable[Path]) -> tuple[Mount, ...]:
         else:
             by_target[mount.target] = mount
     for path in needs:
-        # Symbolic links lead to where things are: both names must exist inside.
+        # Both a symbolic link and its target must exist inside.
         for need in dict.fromkeys([str(path.absolute()), str(path.resolve())]):
             if not any(_is_below(need, mount) for mount in by_target.values()):
                 by_target[need] = Mount(need, need)
@@ -141,12 +141,12 @@ def _mounts(texts: Iterable[str], needs: Iterable[Path]) -> tuple[Mount, ...]:
 
 
 def _is_below(path: str, mount: Mount) -> bool:
-    """Whether a mount brings a path to its own place."""
+    """Whether a mount makes a path available under the same name."""
     return mount.source == mount.target and (path == mount.source or path.startswith(mount.source.rstrip("/") + "/"))
 
 
 def parse_mount(text: str) -> Mount:
-    """A mount from SOURCE[:TARGET[:ro]]. Raises RequestError for another form or a source that isn't there."""
+    """A mount from SOURCE[:TARGET[:ro]]. Raises RequestError for another form or a missing source."""
     source, *rest = text.split(":")
     path = Path(source).expanduser().absolute()
     if len(rest) > 2 or (len(rest) == 2 and rest[1] not in ("ro", "rw")):

@@ -1,4 +1,4 @@
-"""Following growing log files, as `tail -F` does, in a thread."""
+"""Follows growing log files, as `tail -F` does, in a thread."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Follower:
                 self._copy(last=False)
             self._copy(last=True)
         except (BrokenPipeError, ValueError):
-            return  # the reader of our stream has gone; the files keep everything
+            return  # the reader of our stream has closed it; the files keep everything
 
     def _copy(self, *, last: bool) -> None:
         for path in self._paths:

@@ -15,18 +15,18 @@ _MAX_NAME = 64
 
 @dataclass(frozen=True)
 class Array:
-    """Tasks of a job array, counted from 0 whatever the scheduler counts from."""
+    """Tasks of a job array, counted from 0 in every scheduler."""
 
     indices: tuple[int, ...]
     """Tasks to run, ascending."""
     count: int
-    """Tasks in all, of which these may be some that are run again."""
+    """Number of all tasks; `indices` may be some of them that are rerun."""
     at_once: int | None = None
-    """Most tasks that run at a time."""
+    """Maximum number of tasks that run at a time."""
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
-        """First and last of every run of consecutive tasks."""
+        """First and last task of each range of consecutive tasks."""
         ranges: list[tuple[int, int]] = []
         for index in self.indices:
             if ranges and index == ranges[-1][1] + 1:
@@ -50,7 +50,7 @@ class Job:
     work_dir: Path
     """Where the command runs."""
     command: tuple[str, ...]
-    """Program and arguments, of every node or array task."""
+    """Program and arguments that every node or array task runs."""
     config: LaunchConfig
     container: Container | None
     environment: dict[str, str] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class Job:
     time_limit: str | None = None
     """[D-]HH:MM:SS"""
     warning_s: int | None = None
-    """How long before the end of its time Slurm is to send a signal; None: it sends none."""
+    """Seconds before the end of its time at which Slurm sends a signal; None: it sends none."""
     array: Array | None = None
     secrets: Path | None = None
     """File with mode 600 that exports tokens."""
@@ -78,7 +78,7 @@ class Job:
 
     @property
     def scheduler_options(self) -> list[str]:
-        """Further lines of the header."""
+        """Further lines of the script's header."""
         return [self.filled(text, "scheduler_options") for text in self.config.scheduler_options]
 
     def filled(self, text: str, where: str) -> str:
@@ -105,16 +105,16 @@ def safe_name(text: str) -> str:
 
 
 def parse_array(text: str, count: int | None) -> Array:
-    """An array from '0-9', '3,7', '0-20:2' or any of them with '%4' behind.
+    """An array from '0-9', '3,7', '0-20:2' or any of them with the suffix '%4'.
 
     Args:
-        count: tasks in all where that is known; else the array must begin with 0 and leave none out.
+        count: number of all tasks, if known.
 
     Raises:
-        RequestError: another form, or an array that doesn't say how many tasks there are.
+        RequestError: another form, or a task that isn't below `count`.
     """
     body, percent, limit = text.partition("%")
-    where, form = "--array", "0-9, 3,7 or 0-20:2, with %4 behind for at most 4 at once"
+    where, form = "--array", "0-9, 3,7 or 0-20:2, with the suffix %4 for at most 4 at once"
     indices: set[int] = set()
     for part in body.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+)(?::(\d+))?)?", part.strip())

@@ -22,10 +22,9 @@ class Pbs(Scheduler):
     start = '"${PBS_JOBID%%[.[]*}_$(date +%s)"'
     array_index = '"$PBS_ARRAY_INDEX"'
     is_first_start = '[ -z "${PRETRAINKIT_CONTINUES:-}" ]'
-    host_list = "awk '!seen[$1]++ { print $1 }' \"$PBS_NODEFILE\""
+    host_file = "PBS_NODEFILE"
     account_option = "-A"
     takes_arrays_of_one = False
-    resubmits = True
     job_id_pattern = r"(\d+)(?:\[\])?(?:\..*)?"
     query = ("qstat",)
     history = ("qstat", "-x", "-f")

@@ -74,8 +74,8 @@ class Scheduler(ABC):
     """Index of an array's task, from 0."""
     is_first_start: str
     """A test that fails in a job that was requeued."""
-    host_list = ""
-    """A command that prints the job's hosts, each once."""
+    host_file = ""
+    """Variable with the path of the job's list of hosts, whose lines begin with a host's name."""
 
     requeue_line = ""
     cancel_program = "qdel"
@@ -86,8 +86,6 @@ class Scheduler(ABC):
     takes_task_lists = False
     """Whether one array can have any tasks; otherwise each range of tasks is submitted as an array."""
     takes_arrays_of_one = True
-    resubmits = False
-    """Whether --requeue submits a new job, with another id."""
 
     query: tuple[str, ...]
     """Command that, with a job's id behind, lists the job while it waits or runs."""

@@ -1,4 +1,4 @@
-"""The scripts of a job, rendered from templates/: text alone, no scheduler is asked and nothing is written.
+"""The scripts of a job, rendered from templates/. Pure: no scheduler is asked and nothing is written.
 
     run.sh    what a node or array task runs, inside the container if there is one
     node.sh   what it runs on the host: modules, then the container with run.sh
@@ -40,7 +40,7 @@ _IMAGE_CACHES = {
 
 
 def run_script(job: Job) -> str:
-    """The text of run.sh. Raises RequestError for a variable whose name bash doesn't take."""
+    """The text of run.sh. Raises RequestError for a variable whose name bash doesn't accept."""
     environment = {**caches_of(job), **job.environment, **job.config.environment}
     for name in environment:
         if not _NAME.fullmatch(name):
@@ -90,12 +90,12 @@ def inner_scripts(job: Job) -> list[str]:
 
 
 def caches_of(job: Job) -> dict[str, str]:
-    """Variables that lead caches to the group's disk."""
+    """Variables that move caches to the group's disk."""
     return {name: str(folder) for name, folder in _cache_folders(job, CACHES).items()}
 
 
 def image_file(job: Job) -> Path | None:
-    """Where an image from a registry is kept for Apptainer, unpacked once."""
+    """File to which Apptainer unpacks an image from a registry once; None for another image or runtime."""
     if job.container is None or job.container.is_local or job.container.runtime != "apptainer":
         return None
     base = _cache_dir(job) or job.folder.parent

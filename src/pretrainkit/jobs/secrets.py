@@ -36,7 +36,7 @@ def split_token(words: Sequence[str]) -> tuple[list[str], str | None]:
 
 
 def hide_token_from_process_list() -> None:
-    """Start this process again with the token of --hf_token in the environment instead of the command line.
+    """Restart this process with the token of --hf_token in the environment instead of the command line.
 
     Every user of a machine can read the command lines of all processes. Returns when there is no such flag.
     The time between the first start and this call can't be hidden: HF_TOKEN in the environment is better.
@@ -52,11 +52,11 @@ def hide_token_from_process_list() -> None:
 
 _SECRET_NAME = re.compile(r"TOKEN$|API_KEY|SECRET|PASSWORD|PASSWD")
 _PASSED_ON = re.compile(r"(HF|HUGGING_FACE|HUGGINGFACE|WANDB|MLFLOW|NCCL|DATASET|TRANSFORMERS|TOKENIZERS)_")
-"""Variables of the one who submits that mean the job, too."""
+"""Variables of the submitting environment that are passed on to the job."""
 
 
 def without_tokens(environment: Mapping[str, str]) -> dict[str, str]:
-    """An environment for a scheduler's commands: without tokens and passwords, and what another job of ours has set."""
+    """An environment for a scheduler's commands: without tokens and passwords, and without variables of another job."""
     return {
         name: value
         for name, value in environment.items()
@@ -70,14 +70,14 @@ def is_secret(name: str) -> bool:
 
 
 def passed_on(environment: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """The variables that a job gets from the environment of the one who submits it: (plain ones, secret ones)."""
+    """The variables that a job gets from the environment in which it is submitted: (plain ones, secret ones)."""
     meant = {name: value for name, value in sorted(environment.items()) if _PASSED_ON.match(name)}
     secret = {name: value for name, value in meant.items() if is_secret(name)}
     return {name: value for name, value in meant.items() if name not in secret}, secret
 
 
 def write_secrets(path: Path, secrets: Mapping[str, str]) -> None:
-    """Write a file of bash that exports tokens; from its first moment only its owner can read it."""
+    """Write a bash file that exports tokens; it is created with mode 600."""
     path.unlink(missing_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:

@@ -22,7 +22,7 @@ class GridEngine(Scheduler):
     start = '"${JOB_ID}_$(date +%s)"'
     array_index = '"$((SGE_TASK_ID - 1))"'
     is_first_start = '[ "${RESTARTED:-0}" = 0 ]'
-    host_list = "awk '!seen[$1]++ { print $1 }' \"$PE_HOSTFILE\""
+    host_file = "PE_HOSTFILE"
     account_option = "-P"
     job_id_pattern = r"(?:Your job(?:-array)? )?(\d+)(?:\..*|[ (].*)?"
     requeue_line = "code=99 # Grid Engine starts a job with this exit code again"

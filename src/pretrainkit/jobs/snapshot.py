@@ -13,8 +13,8 @@ _IGNORED = shutil.ignore_patterns("__pycache__", "*.pyc", ".*", "*.egg-info")
 def copy_source(target: Path, script: Path) -> Path:
     """Copy this package and the folder of a command's script; gives the copy of the script.
 
-    The layout is that of the checkout: target/src/pretrainkit, target/FOLDER/script.py. What is uncommitted is
-    copied with the rest; `source.py` tells what that is.
+    The layout is that of the checkout: target/src/pretrainkit, target/FOLDER/script.py. Uncommitted changes are
+    copied too; `run/source.py` describes them.
     """
     package = Path(pretrainkit.__file__).parent
     shutil.copytree(package, target / "src" / package.name, ignore=_IGNORED)

@@ -1,4 +1,4 @@
-"""A tool's own command line as a job of a scheduler: --executor, --array and the flags that say where."""
+"""Submits a tool's own command line as a job of a scheduler: --executor, --array and the flags of the job."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FLAGS = (
 
 
 def add_job_flags(parser: argparse.ArgumentParser, *, has_array: bool = False) -> None:
-    """Add the flags that make a tool's command line a job; `has_array`: it can do one part of its work."""
+    """Add the flags that submit a tool's command line as a job; `has_array`: the tool can do one part of its work."""
     group = parser.add_argument_group("as a job of a scheduler")
     for option in OPTIONS.values():
         if option.flag in _FLAGS:
@@ -33,7 +33,7 @@ def add_job_flags(parser: argparse.ArgumentParser, *, has_array: bool = False) -
             "--array",
             default=unset,
             metavar="0-9",
-            help="a task for each part of the work; 3,7 does only those again; %%4 behind: at most 4 at once",
+            help="tasks of a job array, one for each part of the work; 3,7 reruns only those; %%4: at most 4 at once",
         )
     group.add_argument("--job_dir", type=Path, default=unset, help="folder of jobs' scripts and logs (jobs/TOOL)")
     group.add_argument("--follow", action="store_true", default=unset, help="show the job's log until it ends")
@@ -47,22 +47,22 @@ def or_submit(
     *,
     has_array: bool = False,
 ) -> Callable[[argparse.Namespace], int]:
-    """A tool's command: submitted as a job if its flags ask for that, else `run` here and now."""
+    """A tool's command: `run`, or a submission of the command line if a flag asks for one."""
 
     def command(arguments: argparse.Namespace) -> int:
         given = given_flags(arguments)
-        if not given and arguments.array is None and not (arguments.follow or arguments.dry_run):
+        asked = [
+            f"--{name}" for name in ("array", "follow", "dry_run") if getattr(arguments, name) not in (None, False)
+        ]
+        if not given and not asked:
             return run(arguments)
         config = _load(given)
         if config.launch.is_scheduled:
             words = without_job_flags(sys.argv[1:] if argv is None else argv, has_array=has_array)
             return _submit(config, Path(script).resolve(), words, arguments)
-        given_names = [f"--{name}" for name in ("array", "follow", "dry_run") if getattr(arguments, name)]
-        if given_names:
+        if asked:
             raise RequestError(
-                f"{', '.join(given_names)} without a scheduler",
-                needed="--executor slurm, pbs or sge",
-                where="--executor",
+                f"{', '.join(asked)} without a scheduler", needed="--executor slurm, pbs or sge", where="--executor"
             )
         return run(arguments)
 
@@ -149,22 +149,22 @@ def parts_of(words: Sequence[str]) -> int | None:
 
 
 def _check_parts(words: Sequence[str], tool: str, *, is_whole: bool) -> None:
-    """Refuse an array whose tasks would all do everything, or whose number of parts nothing says."""
+    """Refuse an array whose tasks would all do the same, or whose number of parts isn't known."""
     by_shard = any(word in ("array", "--shard=array") for word in words)
     if tool == "preprocess_data.py" and not by_shard and parts_of(words) is None:
         raise RequestError(
-            "every task would do all of the work", action="add --shard array: a part for each task", where="--array"
+            "every task would do all of the work", action="add --shard array: one part for each task", where="--array"
         )
     if by_shard and not is_whole:
         raise RequestError(
-            "these are some of the tasks, and nothing says of how many",
-            action="say it: --shard array/N, with the N of the first submission",
+            "these are some of the tasks, and the number of all tasks isn't given",
+            action="add it: --shard array/N, with the N of the first submission",
             where="--array",
         )
 
 
 def paths_in(words: Sequence[str]) -> list[Path]:
-    """Folders that a command's words name, so that a container has them: those there are, or the nearest above."""
+    """Folders that a command's words name, to be mounted: those that exist, or their nearest parent."""
     found = [Path.cwd()]
     for word in words:
         text = word.partition("=")[2] if word.startswith("--") else word

@@ -1,4 +1,4 @@
-"""--follow: showing the logs of submitted jobs until they end, and ending with their exit code."""
+"""--follow: shows the logs of submitted jobs until they end, and returns their exit code."""
 
 from __future__ import annotations
 
@@ -17,18 +17,16 @@ from pretrainkit.logs import get_logger
 
 _POLL_S = 0.5
 _ASK_S = 10
-"""How often the scheduler is asked: every user of a cluster pays for that."""
+"""Interval between queries of the scheduler: they cost every user of a cluster."""
 _LATE_S = 15
-"""How long an exit code may take to be seen on the shared disk, after the job has ended."""
+"""Longest time until the exit code of an ended job is visible on the shared disk."""
 
 log = get_logger(__name__)
 
 
 def follow(submitted: Sequence[SubmittedJob], run: Run, *, is_chain: bool, requeues: bool) -> int:
-    """Show the logs until the jobs end.
-
-    The exit code is that of the jobs: of a chain the last that ran, of an array the first that isn't 0. When this is
-    interrupted the jobs go on.
+    """Show the logs until the jobs end, and return their exit code: of a chain that of the last job that ran, of an
+    array the first that isn't 0. Interrupting this doesn't stop the jobs.
     """
     logs = [Path(path) for job in submitted for path in job.logs]
     code = EXIT_DONE
@@ -47,16 +45,14 @@ def follow(submitted: Sequence[SubmittedJob], run: Run, *, is_chain: bool, reque
                 else:
                     code = code or next((one for one in codes if one), EXIT_DONE)
     except KeyboardInterrupt:
-        log.warning("not followed any more; the job goes on. To cancel it: %s", submitted[0].cancel_command)
+        log.warning("no longer following; the job keeps running. To cancel it: %s", submitted[0].cancel_command)
         raise
     log.info("ended with exit code %d", code)
     return code
 
 
 def _successor(job: SubmittedJob) -> SubmittedJob | None:
-    """The job that a requeued PBS job has submitted to go on with; other schedulers keep the id."""
-    if not SCHEDULERS[job.scheduler].resubmits:
-        return None
+    """The job that a PBS job has submitted to continue it; with other schedulers a requeued job keeps its id."""
     folder = Path(job.folder)
     last = (folder / CHAIN).read_text(encoding="utf-8").splitlines()[-1]
     job_id = SCHEDULERS[job.scheduler].parse_job_id(last)

@@ -24,7 +24,6 @@ from pretrainkit.jobs.sge import visible_gpus
 from pretrainkit.jobs.slurm import expand_counts
 from pretrainkit.launch import agent
 from pretrainkit.launch.supervise import GracefulStop, redirect_output, supervise
-from pretrainkit.machine import count_cpus
 from pretrainkit.preflight.cluster import check_connections
 from pretrainkit.preflight.node import NodeCheckRequest, check_node
 from pretrainkit.run.checkpoints import newest_committed
@@ -54,7 +53,8 @@ def run_in_job(arguments: argparse.Namespace, stop: GracefulStop) -> int:
     node = int(environment.get(NODE_VARIABLE, "0"))
     start = environment.get(START_VARIABLE, f"{os.getpid()}")
     nodes = Rendezvous(arguments.job_dir / NODES_FOLDER / start, node, arguments.num_nodes)
-    _set_defaults(arguments.ranks)
+    if gpus := visible_gpus(os.environ):
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", gpus)
     if not nodes.is_head:
         return _run_other(arguments, stop, nodes)
     try:
@@ -255,14 +255,6 @@ def _new_attempt(folder: RunFolder, job_dir: Path) -> Path:
     }
     files.write_json(log_dir / JOB_FILE, job)
     return log_dir
-
-
-def _set_defaults(ranks: int) -> None:
-    """Set variables of the ranks that depend on the node; those of the user or the site win."""
-    # torchrun would set 1, far too few where a rank computes on the CPU.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, count_cpus() // ranks)))
-    if "CUDA_VISIBLE_DEVICES" not in os.environ and (gpus := visible_gpus(os.environ)):
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpus
 
 
 @contextlib.contextmanager

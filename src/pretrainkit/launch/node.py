@@ -27,6 +27,7 @@ from pretrainkit.launch.supervise import (
     redirect_output,
     supervise,
 )
+from pretrainkit.machine import count_cpus
 from pretrainkit.run.folder import NODE_LOG, PID_FILE, RANKS_LOCK, RunFolder, locked
 from pretrainkit.run.outcome import write_outcome
 from pretrainkit.signals import STOP_SIGNALS
@@ -48,7 +49,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             signal.signal(number, signal.SIG_IGN)
 
 
+def threads_per_rank(ranks: int, num_cpus: int) -> str:
+    """OMP_NUM_THREADS of the ranks. torchrun would set 1, far too few where a rank computes on the CPU."""
+    return str(max(1, num_cpus // ranks))
+
+
 def _run(arguments: argparse.Namespace, stop: GracefulStop) -> int:
+    os.environ.setdefault("OMP_NUM_THREADS", threads_per_rank(arguments.ranks, count_cpus()))
     if arguments.job_dir is not None:
         from pretrainkit.launch.job_node import run_in_job
 

@@ -1,4 +1,4 @@
-"""What an attempt of a run starts: one process per node, which starts its ranks. Pure."""
+"""What an attempt on this machine starts: one node process, which starts the ranks. Pure."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from pathlib import Path
 
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.jobs.container import Container
-from pretrainkit.jobs.run_job import NODE_MODULE
+from pretrainkit.jobs.run_job import NODE_MODULE, python_of, rank_environment
 
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """All that an executor has to know to start an attempt."""
+    """Everything that starting an attempt needs."""
 
     experiment_dir: Path
     run_file: Path
     log_dir: Path
     ranks_per_node: int
     environment: dict[str, str]
-    """Variables that the ranks need beyond those of the launcher; a variable that the user set wins."""
+    """Variables that the ranks need; those that are set in the launcher's environment win."""
     train_script: Path
-    """What every rank runs."""
+    """The script that every rank runs."""
     asked_environment: dict[str, str] = field(default_factory=dict)
-    """Variables of --env and the site; they win."""
+    """Variables of --env and the site, which win over all others."""
     container: Container | None = None
     python: str = sys.executable
     """The interpreter of the node process, which starts the ranks with its own."""
 
     @property
     def node_arguments(self) -> list[str]:
-        """Arguments of the module that starts one node's ranks."""
+        """Arguments of the module that starts the ranks."""
         return [
             *("--ranks", str(self.ranks_per_node)),
             *("--experiment_dir", str(self.experiment_dir)),
@@ -42,10 +42,7 @@ class LaunchPlan:
 
     @property
     def node_command(self) -> list[str]:
-        """Command that starts one node's ranks, in the container if there is one.
-
-        Without, the interpreter is this one, whatever PATH says.
-        """
+        """Command that starts the ranks, in the container if there is one; else with this interpreter."""
         command = [self.python, "-m", NODE_MODULE, *self.node_arguments]
         if self.container is None:
             return command
@@ -58,34 +55,18 @@ class LaunchPlan:
 
 
 def plan_launch(
-    run: ResolvedRun,
-    *,
-    run_file: Path,
-    log_dir: Path,
-    train_script: Path,
-    num_cpus: int,
-    container: Container | None = None,
+    run: ResolvedRun, *, run_file: Path, log_dir: Path, train_script: Path, container: Container | None = None
 ) -> LaunchPlan:
-    """The plan of an attempt on one machine with `num_cpus` cores."""
-    ranks_per_node = run.config.launch.num_gpus
-    environment = {
-        # torchrun would set 1: far too few where a rank computes on the CPU.
-        "OMP_NUM_THREADS": str(max(1, num_cpus // ranks_per_node)),
-        # All that a rank reads is local; a node without network must not wait for the hub.
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
-    if run.accelerator == "cpu":
-        # gloo looks up the host's own name otherwise, which fails on machines that don't know it.
-        environment["GLOO_SOCKET_IFNAME"] = "lo"
+    """The plan of an attempt on this machine."""
+    config = run.config.launch
     return LaunchPlan(
         experiment_dir=Path(run.experiment_dir),
         run_file=run_file,
         log_dir=log_dir,
-        ranks_per_node=ranks_per_node,
-        environment=environment,
+        ranks_per_node=config.num_gpus,
+        environment=rank_environment(run),
         train_script=train_script,
-        asked_environment=dict(run.config.launch.environment),
+        asked_environment=dict(config.environment),
         container=container,
-        python=run.config.launch.python or ("python3" if container else sys.executable),
+        python=python_of(config, container is not None),
     )

@@ -26,7 +26,6 @@ from pretrainkit.launch.plan import LaunchPlan, plan_launch
 from pretrainkit.launch.summary import summarize, summarize_estimates
 from pretrainkit.launch.supervise import GRACE_S
 from pretrainkit.logs import get_logger, masked
-from pretrainkit.machine import count_cpus
 from pretrainkit.run import initial_weights
 from pretrainkit.run.folder import LAUNCHER_LOCK, NODE_LOG, RUN_FILE, SOURCE_FILE, RunFolder, locked, wait_for_ranks
 from pretrainkit.run.identity import changes_since_last_start, write_run_file
@@ -123,7 +122,6 @@ def _plan(
         run_file=run_file,
         log_dir=log_dir,
         train_script=train_script.resolve(),
-        num_cpus=count_cpus(),
         container=container,
     )
 

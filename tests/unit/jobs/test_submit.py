@@ -163,7 +163,7 @@ def test_a_second_job_of_an_experiment_is_refused_while_the_first_is_there(
         (["--chain", "2"], ["--time_limit: missing"]),
         (["--chain", "2", "--requeue", "--time_limit", "1:00:00"], ["--chain or --requeue"]),
         (["--set", "launch.node_launcher=qrsh"], ["qrsh with pbs"]),
-        (["--env", "HF_TOKEN=x"], ["--env", "HF_TOKEN", "stand in files"]),
+        (["--env", "HF_TOKEN=x"], ["--env", "HF_TOKEN", "written to files"]),
         (["--container_runtime", "apptainer", "-i", "gone.sif"], ["no image"]),
         (["--site", "tsubame"], ["no site file", "did you mean tsubame4?"]),
     ],
