@@ -50,14 +50,26 @@ os._exit(85)
 """
 
 
+IMPATIENT = """
+from pretrainkit.jobs import rendezvous
+rendezvous.HEARTBEAT_S, rendezvous.DEAD_AFTER_S, rendezvous.END_S = 0.5, 6, 6
+from pretrainkit.launch import node
+node._exit(node.main())
+"""
+"""A node that waits less long for others."""
+
+
 class Job:
     """The nodes of a job that were started."""
 
-    def __init__(self, folder: Path, mode: str, num_nodes: int = 2, **environment: str) -> None:
+    def __init__(
+        self, folder: Path, mode: str, num_nodes: int = 2, *, is_impatient: bool = False, **environment: str
+    ) -> None:
         self.folder = folder
         (folder / "job").mkdir(exist_ok=True)
         words = ["--ranks", "2", "--experiment_dir", str(folder), "--job_dir", str(folder / "job"), "--no_check"]
-        command = [sys.executable, "-m", "pretrainkit.launch.node", *words, "--num_nodes", str(num_nodes)]
+        module = ["-c", IMPATIENT] if is_impatient else ["-m", "pretrainkit.launch.node"]
+        command = [sys.executable, *module, *words, "--num_nodes", str(num_nodes)]
         command += ["--", str(folder / "rank.py"), "--run", mode]
         start = f"s{time.monotonic_ns()}"
         self.nodes = []
@@ -150,6 +162,21 @@ def test_a_signal_to_one_node_lets_all_save(start: Callable[..., Job], node: int
     assert job.wait() == [85, 85], job.terminal(0) + job.terminal(1)
     assert all("saved" in (job.log_dir / f"rank_{rank}.out").read_text() for rank in range(4))
     assert job.left() == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_node_that_is_killed_or_freezes_ends_the_other(start: Callable[..., Job], node: int, number: int) -> None:
+    job = start("save", is_impatient=True)
+    job.wait_until_ready()
+    job.nodes[node].send_signal(number)
+    assert job.nodes[1 - node].wait(timeout=DEADLINE_S) == 1, job.terminal(0) + job.terminal(1)
+    if node == 1:
+        assert "node 1 ended without a report: killed, or lost" in job.outcome["reason"]
+    if number == signal.SIGSTOP:
+        job.nodes[node].send_signal(signal.SIGCONT)
+        assert job.nodes[node].wait(timeout=DEADLINE_S) == 1
+        assert job.left() == []
 
 
 def test_the_job_scripts_file_lets_all_save(start: Callable[..., Job]) -> None:
