@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shlex
@@ -11,28 +12,13 @@ from pathlib import Path
 
 from pretrainkit.logs import TOKEN_VARIABLES
 
-_FLAGS = ("--hf_token", "--hf-token")
-
 
 def split_token(words: Sequence[str]) -> tuple[list[str], str | None]:
     """Command-line words without --hf_token and its value, and the value (the last one, or None)."""
-    kept: list[str] = []
-    token = None
-    position = 0
-    while position < len(words):
-        word = words[position]
-        name, equals, value = word.partition("=")
-        if word == "--":
-            return kept + list(words[position:]), token
-        if name in _FLAGS and equals:
-            token = value
-        elif name in _FLAGS and position + 1 < len(words):
-            position += 1
-            token = words[position]
-        else:
-            kept.append(word)
-        position += 1
-    return kept, token
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--hf_token", "--hf-token", nargs="?")
+    known, kept = parser.parse_known_args(list(words))
+    return (list(words), None) if known.hf_token is None else (kept, known.hf_token)
 
 
 def hide_token_from_process_list() -> None:
