@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from pretrainkit import files
 from pretrainkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED_AFTER_SAVING
 from pretrainkit.jobs.follow import Follower
 from pretrainkit.jobs.registry import SCHEDULERS
@@ -15,8 +15,7 @@ from pretrainkit.jobs.scripts import CHAIN
 from pretrainkit.jobs.submit import SubmittedJob
 from pretrainkit.logs import get_logger
 
-_POLL_S = 0.5
-_ASK_S = 10
+_QUERY_INTERVAL_S = 10
 """Interval between queries of the scheduler: they cost every user of a cluster."""
 _LATE_S = 15
 """Longest time until the exit code of an ended job is visible on the shared disk."""
@@ -62,27 +61,21 @@ def _successor(job: SubmittedJob) -> SubmittedJob | None:
 def _wait(job: SubmittedJob, number: int, run: Run, *, requeues: bool) -> int:
     """The exit code of a job, or of one task of an array."""
     path = Path(job.exit_files[number])
-    asked_s, gone_s = time.monotonic(), None
-    while True:
+
+    def has_ended() -> bool:
         code = _read_code(path)
-        if code is not None and not (requeues and code == EXIT_STOPPED_AFTER_SAVING):
-            return code
-        now_s = time.monotonic()
-        if gone_s is None and now_s - asked_s > _ASK_S:
-            asked_s = now_s
-            if not job.is_alive(run):
-                gone_s = now_s
-        if gone_s is not None and now_s - gone_s > _LATE_S:
-            if code is not None:
-                return code
-            reason = SCHEDULERS[job.scheduler].end_reason(job.job_id, run)
-            log.error(
-                "job %s ended without an exit code: killed, cancelled or lost%s",
-                job.job_id,
-                f" ({reason})" if reason else "",
-            )
-            return EXIT_FAILED
-        time.sleep(_POLL_S)
+        return code is not None and not (requeues and code == EXIT_STOPPED_AFTER_SAVING)
+
+    while not files.wait_until(has_ended, timeout_s=_QUERY_INTERVAL_S):
+        if not job.is_alive(run):
+            files.wait_until(has_ended, timeout_s=_LATE_S)
+            break
+    code = _read_code(path)
+    if code is None:
+        reason = SCHEDULERS[job.scheduler].end_reason(job.job_id, run)
+        details = f" ({reason})" if reason else ""
+        log.error("job %s ended without an exit code: killed, cancelled or lost%s", job.job_id, details)
+    return EXIT_FAILED if code is None else code
 
 
 def _read_code(path: Path) -> int | None:
