@@ -7,9 +7,9 @@
 #PBS -j oe
 #PBS -J 0-9
 ##PBS -P GROUP
-# Text to .bin/.idx, a part of the input in each task of an array:
+# Text to .bin/.idx, one part of the input in each task of an array:
 #     qsub scripts/pbs/preprocess.sh
-# A task that failed can be run again alone: qsub -J 3-4 (PBS has no arrays of one task; what is complete stays as it is)
+# To rerun a failed task: qsub -J 3-4 (PBS has no arrays of one task; what is complete stays as it is)
 # The same from a command line: tools/preprocess_data.py ... --shard array --executor pbs --array 0-9
 set -euo pipefail
 cd "${PBS_O_WORKDIR:-.}"

@@ -6,7 +6,7 @@
 #PBS -l walltime=04:00:00
 #PBS -j oe
 ##PBS -P GROUP
-# A trained checkpoint to a Hugging Face folder, and the gate that says whether it may be given away:
+# A trained checkpoint to a Hugging Face folder, then the release gate:
 #     qsub scripts/pbs/release.sh
 # Publish the folder only when this ends with 0: released.verified.md then says what was compared.
 set -euo pipefail

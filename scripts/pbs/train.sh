@@ -6,20 +6,20 @@
 #PBS -l walltime=24:00:00
 #PBS -j oe
 ##PBS -P GROUP
-# Trains on one node; submitted again it goes on from the newest checkpoint:
+# Trains on one node. Submitting it again continues from the newest checkpoint:
 #     qsub scripts/pbs/train.sh
 # Several nodes, containers, chains of jobs: pretraining/pretrain.py --executor pbs --num_nodes 4 --chain 3 ...
-# writes such a script itself; with --dry_run it shows it.
+# writes such a script; --dry_run prints it.
 set -euo pipefail
 cd "${PBS_O_WORKDIR:-.}"
 
 experiment=${EXPERIMENT:-llama31_pretraining}   # folder in experiments/
 model=${MODEL:-models/Llama-3.1-8B}             # Hugging Face folder: architecture and tokenizer
-weights=${WEIGHTS:-checkpoints/Llama-3.1-8B}    # what the first start begins from
+weights=${WEIGHTS:-checkpoints/Llama-3.1-8B}    # initial weights
 data=${DATA:-data/prepared}                     # folder of .bin/.idx
 num_gpus=${NUM_GPUS:-8}
 tensor_parallel=${TENSOR_PARALLEL:-4}
-time_limit=${TIME_LIMIT:-24:00:00}              # as above: it saves and ends five minutes before
+time_limit=${TIME_LIMIT:-24:00:00}              # the same as above: the run saves and ends 5 min before
 python=${PYTHON:-.venv/bin/python}
 
 exec "$python" pretraining/pretrain.py --executor local --experiment "$experiment" \

@@ -6,9 +6,9 @@
 #$ -l h_rt=04:00:00
 #$ -j y
 #$ -t 1-10
-# Text to .bin/.idx, a part of the input in each task of an array:
+# Text to .bin/.idx, one part of the input in each task of an array:
 #     qsub -g GROUP scripts/sge/preprocess.sh
-# A task that failed can be run again alone: qsub -t 4 (Grid Engine counts from 1)
+# To rerun a failed task: qsub -t 4 (Grid Engine counts from 1)
 # The same from a command line: tools/preprocess_data.py ... --shard array --executor sge --array 0-9
 set -euo pipefail
 

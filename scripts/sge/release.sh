@@ -5,7 +5,7 @@
 #$ -l cpu_16=1
 #$ -l h_rt=04:00:00
 #$ -j y
-# A trained checkpoint to a Hugging Face folder, and the gate that says whether it may be given away:
+# A trained checkpoint to a Hugging Face folder, then the release gate:
 #     qsub -g GROUP scripts/sge/release.sh
 # Publish the folder only when this ends with 0: released.verified.md then says what was compared.
 set -euo pipefail
