@@ -12,7 +12,6 @@ import argparse
 import os
 import signal
 import sys
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -94,12 +93,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _exit(code: int) -> None:
-    """End this process. Interpreter shutdown would abort while an agent's thread still waits for other nodes."""
-    if any(isinstance(thread, Agent) for thread in threading.enumerate()):
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
+    """End this process at once: interpreter shutdown would abort while an agent's thread waits for other nodes."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":
