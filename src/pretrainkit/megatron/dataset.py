@@ -29,26 +29,25 @@ from pretrainkit.megatron.index_files import wait_until_seen
 Documents: TypeAlias = IndexedDataset | ShardDocuments | PackedDocuments | PackedRows
 
 NO_PADDING = -1
-"""An id that no token has."""
+"""Not the id of any token."""
 
 
 class EpochDataset(GPTDataset):
-    """Samples of `sequence_length` tokens, epoch after epoch, each epoch in an order of its own.
+    """Samples of `sequence_length` tokens, epoch after epoch, each epoch in another order.
 
-    Megatron shuffles all epochs of a run as one, so a run that is extended into another epoch sees other
-    data from its first step on. Here sample i is the (i mod n)-th of epoch i // n, where n samples make an
-    epoch; the first epoch is Megatron's, later ones are permutations of it that depend on the seed and the
-    epoch alone.
+    Megatron shuffles all epochs of a run together, so a run that is extended into another epoch would see other data
+    from its first step on. Here sample i is the (i mod n)-th of epoch i // n for n samples per epoch. The first epoch
+    is Megatron's; later ones are permutations of it that depend only on the seed and the epoch.
 
-    Megatron also takes a token that equals the tokenizer's padding for padding, and where a model pads with
-    its EOD (SmolLM2, Llama 3 as many set it) no document's end is ever learnt. A .bin has no padding.
+    Megatron treats a token that equals the tokenizer's padding token as padding. For models that pad with their EOD
+    (SmolLM2, and Llama 3 in many setups) the end of a document would never be learned. A .bin has no padding.
 
-    With `eod_mask_loss` Megatron leaves out what follows the tokenizer's EOD, which need not be the token that the data
-    ends its documents with (--eod-token): here also what follows a document's end, whatever stands there.
+    With `eod_mask_loss` Megatron masks the loss of the token after the tokenizer's EOD, which may not be the token that
+    ends the data's documents (--eod-token). Here the loss of the token after a document's end is masked in any case.
 
-    With `reset_attention_mask` positions begin anew with every document, at its true beginning and not after a token
-    that equals EOD, and the step into the next document is left out of the loss. Sets packed by bestfit have a row
-    for each sample and are always read so.
+    With `reset_attention_mask` position ids are reset at the true document boundaries, not after tokens that equal EOD,
+    and the loss of the token after a boundary is masked. Datasets packed by bestfit have one row per sample and are
+    always read in this way.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class EpochDataset(GPTDataset):
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> Documents:
-        """The documents at a path: a .bin/.idx pair, token shards or a packed set."""
+        """The documents at a path: a .bin/.idx pair, token shards or a packed dataset."""
         if is_token_folder(dataset_path):
             return open_token_folder(dataset_path)
         return GPTDataset.build_low_level_dataset(dataset_path, config)
@@ -93,10 +92,10 @@ class EpochDataset(GPTDataset):
         else:
             sample = super().__getitem__(position)
             if self.config.reset_attention_mask:
-                reset_at(sample, self._document_ends(position))
+                reset_positions(sample, self._document_ends(position))
             elif self.config.eod_mask_loss:
-                leave_out_ends(sample, self._document_ends(position))
-        if idx is None:  # fills up a batch
+                mask_boundary_loss(sample, self._document_ends(position))
+        if idx is None:  # pads a batch
             sample["loss_mask"] = torch.zeros_like(sample["loss_mask"])
         return sample
 
@@ -111,14 +110,14 @@ class EpochDataset(GPTDataset):
         return int(self._permutation[position])
 
     def _document_ends(self, position: int) -> NDArray[np.int64]:
-        """The places in a sample of the first epoch after its documents' last tokens."""
+        """Positions in a sample of the first epoch that follow its documents' last tokens."""
         index = int(self.shuffle_index[position])
         (first, offset), (last, _) = self.sample_index[index], self.sample_index[index + 1]
         lengths = self.dataset.sequence_lengths[self.document_index[int(first) : int(last) + 1]]
         return np.cumsum(lengths, dtype=np.int64) - int(offset)
 
     def sample_documents(self, index: int) -> list[int]:
-        """The numbers of the documents, or of the row of a bestfit set, that sample `index` is made of."""
+        """The numbers of the documents in sample `index`, or of its row in a dataset packed by bestfit."""
         position = self._within_first_epoch(index)
         if self._rows:
             return [int(self.document_index[position])]
@@ -126,36 +125,36 @@ class EpochDataset(GPTDataset):
         return [int(document) for document in documents]
 
 
-def reset_at(sample: dict[str, Tensor], ends: NDArray[np.int64]) -> None:
-    """Let positions [S] begin anew at places where a document ends, and leave the step over them out of the loss."""
+def reset_positions(sample: dict[str, Tensor], ends: NDArray[np.int64]) -> None:
+    """Reset position ids [S] where a document ends, and mask the loss of the token after the boundary."""
     length = sample["tokens"].numel()
     begins = np.zeros(length, np.int64)
     inner = ends[(ends > 0) & (ends < length)]
     begins[inner] = inner
     sample["position_ids"] = torch.from_numpy(np.arange(length) - np.maximum.accumulate(begins))
-    leave_out_ends(sample, ends)
+    mask_boundary_loss(sample, ends)
 
 
-def leave_out_ends(sample: dict[str, Tensor], ends: NDArray[np.int64]) -> None:
-    """Leave the steps [S] over places where a document ends out of the loss."""
+def mask_boundary_loss(sample: dict[str, Tensor], ends: NDArray[np.int64]) -> None:
+    """Mask the loss [S] of tokens that follow a document's end."""
     ends = ends[(ends > 0) & (ends <= sample["tokens"].numel())]
     sample["loss_mask"][torch.from_numpy(ends - 1)] = 0.0
 
 
 def row_sample(ids: NDArray[np.int32], document_lengths: NDArray[np.int32]) -> dict[str, Tensor]:
-    """The sample of a row [S] of whole documents, the lengths of which don't count the padding at its end."""
+    """The sample of a row [S] of full documents; their lengths don't include the padding at the end of the row."""
     tokens = torch.from_numpy(ids.astype(np.int64))
     ends = np.cumsum(document_lengths, dtype=np.int64)
     sample = {"tokens": tokens, "labels": tokens.roll(-1), "loss_mask": torch.ones(len(ids))}
-    reset_at(sample, ends)
+    reset_positions(sample, ends)
     sample["loss_mask"][int(ends[-1]) if len(ends) else 0 :] = 0.0
     return sample
 
 
 def local_prefixes(run: ResolvedRun) -> tuple[str, ...]:
-    """The parts of a run's dataset as they lie on a disk; shards that URLs name are copied, once a file system.
+    """Paths on disk of a run's datasets; shards at URLs are downloaded first, once per file system.
 
-    Called before process groups are made: copying may take longer than any of their timeouts.
+    Called before process groups are created: a download may take longer than their timeouts.
     """
     folder = run.config.data.shard_cache or str(Path(run.experiment_dir).parent / ".shard_cache")
     cache = Path(os.path.expandvars(folder)).expanduser()
@@ -163,7 +162,7 @@ def local_prefixes(run: ResolvedRun) -> tuple[str, ...]:
 
 
 def documents_of_samples(dataset: EpochDataset | BlendedDataset, samples: range) -> dict[str, list[int]]:
-    """Per .bin/.idx prefix, the numbers of the documents that some samples of a run are made of."""
+    """The numbers of the documents in some samples of a run, by .bin/.idx prefix."""
     documents: dict[str, set[int]] = {}
     for sample in samples:
         part, index = dataset, sample
@@ -174,6 +173,6 @@ def documents_of_samples(dataset: EpochDataset | BlendedDataset, samples: range)
 
 
 def shares_drawn(dataset: BlendedDataset, samples: range) -> list[float]:
-    """The share of some samples of a run that a mixture really draws from each of its datasets, in their order."""
+    """The shares of some samples of a run that a blend draws from its datasets, in their order."""
     parts = dataset.dataset_index[samples.start : samples.stop]
     return [int(count) / len(samples) for count in np.bincount(parts, minlength=len(dataset.datasets))]

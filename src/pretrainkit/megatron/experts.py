@@ -1,6 +1,6 @@
-"""Megatron's mixture-of-experts layer from plain torch parts, for evaluating models without Transformer Engine.
+"""Megatron's mixture-of-experts layer from torch modules, to evaluate models without Transformer Engine.
 
-Experts run one after the other (SequentialMLP); parameter names and what checkpoints hold are those of the
+Experts run one after another (SequentialMLP). Names of parameters and entries of checkpoints are those of the
 Transformer Engine layers.
 """
 

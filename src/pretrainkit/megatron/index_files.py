@@ -1,4 +1,4 @@
-"""The index files of Megatron's datasets, the order of samples: each appears whole or not at all."""
+"""The index files of Megatron's datasets (the order of samples), written atomically."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from pretrainkit import files
 from pretrainkit.errors import DataError
 
 KINDS = ("description.txt", "document_index.npy", "sample_index.npy", "shuffle_index.npy")
-"""What megatron-core keeps of a dataset."""
+"""Files that megatron-core caches for a dataset."""
 WAIT_S = 120.0
-"""A shared disk shows a new file to other nodes within a minute (NFS's acdirmax)."""
+"""A new file is visible to other nodes of a shared disk within a minute (NFS's acdirmax)."""
 
 
 def saving_atomically(save: Callable[..., None]) -> Callable[..., None]:
     """`numpy.save` that writes under a temporary name and renames.
 
-    megatron-core saves its indexes with it, under their final names, and at the next start takes whatever has these
-    names for complete: after a kill, or while another job builds the same, that would be a part of a file.
+    megatron-core saves its indexes with it under their final names, and at the next start treats any file of that name
+    as complete: after a kill, or while another job builds the same index, it would read part of a file.
     """
 
     def save_atomically(file: Any, *args: Any, **kwargs: Any) -> None:
@@ -39,9 +39,9 @@ def saving_atomically(save: Callable[..., None]) -> Callable[..., None]:
 
 
 def wait_until_seen(folder: Path, name: str, limit_s: float = WAIT_S) -> None:
-    """Wait until this node sees a dataset's index files `<folder>/<name>-*`, which the first rank has written.
+    """Wait until a dataset's index files `<folder>/<name>-*`, which the first rank has written, are visible here.
 
-    Raises DataError when it doesn't in time.
+    Raises DataError if they aren't in time.
     """
     end = time.monotonic() + limit_s
     while missing := [kind for kind in KINDS if not (folder / f"{name}-{kind}").is_file()]:

@@ -1,6 +1,6 @@
-"""A bare Megatron-core model with a checkpoint's weights, for comparing its logits and losses with others'.
+"""A Megatron-core model with a checkpoint's weights, to compare its logits and losses with other implementations'.
 
-No trainer and no NeMo: the same modules that training uses, at any tensor parallel size.
+It has the modules that training uses, at any tensor parallel size, without a trainer and NeMo.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pretrainkit.models.megatron_fields import transformer_config_fields
 
 
 def initialize(*, tensor_parallel_size: int = 1) -> None:
-    """Set up Megatron's process groups; torch.distributed is initialised already, on every rank."""
+    """Create Megatron's process groups, on every rank, after torch.distributed is initialized."""
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel_size)
         model_parallel_cuda_manual_seed(0)
@@ -41,7 +41,7 @@ def build_model(
     with_transformer_engine: bool = False,
     kernels: Kernels | None = None,
 ) -> GPTModel:
-    """This rank's part of the model, with random weights; `kernels`, if any, are installed already."""
+    """This rank's part of the model, with random weights; `patches.apply_kernels` has been called for `kernels`."""
     tensor_parallel_size = parallel_state.get_tensor_model_parallel_world_size()
     fields = {**transformer_config_fields(shape), **precision_fields(precision)}
     if shape.num_experts:

@@ -1,8 +1,8 @@
 """AdamW and gradient clipping for machines without Transformer Engine and apex.
 
-Megatron's distributed optimizer can save and reshard only those packages' state layout: the step count lives in the
-parameter group, and each parameter's state holds `exp_avg` and `exp_avg_sq` alone. torch.optim.AdamW keeps
-a step tensor per parameter, which Megatron's checkpoint code refuses.
+Megatron's distributed optimizer can only save and reshard the state layout of those packages: the step count is in the
+parameter group, and each parameter's state is `exp_avg` and `exp_avg_sq`. torch.optim.AdamW has a step tensor per
+parameter, which Megatron's checkpoint code refuses.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class FusedAdamW(torch.optim.Optimizer):
                 if not self.state[param]:
                     self.state[param]["exp_avg"] = torch.zeros_like(param)
                     self.state[param]["exp_avg_sq"] = torch.zeros_like(param)
-            # The kernel counts each parameter's step itself, so it gets the number before this one.
+            # The kernel increments the step, so it gets the previous one.
             steps = list(torch.full((len(params),), float(step - 1), device=params[0].device))
             adamw(
                 params,
@@ -66,12 +66,12 @@ class FusedAdamW(torch.optim.Optimizer):
 def multi_tensor_l2_norm(
     chunk_size: int, overflow: Tensor, lists: list[list[Tensor]], per_tensor: bool
 ) -> tuple[Tensor, None]:
-    """The norm [1] of all tensors as one vector. Megatron's own fallback waits for the GPU at each tensor."""
+    """The norm [1] of all tensors as one vector. Megatron's fallback synchronizes with the GPU for each tensor."""
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(lists[0]))).reshape(1), None
 
 
 def multi_tensor_scale(chunk_size: int, overflow: Tensor, lists: list[list[Tensor]], factor: float) -> None:
-    """lists[1] = lists[0] x factor, in one launch where both are the same tensors, as in clipping."""
+    """lists[1] = lists[0] x factor, in one launch if both are the same tensors, as in clipping."""
     source, target = lists
     if any(a is not b for a, b in zip(source, target, strict=True)):
         torch._foreach_copy_(target, source)

@@ -1,6 +1,7 @@
-"""Megatron's model on the CPU, bridged and imported once, by the process that ranks are forked from (preloaded there).
+"""Preload module of a fork server whose children run Megatron's model on the CPU: bridged and imported once.
 
-Importing it bridges torch to the CPU for good, which a process must do before it imports Megatron.
+A fork server preloads modules by name, so the import does the work. It bridges torch to the CPU for good, which a
+process must do before it imports Megatron.
 """
 
 from __future__ import annotations

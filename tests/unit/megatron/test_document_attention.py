@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pretrainkit.megatron.dataset import reset_at, row_sample
+from pretrainkit.megatron.dataset import reset_positions, row_sample
 from pretrainkit.megatron.document_attention import attend_within_documents, document_bounds, with_document_bounds
 
 
@@ -49,7 +49,7 @@ def test_a_full_row_has_no_label_for_its_last_token() -> None:
 
 def test_resetting_leaves_out_ends_outside_of_the_sample() -> None:
     sample = {"tokens": torch.arange(5), "loss_mask": torch.ones(5)}
-    reset_at(sample, np.array([-2, 0, 2, 2, 5, 9]))
+    reset_positions(sample, np.array([-2, 0, 2, 2, 5, 9]))
     assert sample["position_ids"].tolist() == [0, 1, 0, 1, 2]
     assert sample["loss_mask"].tolist() == [1, 0, 1, 1, 0]
 
