@@ -30,8 +30,8 @@ def build_parser() -> Parser:
 def command(arguments: argparse.Namespace) -> int:
     """Start the run that the arguments ask for."""
     from pretrainkit.config.load import load_config
-    from pretrainkit.engine.stop_requests import count_time_from_here
     from pretrainkit.launch.start import dry_run, print_plan, start
+    from pretrainkit.signals import count_time_from_here
 
     config = load_config(arguments.config_files, given_flags(arguments), arguments.assignments)
     if arguments.plan:

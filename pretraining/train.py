@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """One rank of a training run: started by torchrun or srun with RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE.
 
-Everything it needs to know stands in run.json, which pretrain.py writes.
+It reads everything it needs from run.json, which pretrain.py writes.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from pathlib import Path
 from pretrainkit import logs
 from pretrainkit.cli import Parser, run_command
 from pretrainkit.config.run_file import read_run
-from pretrainkit.engine.stop_requests import StopRequests
 from pretrainkit.errors import EXIT_DONE, EXIT_STOPPED_AFTER_SAVING, RequestError
 from pretrainkit.imports import heavy_imports, leave_out
 from pretrainkit.megatron import kernels
 from pretrainkit.run import resume_plan
+from pretrainkit.signals import RankStopRequests
 
 log = logs.get_logger("train")
 
@@ -41,7 +41,7 @@ def command(arguments: argparse.Namespace) -> int:
     with contextlib.suppress(OSError, AttributeError):
         # Were the process that started the ranks killed, they would hold their GPUs; so they save and end.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    requests = StopRequests()  # from here on a signal means: finish the step, save, end
+    requests = RankStopRequests()  # from here on a signal means: finish the step, save, end
     run = read_run(arguments.run)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if world_size != run.world_size:

@@ -6,6 +6,11 @@ import ctypes
 import importlib.metadata
 import os
 from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+_CGROUPS = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
@@ -80,3 +85,39 @@ def installed_version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def available_memory_bytes(*, cgroups: Path = _CGROUPS, own: Path = Path("/proc/self/cgroup")) -> int:
+    """Memory that this process can take without swapping, within every control group (cgroup v2) around it.
+
+    Containers and schedulers limit a job's memory by control groups, which the kernel's available memory ignores.
+    """
+    available = int(psutil.virtual_memory().available)
+    for group in _control_groups(cgroups, own):
+        try:
+            limit = (group / "memory.max").read_text().strip()
+            if limit != "max":
+                used = int((group / "memory.current").read_text()) - _reclaimable(group)
+                available = min(available, int(limit) - used)
+        except (OSError, ValueError):
+            continue
+    return max(available, 0)
+
+
+def _control_groups(cgroups: Path, own: Path) -> list[Path]:
+    """The control group of this process and its parents."""
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        return [cgroups]
+    path = next((line[len("0::/") :] for line in lines if line.startswith("0::/")), "")
+    group = cgroups / path
+    return [group, *(parent for parent in group.parents if parent.is_relative_to(cgroups))]
+
+
+def _reclaimable(group: Path) -> int:
+    """Cached file pages, which count as used and which the kernel drops when memory is short."""
+    for line in (group / "memory.stat").read_text().splitlines():
+        if line.startswith("inactive_file "):
+            return int(line.split()[1])
+    return 0

@@ -37,8 +37,8 @@ if mode == "fail":
         sys.exit(7)
 if mode == "die" and rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
-from pretrainkit.engine.stop_requests import StopRequests
-requests = StopRequests()
+from pretrainkit.signals import RankStopRequests
+requests = RankStopRequests()
 requests.begin_steps()
 print("ready", flush=True)
 while not requests.asked or mode == "hang":

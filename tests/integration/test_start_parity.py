@@ -84,7 +84,7 @@ def test_waiting_for_it_is_no_part_of_a_step_and_ended_by_a_signal(
     )
     log = run_file.with_name("rank0.log")
     (process,) = ranks.start_ranks(ranks.train_rank_with_delays, 1, [log], run_file=run_file)
-    wait_until(lambda: log.exists() and "compare comes later" in log.read_text(), process)
+    wait_until(lambda: log.exists() and "share_reference comes later" in log.read_text(), process)
     os.kill(process.pid, signal.SIGTERM)
     process.join(60)
     assert process.exitcode == EXIT_STOPPED_AFTER_SAVING, log.read_text()[-3000:]

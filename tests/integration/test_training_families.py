@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 from nemo.lightning.io import load_context
 
 from pretrainkit.checkpoint.convert import convert
@@ -57,3 +59,40 @@ def test_a_model_is_trained_stopped_continued_and_released(
     options = RunOptions(long_tokens=48, num_sequences=1, base=source)
     checks = check_models(checkpoint.path, tmp_path / "released", options=options)
     assert all(check.passed for check in checks), checks
+
+
+def _trained(
+    name: str,
+    make_model: Callable[..., Path],
+    tokenizer_folder: Path,
+    folder: Path,
+    train_tiny: Callable[..., list[dict[str, Any]]],
+) -> Path:
+    """A checkpoint of one step that began with the weights of a random model."""
+    source = shutil.copytree(make_model(name, vocab_size=320, pad_token_id=2), folder / "hf")
+    shutil.copytree(tokenizer_folder, source, dirs_exist_ok=True)
+    convert(source, folder / "initial")
+    train_tiny(source, "trained", max_steps=1, initial_checkpoint=folder / "initial", hf_weights=source)
+    checkpoint = checkpoints.newest_complete(folder / "trained" / "checkpoints")
+    assert checkpoint
+    return checkpoint.path
+
+
+# Not qwen2-tied: NeMo's exporter of Qwen2 refuses models with tied embeddings.
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "llama3-rope", "mistral", "qwen2", "qwen3"])
+def test_nemos_exporter_writes_the_model_that_was_trained(
+    name: str,
+    make_model: Callable[..., Path],
+    tokenizer_folder: Path,
+    tmp_path: Path,
+    train_tiny: Callable[..., list[dict[str, Any]]],
+    assert_same: Callable[[Path, Path], None],
+) -> None:
+    checkpoint = _trained(name, make_model, tokenizer_folder, tmp_path, train_tiny)
+    exported, converted = tmp_path / "exported", tmp_path / "converted"
+    ranks.run_ranks(ranks.nemo_export_rank, 1, tmp_path, checkpoint=checkpoint, output=exported)
+    convert(checkpoint, converted)
+    assert_same(converted, exported)
+    ours, nemos = (json.loads((folder / "config.json").read_text()) for folder in (converted, exported))
+    for field in ("architectures", "max_position_embeddings", "vocab_size", "rope_scaling", "tie_word_embeddings"):
+        assert nemos.get(field) == ours.get(field), field

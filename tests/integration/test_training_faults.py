@@ -184,7 +184,7 @@ def test_processes_that_never_begin_hold_nothing_up(tiny: Path, write_tiny_run: 
     assert [record["step"] for record in records if "val_loss" in record] == [2, 4]
     assert [checkpoint.step for checkpoint in resume.all_complete(run_file.parent / "checkpoints")] == [2, 4]
     for rank in range(2):
-        assert run_file.with_name(f"rank{rank}.log").read_text().count("stood still before its first line") >= 4
+        assert run_file.with_name(f"rank{rank}.log").read_text().count("did not start within 1.0 s") >= 4
 
 
 def test_a_run_that_gets_no_data_ends(tiny: Path, write_tiny_run: Callable[..., Path]) -> None:
@@ -192,5 +192,5 @@ def test_a_run_that_gets_no_data_ends(tiny: Path, write_tiny_run: Callable[..., 
     with pytest.raises(AssertionError, match="DataLoader worker"):
         ranks.run_ranks(ranks.train_rank_without_data, 1, run_file.parent, run_file=run_file)
     log = run_file.with_name("rank0.log").read_text()
-    assert "no data for 2.0 s: the processes that read it are killed" in log
+    assert "no data for 2.0 s: killing the DataLoader's workers" in log
     assert "rebuild_storage" in log, "not where a loader's own timeout holds"

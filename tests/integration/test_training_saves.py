@@ -157,7 +157,7 @@ def test_a_full_disk_ends_the_run_or_is_missed_once(
         assert code == 0 and saved == [2, 6, 8, 10] and log.count("STEP 4 IS NOT SAVED") == 1
     else:
         assert code == 1 and saved == [2]
-        assert "ENOSPC" in log and "make room" in log and f"{checkpoint_name(2)}" in log
+        assert "ENOSPC" in log and "free disk space" in log and f"{checkpoint_name(2)}" in log
 
 
 @pytest.mark.parametrize(
@@ -179,33 +179,21 @@ def test_a_writer_that_dies_or_hangs_is_noticed(
     assert steps_saved(tmp_path / "faulty")[-1] == 4
 
 
-@pytest.mark.parametrize(
-    ("where", "save_timeout", "told"),
-    [
-        (save_faults.LOST, "01:00:00", "was killed by SIGKILL"),
-        (save_faults.MESSENGER_KILLED, "01:00:00", ""),
-        (save_faults.MESSENGER_STUCK, "00:02", "writing took longer than"),
-    ],
-)
-def test_the_same_on_another_rank_and_of_what_passes_on_its_results(
-    tmp_path: Path, train_faulty: Any, where: str, save_timeout: str, told: str
-) -> None:
+def test_a_writer_that_dies_on_another_rank_is_noticed(tmp_path: Path, train_faulty: Any) -> None:
     code, log, _ = train_faulty(
-        faults={"where": where, "faulty_rank": 1},
+        faults={"where": save_faults.LOST, "faulty_rank": 1},
         max_steps=4,
         save_interval=2,
         async_save="on",
-        save_timeout=save_timeout,
         data_parallel=2,
     )
     assert code == 0, log[-3000:]
-    assert any("a save failed" in line and told in line for line in log.splitlines()), log[-3000:]
+    assert any("a save failed" in line and "was killed by SIGKILL" in line for line in log.splitlines()), log[-3000:]
     assert steps_saved(tmp_path / "faulty")[-1] == 4
 
 
-@pytest.mark.parametrize("where", [save_faults.REAPED, save_faults.FINALISED])
-def test_a_save_that_something_else_has_waited_for_is_done(tmp_path: Path, train_faulty: Any, where: str) -> None:
-    code, log, _ = train_faulty(faults={"where": where}, max_steps=6, save_interval=3, async_save="on")
+def test_a_save_that_something_else_has_waited_for_is_done(tmp_path: Path, train_faulty: Any) -> None:
+    code, log, _ = train_faulty(faults={"where": save_faults.FINALISED}, max_steps=6, save_interval=3, async_save="on")
     assert code == 0 and "a save failed" not in log, log[-3000:]
     assert steps_saved(tmp_path / "faulty") == [3, 6]
 

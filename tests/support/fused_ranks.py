@@ -10,7 +10,7 @@ import ranks
 import torch
 from torch import Tensor
 
-from pretrainkit.engine import train as nemo
+from pretrainkit.engine import model, trainer
 from pretrainkit.megatron import cuda_graphs, kernels
 from pretrainkit.megatron.wgrad import WgradGemm
 
@@ -66,16 +66,14 @@ def train_replaying(rank: int, world_size: int, *, run_file: Path, fused: bool =
     choose = kernels.choose_for
     kernels.choose_for = lambda run: dataclasses.replace(choose(run), cuda_graphs="graphs")
     cuda_graphs.CudaGraphs = CpuGraphs
-    nemo._overlaps = lambda run: overlaps
+    trainer.overlaps_data_parallel = lambda run: overlaps
     ranks.train_rank(rank, world_size, run_file=run_file)
     print("replays:", Again.count)
 
 
 def use_fused_kernels() -> None:
     """Those of a GPU, in this process."""
-    describe = nemo.transformer_config_fields
-    nemo.transformer_config_fields = lambda *arguments, **settings: describe(
-        *arguments, **settings | {"fused_cross_entropy": True}
-    )
+    describe = model.precision_fields
+    model.precision_fields = lambda precision: describe(precision) | {"cross_entropy_loss_fusion": True}
     WgradGemm.wgrad_gemm_accum_fp32 = WgradGemm.wgrad_gemm_accum_fp16  # for CUDA alone
     kernels.choose_for = lambda run: FUSED

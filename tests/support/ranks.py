@@ -132,7 +132,7 @@ def train_until_stopped(rank: int, world_size: int, *, run_file: Path, largest_f
 
 def train_rank_whose_forks_stand_still(rank: int, world_size: int, *, run_file: Path) -> None:
     """The same where each first try of a fork, the rank's or one of its processes', never comes back in the child."""
-    from pretrainkit.engine import forks
+    from pretrainkit.engine import child_processes
 
     tries = itertools.count(1)
     stands_still = False
@@ -142,7 +142,7 @@ def train_rank_whose_forks_stand_still(rank: int, world_size: int, *, run_file: 
         stands_still = next(tries) % 2 == 1
 
     os.register_at_fork(before=begin, after_in_child=lambda: time.sleep(3600) if stands_still else None)
-    forks.BEGIN_TIMEOUT_S = 1.0
+    child_processes.START_TIMEOUT_S = 1.0
     train_rank(rank, world_size, run_file=run_file)
 
 
@@ -154,9 +154,9 @@ def train_rank_with_delays(rank: int, world_size: int, *, run_file: Path) -> Non
     """The same where the Hugging Face model, and the processes that read held-out data, take long to come."""
     from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop
 
-    from pretrainkit.engine.loss_check import Parity
+    from pretrainkit.engine.callbacks.initial_loss_check import InitialLossCheck
 
-    compare, reset = Parity.compare, _EvaluationLoop.reset
+    share, reset = InitialLossCheck.share_reference, _EvaluationLoop.reset
 
     def after_a_while(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
@@ -166,7 +166,7 @@ def train_rank_with_delays(rank: int, world_size: int, *, run_file: Path) -> Non
 
         return call
 
-    Parity.compare, _EvaluationLoop.reset = after_a_while(compare), after_a_while(reset)
+    InitialLossCheck.share_reference, _EvaluationLoop.reset = after_a_while(share), after_a_while(reset)
     train_until_stopped(rank, world_size, run_file=run_file)
 
 
@@ -175,10 +175,10 @@ def train_rank_without_data(rank: int, world_size: int, *, run_file: Path) -> No
 
     It does so when a sample was announced and the rank hasn't asked for its memory.
     """
-    from pretrainkit.engine import loader_watchdog
+    from pretrainkit.engine.callbacks import loader_watchdog
     from pretrainkit.megatron.dataset import EpochDataset
 
-    read, watched, calls = EpochDataset.__getitem__, loader_watchdog.Readers.watched, itertools.count(1)
+    read, watched, calls = EpochDataset.__getitem__, loader_watchdog.DataLoaderWatchdog.watched, itertools.count(1)
 
     def stand_still(dataset: EpochDataset, index: int | None) -> Any:
         if next(calls) == SAMPLES_READ + 1:
@@ -186,8 +186,8 @@ def train_rank_without_data(rank: int, world_size: int, *, run_file: Path) -> No
             ctypes.PyDLL(None).sleep(3600)
         return read(dataset, index)
 
-    def late(readers: loader_watchdog.Readers, function: Callable[..., Any]) -> Callable[..., Any]:
-        take = watched(readers, function)
+    def late(watchdog: loader_watchdog.DataLoaderWatchdog, function: Callable[..., Any]) -> Callable[..., Any]:
+        take = watched(watchdog, function)
 
         def take_late(*arguments: Any) -> Any:
             time.sleep(2.0)
@@ -195,7 +195,7 @@ def train_rank_without_data(rank: int, world_size: int, *, run_file: Path) -> No
 
         return take_late
 
-    EpochDataset.__getitem__, loader_watchdog.Readers.watched = stand_still, late
+    EpochDataset.__getitem__, loader_watchdog.DataLoaderWatchdog.watched = stand_still, late
     loader_watchdog.WAIT_LIMIT_S = 2.0
     train_rank(rank, world_size, run_file=run_file)
 
@@ -323,3 +323,16 @@ def train_rank_without_a_weight(rank: int, world_size: int, *, run_file: Path) -
         self, checkpoint, strict=False
     )
     _train(rank, world_size, run_file)
+
+
+def nemo_export_rank(rank: int, world_size: int, *, checkpoint: Path, output: Path) -> None:
+    """NeMo's own export of a checkpoint to Hugging Face's format, with what it needs on a machine without CUDA."""
+    import nemo.collections.llm.gpt.model.base as nemo_base
+    import nemo.lightning.io.pl as nemo_checkpoint_io
+    from nemo.collections import llm
+
+    from pretrainkit.megatron.layer_spec import torch_layer_spec
+
+    nemo_checkpoint_io._fix_tensors_device = lambda checkpoint: checkpoint
+    nemo_base.local_layer_spec = torch_layer_spec
+    llm.export_ckpt(path=checkpoint, target="hf", output_path=output)

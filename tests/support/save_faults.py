@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import contextlib
 import os
 import signal
 import time
@@ -12,14 +11,14 @@ from typing import Any
 
 import ranks
 
+from pretrainkit.checkpoint.formats import nemo
+
 SHARDS, COMMON, INDEX, CONTEXT = "shards", "common.pt", ".metadata", "context"
 """Where a fault is: in files of every rank, or in those of the first rank."""
 KILLED, LOST, STUCK = "killed", "lost", "stuck"
 """The same in processes: the one that writes, one of its children, or one of them that never ends."""
-MESSENGER_KILLED, MESSENGER_STUCK = "messenger killed", "messenger stuck"
-"""And in the one that passes on what writers have written."""
-REAPED, FINALISED = "reaped", "finalised"
-"""No fault of the writing: something else in the rank waits for every child, or for the save."""
+FINALISED = "finalised"
+"""No fault of the writing: something else in the rank waits for the save."""
 
 
 def train_with_faults(
@@ -39,18 +38,6 @@ def train_with_faults(
     Only checkpoints whose folder begins with `folder` are concerned; shards are written `delay_s` late.
     """
 
-    import megatron.core.dist_checkpointing.strategies.filesystem_async as filesystem_async
-
-    messengers: list[int] = []
-    messenger = filesystem_async._get_write_results_queue
-
-    def noted_messenger() -> Any:
-        queue = messenger()
-        messengers.append(queue._manager._process.pid)
-        return queue
-
-    filesystem_async._get_write_results_queue = noted_messenger
-
     def fail(path: Any) -> None:
         if rank != faulty_rank or folder not in str(path) or times is None:
             return
@@ -62,15 +49,9 @@ def train_with_faults(
                 os.kill(os.getpid(), signal.SIGKILL)
             if where == STUCK:
                 time.sleep(3600)
-            if where in (MESSENGER_KILLED, MESSENGER_STUCK):
-                number_of = signal.SIGKILL if where == MESSENGER_KILLED else signal.SIGSTOP
-                os.kill(messengers[-1], number_of)
-                return
             raise OSError(number, os.strerror(number), str(path))
 
     _put_into_megatron(where, fail, delay_s)
-    if where == REAPED:
-        signal.signal(signal.SIGCHLD, _reap)
     if where == FINALISED:
         import nemo.collections.llm.modelopt.model_utils as model_utils
 
@@ -81,11 +62,10 @@ def train_with_faults(
 def _put_into_megatron(where: str, fail: Any, delay_s: float) -> None:
     import megatron.core.dist_checkpointing.strategies.filesystem_async as filesystem_async
     from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
-    from nemo.lightning.io.pl import TrainerContext
 
     def open_shard(path: Any, *arguments: Any, **settings: Any) -> Any:
         time.sleep(delay_s)
-        if where in (SHARDS, KILLED, LOST, STUCK, MESSENGER_KILLED, MESSENGER_STUCK):
+        if where in (SHARDS, KILLED, LOST, STUCK):
             fail(path)
         return builtins.open(path, *arguments, **settings)  # noqa: PTH123  as Megatron calls it
 
@@ -103,11 +83,4 @@ def _put_into_megatron(where: str, fail: Any, delay_s: float) -> None:
         writer = filesystem_async.FileSystemWriterAsync
         writer.finish = failing(writer.finish, lambda self, *_: self.checkpoint_dir)
     if where == CONTEXT:
-        TrainerContext.io_dump = failing(TrainerContext.io_dump, lambda self, path: path)
-
-
-def _reap(*_: Any) -> None:
-    """What MPI's libraries do when a child ends."""
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
+        nemo.write_context = failing(nemo.write_context, lambda path, *_: path)

@@ -75,7 +75,13 @@ def open_writer(format: CheckpointFormat, folder: Path, plan: ConversionPlan) ->
         return HfWriter(folder, plan)
     hf_files.save_hf_source(plan.hf_folder, folder)
     if format is CheckpointFormat.NEMO:
-        nemo.write_context(folder / "context", plan)
+        nemo.write_context(
+            folder / "context",
+            plan.shape,
+            plan.main_dtype,
+            plan.hf_folder,
+            vocabulary_divisor=plan.vocabulary_divisor,
+        )
         (folder / "weights").mkdir()
         return TorchDistWriter(folder / "weights", plan, nemo.common_state(), prefix="module.")
     weights = megatron_lm.create_iteration(folder, plan.iteration)

@@ -1,1 +1,33 @@
-"""One rank of a training run: the only package that knows NeMo and Lightning."""
+"""One rank's training of a resolved run on NeMo and Lightning: the only package that imports them.
+
+`train.train` is the sequence; `model` and `trainer` build NeMo's objects, `data` its data module, `saving` writes one
+checkpoint, `loss_check` compares two models' losses, `child_processes` guards what a rank forks.
+
+Order of the callbacks, which each hook follows:
+
+1. `VerifyRestoredState`: weights are NaN until loaded; step and sample are the planned ones
+2. `OptimizerSettings`: learning rate, weight decay, betas and eps of the step
+3. `LossGuard`: judges loss and gradient norm between the backward pass and the update
+4. `UseCudaGraphs`: captures the layers
+5. `InitialLossCheck`: only for a start from another model's weights; before steps are timed and signals only noted
+6. `Recording`: numbers of a step, before the save that may follow it, so that saving isn't timed as a step
+7. `StopEarly`: from its start on a signal means to finish the step and save
+8. NeMo's own callbacks
+9. `Evaluations`
+10. `Checkpoints`: saves after what the callbacks above decided, a stop included
+11. `DataLoaderWatchdog`, `FreezeGC`
+
+What is replaced in NeMo, Lightning and Megatron here, by the file that does it:
+
+| where | what | why |
+|---|---|---|
+| `train` | NeMo's `_fix_tensors_device` | asserts that there is a GPU |
+| `trainer` | Lightning's signal handlers | they end a run before anything is saved |
+| `child_processes` | `os.fork` | a forked Python can hang before its first instruction |
+| `saving` | Megatron's `save_common`, `finish` and `save_config` | an error on the first rank alone hangs the others |
+| `restored_state` | `load_checkpoint`, `load_model_state_dict` | to find weights that were not loaded |
+| `loss_guard` | `training_step`; the optimizer's `get_grad_norm`, `step_with_ready_grads` | to skip a bad update |
+| `evaluation` | the epoch loop's `_should_check_val_fx` | Lightning counts from the start of the data loader |
+| `recording` | the module's `log`, the evaluation loop's `run` | no waits for the GPU, no evaluation in a step's time |
+| `loader_watchdog` | the evaluation loop's `reset` | it waits for DataLoader workers |
+"""

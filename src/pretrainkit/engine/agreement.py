@@ -1,22 +1,23 @@
-"""What ranks agree on between steps, on the CPU: asking the GPU would make each rank wait for all that its GPU does."""
+"""Agreement of all ranks between steps, on the CPU: a collective on the GPU would wait for the GPU's queued work."""
 
 from __future__ import annotations
+
+import functools
+from typing import Any
 
 import torch
 import torch.distributed
 
 
-class Agreement:
-    """A meeting of all ranks. Made on all of them together, after torch.distributed was initialised."""
+def all_ranks_any(flag: bool) -> bool:
+    """Whether `flag` is set on any rank. All ranks call it together, after torch.distributed was initialised."""
+    if torch.distributed.get_world_size() == 1:
+        return flag
+    flags = torch.tensor([flag], dtype=torch.int32)
+    torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MAX, group=_cpu_group())
+    return bool(flags.item())
 
-    def __init__(self) -> None:
-        world_size = torch.distributed.get_world_size()
-        self._group = torch.distributed.new_group(backend="gloo") if world_size > 1 else None
 
-    def any(self, *flags: bool) -> tuple[bool, ...]:
-        """For each flag, whether it is set on any rank. Called on all ranks, with as many flags."""
-        if self._group is None:
-            return flags
-        met = torch.tensor(flags, dtype=torch.int32)
-        torch.distributed.all_reduce(met, op=torch.distributed.ReduceOp.MAX, group=self._group)
-        return tuple(map(bool, met.tolist()))
+@functools.cache
+def _cpu_group() -> Any:
+    return torch.distributed.new_group(backend="gloo")

@@ -1,4 +1,4 @@
-"""The data of a run as NeMo's data module."""
+"""NeMo's data module for a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nemo.collections.common.tokenizers.huggingface.auto_tokenizer import AutoTo
 
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.data.shards.urls import names_shards
-from pretrainkit.engine.loader_watchdog import Readers
+from pretrainkit.engine.callbacks.loader_watchdog import DataLoaderWatchdog
 from pretrainkit.megatron import patches
 from pretrainkit.megatron.dataset import EpochDataset
 from pretrainkit.run.folder import RunFolder
@@ -23,10 +23,10 @@ from pretrainkit.run.resume_plan import StartPlan
 def data_module(
     run: ResolvedRun, plan: StartPlan, prefixes: tuple[str, ...], tokenizer: AutoTokenizer
 ) -> llm.PreTrainingDataModule:
-    """NeMo's data module for the datasets with these names, in a run's order of samples."""
+    """NeMo's data module for the datasets with these prefixes, in the run's order of samples."""
     dataset, gpu = run.dataset, run.accelerator == "gpu"
     patches.apply(patches.INDEX_FILES)
-    # NeMo looks whether its paths are there, and knows pairs and folders only; names of shards are set below.
+    # NeMo checks that its paths exist, as .bin/.idx files or folders; names of shards are set below.
     known = [run.experiment_dir if names_shards(prefix) else prefix for prefix in prefixes]
     data = llm.PreTrainingDataModule(
         paths=_blend(known, dataset.weights),
@@ -38,13 +38,13 @@ def data_module(
         persistent_workers=run.config.data.num_workers > 0,
         tokenizer=tokenizer,
         split=run.config.data.split,
-        # NeMo counts steps x batch, too few after steps with larger batches, and takes no less.
+        # NeMo refuses fewer than steps x batch size, which are too few after steps with a larger batch.
         num_train_samples=max(run.max_steps * run.config.training.global_batch_size, plan.last_sample(run)),
         seed=run.config.training.seed,
         dataset_cls=EpochDataset,
         reset_attention_mask=run.config.data.reset_attention_mask,
         eod_mask_loss=run.config.data.eod_mask_loss,
-        # Megatron names its index after the settings, not the data: other data, other folder.
+        # Megatron names its index after the settings, not the data: each dataset gets its own folder.
         index_mapping_dir=str(RunFolder.of(run).dataset_index / dataset.data_hash[:16]),
     )
     if known != list(prefixes):
@@ -57,13 +57,14 @@ def _blend(prefixes: list[str], weights: tuple[float, ...]) -> list[str]:
     return [word for pair in zip(map(str, weights), prefixes, strict=True) for word in pair] if weights else prefixes
 
 
-def watched(data_step: Callable[..., Any], readers: Readers, recorder: RunRecorder | None) -> Callable[..., Any]:
-    """Megatron's data step, with an end to its wait for the loader; a recorder is told of it, and of the positions
-    without a loss.
+def watched(
+    data_step: Callable[..., Any], watchdog: DataLoaderWatchdog, recorder: RunRecorder | None
+) -> Callable[..., Any]:
+    """Megatron's data step, with its wait for the loader watched and recorded, and the positions without a loss.
 
-    Both are taken where the batch is whole and on the CPU: later each pipeline stage has only what it needs.
+    Both are recorded while the complete batch is on the CPU: later each pipeline stage has only what it needs.
     """
-    take = readers.watched(next)
+    take = watchdog.watched(next)
 
     def watched_data_step(batches: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
         start_s = time.monotonic()

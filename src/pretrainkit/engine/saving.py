@@ -1,17 +1,18 @@
 """Writing one checkpoint through NeMo, on all ranks together: in the background, with failures that every rank sees.
 
-Megatron-core copies the state, then processes that each rank forks write it while training goes on, and a
-finalisation on all ranks writes the index. Some small files are written by the first rank alone, between
-collectives; were it to fail there by itself, the others would wait for it for ever. So such errors are kept until
-all ranks meet.
+Megatron-core copies the state, then processes that each rank forks write it while training continues, and a
+finalisation on all ranks writes the index. The first rank alone writes some small files, between collectives: if it
+raised an error there, the others would wait for it forever. Such errors are kept until all ranks agree on them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import operator
 import os
+import re
 import shutil
 import signal
 import threading
@@ -27,26 +28,74 @@ import megatron.core.dist_checkpointing.strategies.filesystem_async as filesyste
 import psutil
 import torch
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
-from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
-from nemo.collections.common.tokenizers.huggingface.auto_tokenizer import AutoTokenizer
-from nemo.lightning.io.artifact.file import DirArtifact
-from nemo.lightning.io.pl import TrainerContext
-from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
+from torch.distributed.checkpoint.api import CheckpointException
 
+from pretrainkit.checkpoint.formats import nemo
 from pretrainkit.checkpoint.formats.hf_files import save_hf_source
-from pretrainkit.checkpoint.formats.nemo import TOKENIZER_FOLDER, copy_tokenizer
+from pretrainkit.config.resolve import VOCABULARY_MULTIPLE
 from pretrainkit.config.schema import ResolvedRun
-from pretrainkit.engine.save_failures import SaveFailure, failure_of
-from pretrainkit.logs import get_logger
+from pretrainkit.engine.agreement import all_ranks_any
 from pretrainkit.run import checkpoints
 from pretrainkit.run.folder import RunFolder
-from pretrainkit.units import format_duration, parse_duration
+from pretrainkit.units import format_bytes, format_duration, parse_duration
 
-_POLL_S = 0.05
 OPTIMIZER_PREFIX = "optimizer"
-"""Names of the optimizer's tensors, and then of the files that hold them alone, begin with it."""
+"""Prefix of the optimizer's tensors, and then of the files that hold only those."""
+MIN_FREE_BYTES = 1 << 26
+"""A disk with less free space counts as full (assumed: less than any file of a checkpoint that could matter)."""
+_POLL_S = 0.05
+_DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_PERMANENT = _DISK_FULL | {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ENAMETOOLONG}
+_ERRNO_IN_TEXT = re.compile(r"\[Errno (\d+)\]")
 
-log = get_logger(__name__)
+
+@dataclass(frozen=True)
+class SaveFailure:
+    """One failed attempt to write a checkpoint; every rank holds the same."""
+
+    message: str
+    errno: int | None = None
+    """The failed system call's error number; None where something else failed."""
+
+    @property
+    def is_disk_full(self) -> bool:
+        """Whether disk space or quota was exhausted, or the file was larger than allowed."""
+        return self.errno in _DISK_FULL
+
+    @property
+    def is_permanent(self) -> bool:
+        """Whether another attempt would fail for the same reason; I/O errors, stale NFS handles and the like pass."""
+        return self.errno in _PERMANENT
+
+    def advice(self, *, free_bytes: int, checkpoint_bytes: int | None) -> str:
+        """What to do about it; `checkpoint_bytes` is the size of one checkpoint, if known."""
+        if not self.is_disk_full:
+            return "look at the file system and the log; the same command continues the run"
+        size = "" if checkpoint_bytes is None else f", a checkpoint takes {format_bytes(checkpoint_bytes)}"
+        return (
+            f"free disk space or ask for more quota ({format_bytes(free_bytes)} are free{size}); --keep_last and "
+            "--keep_optimizer_last keep fewer and smaller checkpoints, and one more than they keep must fit"
+        )
+
+
+def failure_of(error: BaseException, *, free_bytes: int | None = None) -> SaveFailure:
+    """The failure that an error means: a system error among its causes or in its text, else the error itself.
+
+    torch's archive writer names no system error; with less than MIN_FREE_BYTES free, a full disk is assumed.
+    """
+    number: int | None = None
+    cause: BaseException | None = error
+    while number is None and cause is not None:
+        number = cause.errno if isinstance(cause, OSError) else None
+        cause = cause.__cause__ or cause.__context__
+    text = str(error)
+    if number is None and (match := _ERRNO_IN_TEXT.search(text)):
+        number = int(match.group(1))
+    if number is None and free_bytes is not None and free_bytes < MIN_FREE_BYTES:
+        number = errno.ENOSPC
+    name = "" if number is None else f"{errno.errorcode.get(number, number)} ({os.strerror(number)}): "
+    lines = text.strip().splitlines() or [""]
+    return SaveFailure(f"{name}{type(error).__name__}: {lines[-1].strip()}", number)
 
 
 @dataclass(frozen=True)
@@ -57,15 +106,7 @@ class Save:
     step: int
     consumed_samples: int
     began_s: float
-    """By time.monotonic()."""
-
-
-class TokenizerFiles(DirArtifact):
-    """A model folder's tokenizer in a checkpoint's context. NeMo's own way copies the folder's weights, too."""
-
-    def dump(self, instance: Any, value: str, absolute_dir: Path, relative_dir: Path) -> str:
-        copy_tokenizer(Path(value), Path(absolute_dir) / relative_dir / TOKENIZER_FOLDER)
-        return str(Path(relative_dir) / TOKENIZER_FOLDER)
+    """Start by time.monotonic()."""
 
 
 class Saver:
@@ -76,14 +117,19 @@ class Saver:
         self._timeout_s = parse_duration(run.config.training.save_timeout)
         self._errors: list[BaseException] = []
         self.current: Save | None = None
-        AutoTokenizer.__io_artifacts__ = [TokenizerFiles("pretrained_model_name")]
-        # Its process imports the main script again: begun now, beside the start, the first save needn't wait for it.
+        for owner, name in (
+            (TorchCommonSaveStrategy, "save_common"),
+            (filesystem_async.FileSystemWriterAsync, "finish"),
+            (serialization, "save_config"),
+        ):
+            setattr(owner, name, self._keeping(getattr(owner, name)))  # functions that run on the first rank alone
+        # The queue's process imports the main script again: started early, it doesn't delay the first save.
         self._queue_start = threading.Thread(target=filesystem_async._get_write_results_queue, daemon=True)
-        if run.accelerator == "gpu":  # on CPU it is a fork (cpu.py), which takes no time and wants no other threads
+        if run.accelerator == "gpu":  # on CPU it is forked (megatron.patches), which takes no time
             self._queue_start.start()
 
     def begin(self, trainer: pl.Trainer) -> SaveFailure | None:
-        """Copy the state of this step and let it be written; None when that goes on."""
+        """Copy the state of this step and start to write it; None when that succeeded."""
         assert self.current is None
         if self._queue_start.is_alive():
             self._queue_start.join()
@@ -92,21 +138,19 @@ class Saver:
             if trainer.is_global_zero:
                 shutil.rmtree(folder, ignore_errors=True)  # of an attempt that failed
                 (folder / "weights").mkdir(parents=True)
-        if failure := self._agreed(trainer):
+        if failure := self._agreed():
             return failure
         self.current = Save(
             folder, trainer.global_step, trainer.datamodule.state_dict()["consumed_samples"], time.monotonic()
         )
         if self._run.config.training.keep_optimizer_last:
             _separate_optimizer(trainer)
-        with self._kept_in_megatron():
-            # NeMo takes the suffix off again: its checkpoints are folders.
-            trainer.save_checkpoint(f"{folder}.ckpt", storage_options={"finalize_fn": lambda: None})
+        # NeMo removes the suffix: its checkpoints are folders.
+        trainer.save_checkpoint(f"{folder}.ckpt", storage_options={"finalize_fn": lambda: None})
         with self._kept():
             if trainer.is_global_zero:
-                TrainerContext.from_trainer(trainer).io_dump(folder / "context", yaml_attrs=["model"])
-                save_hf_source(Path(self._run.hf_folder), folder)
-        if failure := self._agreed(trainer):
+                self._write_context(folder)
+        if failure := self._agreed():
             self.end(trainer, wait=True, failure=failure)
             return failure
         return None
@@ -114,9 +158,9 @@ class Saver:
     def end(
         self, trainer: pl.Trainer, *, wait: bool, failure: SaveFailure | None = None
     ) -> tuple[bool, SaveFailure | None]:
-        """Whether the writing has come to its end, with `wait` at any rate, and how it failed if it did.
+        """Whether the writing has ended, which `wait` waits for, and the failure if it failed.
 
-        Without a failure the checkpoint is complete: its commit mark is there. `failure`: what has failed before.
+        Without a failure the checkpoint is complete and has its commit mark. `failure`: an earlier one of this save.
         """
         save = self.current
         assert save
@@ -127,29 +171,44 @@ class Saver:
         with self._kept():
             if trainer.is_global_zero and not self._errors and not failure:
                 self._commit(save)
-        failure = self._agreed(trainer) or failure
+        failure = self._agreed() or failure
         self.current = None
         if failure and trainer.is_global_zero:
-            shutil.rmtree(save.folder, ignore_errors=True)  # a full disk needs the room
+            shutil.rmtree(save.folder, ignore_errors=True)  # a full disk needs the space
         return True, failure
 
     def _finalised(self, trainer: pl.Trainer, save: Save) -> bool:
-        _forget_reaped_writer(trainer)
-        if lost := _lost_writer(trainer):
-            _kill_writers(trainer)
-            self._errors.append(ChildProcessError(lost))
-        if time.monotonic() - save.began_s > self._timeout_s and _kill_writers(trainer):
-            _end_results_queue()  # it may be what the writer waited for
-            self._errors.append(TimeoutError(f"writing took longer than {format_duration(self._timeout_s)}"))
+        if writer := _live_writer(trainer):
+            problem: OSError | None = None
+            if lost := _dead_child(writer):
+                problem = ChildProcessError(lost)
+            elif time.monotonic() - save.began_s > self._timeout_s:
+                problem = TimeoutError(f"writing took longer than {format_duration(self._timeout_s)}")
+            if problem:
+                _kill(writer)
+                self._errors.append(problem)
         try:
-            with self._kept_in_megatron():
-                trainer.strategy.checkpoint_io.maybe_finalize_save_checkpoint(blocking=False)
-                # None is left either if NeMo has waited for it, as it does where a model is one of modelopt's.
-                return not _unfinished(trainer)
-        except CheckpointException as error:  # on all ranks; it tells the first one why
+            trainer.strategy.checkpoint_io.maybe_finalize_save_checkpoint(blocking=False)
+            # None is left either if NeMo has waited for it already, as it does where a model is one of modelopt's.
+            return not _unfinished(trainer)
+        except CheckpointException as error:  # raised on all ranks; only the first one's names the cause
             if trainer.is_global_zero:
                 self._errors.append(error)
             return True
+
+    def _write_context(self, folder: Path) -> None:
+        """Write what NeMo and this project need next to the weights, as conversion does."""
+        hf_folder = Path(self._run.hf_folder)
+        nemo.write_context(
+            folder / "context",
+            self._run.model,
+            torch.bfloat16 if self._run.precision == "bf16" else torch.float32,
+            hf_folder,
+            vocabulary_divisor=VOCABULARY_MULTIPLE,
+            # NeMo's default fails to load where Transformer Engine is not installed.
+            further={"apply_rope_fusion": False},
+        )
+        save_hf_source(hf_folder, folder)
 
     def _commit(self, save: Save) -> None:
         training, dataset = self._run.config.training, self._run.dataset
@@ -165,26 +224,11 @@ class Saver:
 
     @contextlib.contextmanager
     def _kept(self) -> Iterator[None]:
-        """Keep what goes wrong inside for `_agreed`, in place of raising it on one rank alone."""
+        """Keep an error for `_agreed`, in place of raising it on one rank alone."""
         try:
             yield
         except Exception as error:
             self._errors.append(error)
-
-    @contextlib.contextmanager
-    def _kept_in_megatron(self) -> Iterator[None]:
-        """The same where Megatron writes files on the first rank alone, or a rank can't learn what was written."""
-        with contextlib.ExitStack() as stack:
-            for owner, name, changed in (
-                (TorchCommonSaveStrategy, "save_common", self._keeping),
-                (FileSystemWriterAsync, "finish", self._keeping),
-                (serialization, "save_config", self._keeping),
-                (FileSystemWriterAsync, "retrieve_write_results", _results_or_failure),
-            ):
-                original = getattr(owner, name)
-                stack.callback(setattr, owner, name, original)
-                setattr(owner, name, changed(original))
-            yield
 
     def _keeping(self, function: Callable[..., Any]) -> Callable[..., None]:
         def keep(*args: Any, **kwargs: Any) -> None:
@@ -193,15 +237,13 @@ class Saver:
 
         return keep
 
-    def _agreed(self, trainer: pl.Trainer) -> SaveFailure | None:
-        """What went wrong on any rank since the last time, the same on all; the first rank's word goes first.
+    def _agreed(self) -> SaveFailure | None:
+        """The failure of any rank since the last call, the same on all; the first rank's comes first.
 
-        But Megatron's errors go last: it raises them on the first rank for what has failed on any.
+        Megatron's own errors come last: it raises them on the first rank for a failure on any.
         """
         errors, self._errors = self._errors, []
-        failed = torch.tensor([bool(errors)], dtype=torch.int32, device=trainer.strategy.root_device)
-        torch.distributed.all_reduce(failed, op=torch.distributed.ReduceOp.MAX)
-        if not failed.item():
+        if not all_ranks_any(bool(errors)):
             return None
         free_bytes = shutil.disk_usage(self._run.experiment_dir).free
         own = [(isinstance(error, CheckpointException), failure_of(error, free_bytes=free_bytes)) for error in errors]
@@ -211,38 +253,12 @@ class Saver:
 
 
 def _separate_optimizer(trainer: pl.Trainer) -> None:
-    """Let the optimizer's state lie in files of its own, so that it can be left out later without writing the rest."""
+    """Write the optimizer's state to files that hold nothing else, so that they can be removed from the checkpoint."""
     strategy = trainer.strategy.unwrapped_checkpoint_io.save_sharded_strategy
     strategy = getattr(strategy, "base_strategy", strategy)
     if strategy.separation_hint is None:
         strategy.separation_hint = OPTIMIZER_PREFIX
-        strategy.thread_count *= 2  # as many writers as before for the optimizer's state, the larger part
-
-
-def _results_or_failure(retrieve: Callable[[FileSystemWriterAsync], Any]) -> Callable[[FileSystemWriterAsync], Any]:
-    """What a rank's writer has written; an error that Megatron tells the other ranks where that can't be asked."""
-
-    def results(writer: FileSystemWriterAsync) -> Any:
-        try:
-            return retrieve(writer)
-        except (OSError, EOFError) as error:  # the process that passes it on has died
-            _end_results_queue()
-            return _wrap_exception(error)
-
-    return results
-
-
-def _end_results_queue() -> None:
-    """End the process that passes on what writers have written: the next save starts another."""
-    queue, filesystem_async._results_queue = filesystem_async._results_queue, None
-    if queue is not None:
-        queue._manager._process.kill()
-
-
-def _live_writer(trainer: pl.Trainer) -> Any:
-    """This rank's process that writes, if it still does; the files are written by its children."""
-    processes = (call.async_caller.process for call in _unfinished(trainer))
-    return next((process for process in processes if process is not None and process.is_alive()), None)
+        strategy.thread_count *= 2  # half of the writers get the optimizer's state, the larger part
 
 
 def _unfinished(trainer: pl.Trainer) -> list[Any]:
@@ -250,46 +266,27 @@ def _unfinished(trainer: pl.Trainer) -> list[Any]:
     return list(trainer.strategy.checkpoint_io.async_calls_queue.async_calls)
 
 
-def _forget_reaped_writer(trainer: pl.Trainer) -> None:
-    """Let Megatron go on where something else in this process has waited for the writer, as MPI's libraries do.
-
-    Python takes such a process for alive for ever. How it ended is told by its results, which Megatron reads next.
-    """
-    for call in _unfinished(trainer):
-        process = call.async_caller.process
-        if process is not None and process.is_alive():
-            try:
-                os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            except ChildProcessError:
-                call.async_caller.process = None
+def _live_writer(trainer: pl.Trainer) -> Any:
+    """This rank's writer process, if it runs; its children write the files."""
+    processes = (call.async_caller.process for call in _unfinished(trainer))
+    return next((process for process in processes if process is not None and process.is_alive()), None)
 
 
-def _lost_writer(trainer: pl.Trainer) -> str:
-    """How one of the processes that write files ended before its work, in words; empty if none did.
-
-    Their parent, which is Megatron's, would wait for its answer for ever.
-    """
-    writer = _live_writer(trainer)
-    if writer is None:
-        return ""
-    with contextlib.suppress(OSError):  # it has just ended, or the kernel doesn't tell
+def _dead_child(writer: Any) -> str:
+    """How a child of the writer failed; empty if none did. Megatron's writer would wait for its result forever."""
+    with contextlib.suppress(OSError):  # it has just ended
         for child in Path(f"/proc/{writer.pid}/task/{writer.pid}/children").read_text().split():
-            # State first and status last, as waitpid would give it to the parent: see proc(5).
-            fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
-            if fields[0] == "Z" and (code := os.waitstatus_to_exitcode(int(fields[-1]))):
+            # proc(5): the state comes after the name in brackets, the exit status last, until the writer asks for it.
+            state, *_, status = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+            if state == "Z" and (code := os.waitstatus_to_exitcode(int(status))):
                 how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
                 return f"a process that writes files {how}"
     return ""
 
 
-def _kill_writers(trainer: pl.Trainer) -> bool:
-    """Kill this rank's process that writes, and its children; whether there was one alive."""
-    writer = _live_writer(trainer)
-    if writer is None:
-        return False
+def _kill(writer: Any) -> None:
     for child in psutil.Process(writer.pid).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()
     writer.kill()
     writer.join()
-    return True

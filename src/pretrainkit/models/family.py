@@ -76,6 +76,8 @@ class NemoClasses:
     config: str
     scaled_rope_config: str = ""
     """The config class whose model scales rotary frequencies as Llama 3 does; empty when NeMo has none."""
+    context_length_field: str = "seq_length"
+    """The field of the config class that NeMo's exporter writes as max_position_embeddings."""
     fields: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the config class whose defaults must be overridden, beyond those that a shape determines."""
 

@@ -128,7 +128,8 @@ def nemo_model(shape: ModelShape) -> NemoModel:
             needed="the format torch_dist or torch",
             where="target format",
         )
-    return NemoModel(classes.model, config_class, {**nemo_config_fields(shape), **classes.fields})
+    context_length = {classes.context_length_field: shape.max_position_embeddings}
+    return NemoModel(classes.model, config_class, {**nemo_config_fields(shape), **context_length, **classes.fields})
 
 
 def megatron_lm_arguments(shape: ModelShape) -> dict[str, Any]:

@@ -26,5 +26,6 @@ FAMILY = Family(
     nemo=NemoClasses(
         model="nemo.collections.llm.gpt.model.qwen3:Qwen3Model",
         config="nemo.collections.llm.gpt.model.qwen3:Qwen3Config",
+        context_length_field="max_position_embeddings",
     ),
 )

@@ -41,5 +41,6 @@ FAMILY = Family(
     nemo=NemoClasses(
         model="nemo.collections.llm.gpt.model.qwen3:Qwen3Model",
         config="nemo.collections.llm.gpt.model.qwen3:Qwen3MoEConfig",
+        context_length_field="max_position_embeddings",
     ),
 )

@@ -9,9 +9,10 @@ from collections.abc import Callable
 import pytest
 
 from pretrainkit.config.schema import ParallelConfig, ResolvedRun
-from pretrainkit.engine.loss_check import BOUNDS, Deviation, Losses, Parity, judge, sequence_length
+from pretrainkit.engine.callbacks.initial_loss_check import InitialLossCheck
+from pretrainkit.engine.loss_check import BOUNDS, Deviation, Reference, judge, sequence_length
 
-REFERENCE = Losses([5, 6, 7], [2.0, 4.0])
+REFERENCE = Reference([5, 6, 7], [2.0, 4.0])
 
 
 def test_equal_losses_of_all_ranks_pass() -> None:
@@ -56,5 +57,5 @@ def test_the_sequence_can_be_cut_as_the_run_cuts_it(
 
 @pytest.mark.parametrize("mode", ["off", "auto"])
 def test_without_the_hugging_face_weights_a_run_starts(make_run: Callable[..., ResolvedRun], mode: str) -> None:
-    record = Parity(make_run(start_parity=mode), rank=0).compare(lambda _: pytest.fail("nothing to compare"))
-    assert record["result"] == "skipped" and record["reason"]
+    reference = InitialLossCheck(make_run(start_parity=mode), None, rank=0).reference()
+    assert reference.skipped and not reference.failed

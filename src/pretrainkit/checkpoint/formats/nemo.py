@@ -8,17 +8,19 @@ builds the objects from it. The files that it refers to are in the same folder.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from pretrainkit.checkpoint.formats.hf_files import GENERATION_CONFIG, side_files
-from pretrainkit.checkpoint.plan import ConversionPlan
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import RequestError
 from pretrainkit.files import read_json, write_json
-from pretrainkit.models.megatron_fields import contradictions, nemo_config_fields, nemo_model
+from pretrainkit.models.megatron_fields import NemoModel, contradictions, nemo_config_fields, nemo_model
 
 CONTENT_METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 """How megatron-core's modules must name what they look for in the checkpoint (`sharded_state_dict(metadata=...)`)."""
@@ -27,15 +29,37 @@ TOKENIZER_FOLDER = "nemo_tokenizer"
 GENERATION_FOLDER = "artifacts"
 
 
-def write_context(folder: Path, plan: ConversionPlan) -> None:
-    """Write the context of a model. Raises RequestError when NeMo has no class for it."""
+def write_context(
+    folder: Path,
+    shape: ModelShape,
+    dtype: torch.dtype,
+    hf_folder: Path,
+    *,
+    vocabulary_divisor: int,
+    further: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
+    """Write the context of a model with the tokenizer and generation config of `hf_folder`.
+
+    `further` are fields of NeMo's config class to add. Raises RequestError when NeMo has no class for the model.
+    """
     folder.mkdir()
-    copy_tokenizer(plan.hf_folder, folder / TOKENIZER_FOLDER)
-    generation = plan.hf_folder / GENERATION_CONFIG
+    copy_tokenizer(hf_folder, folder / TOKENIZER_FOLDER)
+    generation = hf_folder / GENERATION_CONFIG
     if generation.is_file():
         (folder / GENERATION_FOLDER).mkdir()
         shutil.copyfile(generation, folder / GENERATION_FOLDER / GENERATION_CONFIG)
-    write_json(folder / "io.json", _context(plan, has_generation_config=generation.is_file()))
+    model = nemo_model(shape)
+    fields = {
+        **model.fields,
+        "make_vocab_size_divisible_by": vocabulary_divisor,
+        "vocab_size": shape.vocab_size,
+        "fp16": dtype == torch.float16,
+        "bf16": dtype == torch.bfloat16,
+        "params_dtype": _pyref(f"torch:{str(dtype).removeprefix('torch.')}"),
+        **further,
+    }
+    model = replace(model, fields=fields)
+    write_json(folder / "io.json", _context(model, has_generation_config=generation.is_file()))
 
 
 def copy_tokenizer(hf_folder: Path, target: Path) -> None:
@@ -48,7 +72,7 @@ def copy_tokenizer(hf_folder: Path, target: Path) -> None:
     shutil.copyfile(hf_folder / "config.json", target / "config.json")
 
 
-def _context(plan: ConversionPlan, *, has_generation_config: bool) -> dict[str, Any]:
+def _context(model: NemoModel, *, has_generation_config: bool) -> dict[str, Any]:
     """The JSON that fiddle's serialization gives for a TrainerContext of the model."""
     objects: dict[str, Any] = {}
 
@@ -58,15 +82,7 @@ def _context(plan: ConversionPlan, *, has_generation_config: bool) -> dict[str, 
         objects[key] = _config_node(path, target, arguments)
         return {"type": "ref", "key": key}
 
-    model = nemo_model(plan.shape)
-    fields: dict[str, Any] = {
-        **model.fields,
-        "make_vocab_size_divisible_by": plan.vocabulary_divisor,
-        "vocab_size": plan.shape.vocab_size,
-        "fp16": plan.main_dtype == torch.float16,
-        "bf16": plan.main_dtype == torch.bfloat16,
-        "params_dtype": _pyref(f"torch:{str(plan.main_dtype).removeprefix('torch.')}"),
-    }
+    fields = dict(model.fields)
     if has_generation_config:
         fields["generation_config"] = config(
             "<root>.model.config.generation_config",

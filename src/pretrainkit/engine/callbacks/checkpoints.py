@@ -1,4 +1,4 @@
-"""When checkpoints are saved during NeMo's training, what a failed save means, and which ones go."""
+"""When checkpoints are saved during NeMo's training, what a failed save means, and which ones are removed."""
 
 from __future__ import annotations
 
@@ -11,26 +11,30 @@ from lightning.pytorch.callbacks import Checkpoint
 from nemo.utils.callbacks.dist_ckpt_io import AsyncFinalizerCallback
 
 from pretrainkit.config.schema import ResolvedRun
-from pretrainkit.engine.callbacks.training import wait_for_device
-from pretrainkit.engine.save_failures import SaveFailure, wait_s
-from pretrainkit.engine.saving import Save, Saver
+from pretrainkit.engine.callbacks.recording import wait_for_device
+from pretrainkit.engine.saving import SaveFailure, Saver
 from pretrainkit.errors import CheckpointError, PretrainkitError
 from pretrainkit.logs import get_logger
-from pretrainkit.run import checkpoints as resume
+from pretrainkit.run import checkpoints
 from pretrainkit.run.folder import RunFolder
 from pretrainkit.run.metrics import RunRecorder
 from pretrainkit.run.retention import apply_retention
 from pretrainkit.units import format_bytes, format_duration
 
+FIRST_WAIT_S, WAIT_GROWTH = 1.0, 4.0
+"""Wait before the second attempt of a save, and its growth for each further one."""
+NOT_SAVED = -1
+
 log = get_logger(__name__)
 
 
 class Checkpoints(AsyncFinalizerCallback, Checkpoint):
-    """Saves every so many steps, when the run is asked to stop, and after the last step.
+    """Saves at every save interval, when the run is asked to stop, and after the last step.
 
-    It takes the place of NeMo's ModelCheckpoint, and of the callback that would finalise its saves. A save that fails
-    is tried again. One that fails for good ends the run, or, while there are fewer than `max_missed_saves` in a
-    row, is missed; the last save of an attempt can't be.
+    It replaces NeMo's ModelCheckpoint and the callback that would finalise its saves. A save that fails is tried again;
+    one in the background is replaced by a save of the current step, as its own state is gone. After the last attempt
+    the run ends, or continues without the checkpoint while no more than `max_missed_saves` in a row were missed. The
+    last save of an attempt must not be missed.
     """
 
     def __init__(self, run: ResolvedRun, recorder: RunRecorder | None, *, saved_step: int) -> None:
@@ -38,22 +42,24 @@ class Checkpoints(AsyncFinalizerCallback, Checkpoint):
         self._run, self._recorder = run, recorder
         self._saver = Saver(run)
         self._step = saved_step
-        """Of the newest checkpoint that is there or is being written."""
-        self._attempt = 1
-        """Of the save that is being written."""
+        """Step of the newest checkpoint that is complete or being written; NOT_SAVED after a failure."""
+        self._lost_step = NOT_SAVED
+        """Step of the last save that failed."""
+        self._failures = 0
+        """Failed attempts of the current save."""
         self._missed_in_a_row = 0
-        self._good: resume.Checkpoint | None = None
-        """The newest complete checkpoint that this attempt saved."""
+        self._checkpoint_bytes = 0
+        """Size of the newest checkpoint that this attempt saved."""
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         is_last = trainer.should_stop or trainer.global_step >= self._run.max_steps
-        saves = is_last or trainer.global_step % self._run.config.training.save_interval == 0
-        if saves:
+        is_due = is_last or trainer.global_step % self._run.config.training.save_interval == 0
+        if is_due:
             wait_for_device(self._run.accelerator)
         began_s = time.monotonic()
-        if self._saver.current:
-            self._look(trainer, wait=False)
-        if saves:
+        if self._saver.current and (failure := self._finish(trainer, wait=False)):
+            is_due |= self._tries_again(failure, self._lost_step)
+        if is_due:
             self._save(trainer, is_last=is_last)
         if self._recorder:
             self._recorder.skip_time(time.monotonic() - began_s)
@@ -65,98 +71,82 @@ class Checkpoints(AsyncFinalizerCallback, Checkpoint):
         self._save(trainer, is_last=True)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        # An error of ours is raised on all ranks: they can still end together what they began.
+        # An error of this project is raised on all ranks: they can still finish a save together.
         if self._saver.current and isinstance(exception, PretrainkitError):
-            self._look(trainer, wait=True, is_last=True)
+            self._finish_and_log(trainer)
 
-    def _save(self, trainer: pl.Trainer, *, is_last: bool, attempt: int = 1) -> None:
-        if self._saver.current and (is_last or trainer.global_step != self._step):
-            if not is_last:
-                log.warning(
-                    "step %d is to be saved while step %d is still being written: training waits for it; a larger "
-                    "--save_interval avoids this",
-                    trainer.global_step,
-                    self._step,
-                )
-            self._look(trainer, wait=True, is_last=is_last)
-        if trainer.global_step == self._step:
-            return
-        while failure := self._write(trainer, wait=is_last or not self._run.async_save, attempt=attempt):
-            if not self._may_retry(failure, attempt):
-                self._miss(failure, trainer.global_step, is_last=is_last)
+    def _save(self, trainer: pl.Trainer, *, is_last: bool) -> None:
+        """Save this step, in as many attempts as are allowed; wait for it with `is_last` or without async saving."""
+        step = trainer.global_step
+        if self._saver.current and is_last:
+            self._finish_and_log(trainer)
+        elif self._saver.current and step != self._step:
+            log.warning(
+                "step %d is to be saved while step %d is still being written: training waits for it; a larger "
+                "--save_interval avoids this",
+                step,
+                self._step,
+            )
+            if failure := self._finish(trainer, wait=True):
+                self._tries_again(failure, self._lost_step)
+        while step != self._step:
+            self._warn_if_disk_is_full()
+            failure = self._saver.begin(trainer)
+            if failure is None:
+                self._step = step
+                if is_last or not self._run.async_save:
+                    failure = self._finish(trainer, wait=True)
+            if failure and not self._tries_again(failure, step, is_last=is_last):
                 return
-            attempt += 1
 
-    def _write(self, trainer: pl.Trainer, *, wait: bool, attempt: int) -> SaveFailure | None:
-        """Begin a save, with `wait` also end it; None when that went well."""
-        if self._good and (free := _free_bytes(self._run)) < self._good.num_bytes:
-            log.warning("%s are free for a checkpoint of %s", format_bytes(free), format_bytes(self._good.num_bytes))
-        self._attempt = attempt
-        failure = self._saver.begin(trainer)
-        if failure is None:
-            self._step = trainer.global_step
-            if wait:
-                failure = self._end(trainer, wait=True)
-        return failure
-
-    def _look(self, trainer: pl.Trainer, *, wait: bool, is_last: bool = False) -> None:
-        """End the save that is being written if it is done; should it have failed, save this step in its place.
-
-        With `is_last` this step is the caller's business.
-        """
-        step = self._step
-        failure = self._end(trainer, wait=wait)
-        if failure is None:
-            return
-        if is_last:
-            log.warning("a save failed (%s): step %d is lost", failure.message, step)
-        elif self._may_retry(failure, self._attempt):
-            self._save(trainer, is_last=False, attempt=self._attempt + 1)
-        else:
-            self._miss(failure, step, is_last=False)
-
-    def _end(self, trainer: pl.Trainer, *, wait: bool) -> SaveFailure | None:
+    def _finish(self, trainer: pl.Trainer, *, wait: bool) -> SaveFailure | None:
+        """End the save that is being written, if that is done or with `wait`; its failure, if it failed."""
         save = self._saver.current
         assert save
         is_over, failure = self._saver.end(trainer, wait=wait)
-        if not is_over:
-            return None
         if failure:
-            self._step = -1  # it is not there
-            return failure
-        self._missed_in_a_row = 0
-        if trainer.is_global_zero:
-            self._tell(save)
-            apply_retention(self._run)
-        return None
+            self._step, self._lost_step = NOT_SAVED, save.step
+        elif is_over:
+            self._failures = self._missed_in_a_row = 0
+            if trainer.is_global_zero:
+                self._checkpoint_bytes = checkpoints.read(save.folder).num_bytes
+                log.info("saved step %d in %s", save.step, format_duration(time.monotonic() - save.began_s))
+                if self._recorder:
+                    self._recorder.event("checkpoint", step=save.step, path=str(save.folder))
+                apply_retention(self._run)
+        return failure
 
-    def _tell(self, save: Save) -> None:
-        self._good = resume.read(save.folder)
-        log.info("saved step %d in %s", save.step, format_duration(time.monotonic() - save.began_s))
-        if self._recorder:
-            self._recorder.event("checkpoint", step=save.step, path=str(save.folder))
+    def _finish_and_log(self, trainer: pl.Trainer) -> None:
+        """Finish the save that is being written; the caller ends the run, so a failure is only logged."""
+        if failure := self._finish(trainer, wait=True):
+            log.warning("a save failed (%s): step %d is lost", failure.message, self._lost_step)
+            self._failures = 0
 
-    def _may_retry(self, failure: SaveFailure, attempt: int) -> bool:
-        """Whether there is another attempt, after a wait."""
-        if failure.is_lasting or attempt > self._run.config.training.save_retries:
+    def _tries_again(self, failure: SaveFailure, step: int, *, is_last: bool = False) -> bool:
+        """Wait for another attempt, or give this save up: continue without it or raise CheckpointError on all ranks."""
+        self._failures += 1
+        retries = self._run.config.training.save_retries
+        if failure.is_permanent or self._failures > retries:
+            self._failures = 0
+            self._miss(failure, step, is_last=is_last)
             return False
+        wait_s = FIRST_WAIT_S * WAIT_GROWTH ** (self._failures - 1)
         log.warning(
             "a save failed (%s); attempt %d of %d in %s",
             failure.message,
-            attempt + 1,
-            self._run.config.training.save_retries + 1,
-            format_duration(wait_s(attempt)),
+            self._failures + 1,
+            retries + 1,
+            format_duration(wait_s),
         )
-        time.sleep(wait_s(attempt))
+        time.sleep(wait_s)
         return True
 
     def _miss(self, failure: SaveFailure, step: int, *, is_last: bool) -> None:
-        """Go on without this checkpoint, or raise CheckpointError on all ranks."""
         self._missed_in_a_row += 1
-        checkpoints, limit = RunFolder.of(self._run).checkpoints, self._run.config.training
-        complete = resume.all_complete(checkpoints)
+        folder, limit = RunFolder.of(self._run).checkpoints, self._run.config.training
+        complete = checkpoints.all_complete(folder)
         last = complete[-1] if complete else None
-        advice = failure.advice(_free_bytes(self._run), last.num_bytes if last else None)
+        advice = failure.advice(free_bytes=self._free_bytes(), checkpoint_bytes=last.num_bytes if last else None)
         if self._recorder:
             self._recorder.event("missed_save", step=step, problem=failure.message)
         if is_last or self._missed_in_a_row > limit.max_missed_saves:
@@ -164,10 +154,10 @@ class Checkpoints(AsyncFinalizerCallback, Checkpoint):
                 f"step {step} could not be saved: {failure.message}. "
                 f"Last good checkpoint: {last.path if last else 'none'}",
                 action=advice,
-                where=str(checkpoints),
+                where=str(folder),
             )
         log.error(
-            "STEP %d IS NOT SAVED, the run goes on (%d missed in a row, %d allowed): %s. %s",
+            "STEP %d IS NOT SAVED, the run continues (%d missed in a row, %d allowed): %s. %s",
             step,
             self._missed_in_a_row,
             limit.max_missed_saves,
@@ -175,6 +165,9 @@ class Checkpoints(AsyncFinalizerCallback, Checkpoint):
             advice,
         )
 
+    def _warn_if_disk_is_full(self) -> None:
+        if (free := self._free_bytes()) < self._checkpoint_bytes:
+            log.warning("%s are free for a checkpoint of %s", format_bytes(free), format_bytes(self._checkpoint_bytes))
 
-def _free_bytes(run: ResolvedRun) -> int:
-    return shutil.disk_usage(run.experiment_dir).free
+    def _free_bytes(self) -> int:
+        return shutil.disk_usage(self._run.experiment_dir).free

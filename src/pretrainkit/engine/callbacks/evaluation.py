@@ -1,4 +1,4 @@
-"""When NeMo's trainer evaluates on held-out data."""
+"""When NeMo's trainer evaluates on validation data."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ log = get_logger(__name__)
 
 
 class Evaluations(pl.Callback):
-    """Every `val_interval` steps and after the last one, however many attempts the run takes.
+    """Evaluates every `val_interval` steps and after the last one, in however many attempts the run takes.
 
-    Lightning evaluates where a data loader ends instead, which one that begins in the middle never does.
+    Lightning counts batches since the data loader's start instead, which differs after a resume.
     """
 
     def __init__(self, run: ResolvedRun) -> None:
@@ -25,21 +25,21 @@ class Evaluations(pl.Callback):
         loop = trainer.fit_loop.epoch_loop
 
         def is_due(_: Any) -> bool:
-            # A checkpoint may be of the step after which its run was evaluated; Lightning asks once before it trains.
+            # Lightning also asks once before it trains, at a step that the earlier attempt may have evaluated.
             is_before_training = getattr(loop, "skip_val_on_restart", False)
             step = trainer.global_step
             if is_before_training or (step % self._interval and step < self._max_steps):
                 return False
-            _say_if_stopped(trainer)
+            _log_if_stopped(trainer)
             return not trainer.should_stop
 
         if self._interval:
             loop._should_check_val_fx = is_due
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        _say_if_stopped(trainer)
+        _log_if_stopped(trainer)
 
 
-def _say_if_stopped(trainer: pl.Trainer) -> None:
+def _log_if_stopped(trainer: pl.Trainer) -> None:
     if trainer.should_stop:
         log.warning("asked to stop: the held-out loss after step %d is not measured", trainer.global_step)

@@ -1,8 +1,9 @@
-"""Keeping NeMo's training from learning from a bad batch."""
+"""Keeping a bad loss or gradient from changing the weights: NaN, infinite, or far above the steps before."""
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,28 +11,55 @@ import torch
 from megatron.core import parallel_state
 
 from pretrainkit.config.schema import ResolvedRun
-from pretrainkit.engine.agreement import Agreement
-from pretrainkit.engine.loss_judge import LossJudge
+from pretrainkit.engine.agreement import all_ranks_any
 from pretrainkit.errors import PretrainkitError
 from pretrainkit.megatron.dataset import documents_of_samples
 from pretrainkit.run.metrics import RunRecorder
 
 MAX_SKIPPED_IN_A_ROW = 10
-"""Bad steps that are skipped one after another before the run stops: by then it is the weights, not the data."""
+"""Consecutive bad steps that are skipped before the run stops: by then the weights are the cause, not the data."""
+WINDOW_STEPS = 32
+"""Steps whose mean loss a new one is compared with."""
+MIN_STEPS = 8
+"""Steps in the window before a spike can be detected; every start begins with an empty window."""
+
+
+class LossJudge:
+    """Remembers the losses of the last steps and says what is wrong with a new one."""
+
+    def __init__(self, max_spike: float | None) -> None:
+        """`max_spike`: largest loss as a multiple of the window's mean; None allows any finite loss."""
+        self._max_spike = max_spike
+        self._losses: deque[float] = deque(maxlen=WINDOW_STEPS)
+
+    def problem(self, loss: float) -> str:
+        """What is wrong with a step's loss; empty if nothing is."""
+        if not math.isfinite(loss):
+            return f"the loss is {loss}"
+        if self._max_spike is None or len(self._losses) < MIN_STEPS:
+            return ""
+        mean = sum(self._losses) / len(self._losses)
+        if loss <= self._max_spike * mean:
+            return ""
+        return f"the loss {loss:.4f} is over {self._max_spike:g} x {mean:.4f}, the mean of {len(self._losses)} steps"
+
+    def accept(self, loss: float) -> None:
+        """Remember the loss of a step that changed the weights."""
+        self._losses.append(loss)
 
 
 class LossGuard(pl.Callback):
-    """Keeps a step whose loss or gradient norm is bad from changing the weights, on all ranks alike.
+    """Skips the update of a step whose loss or gradient norm is bad, on all ranks alike.
 
-    Judged between the backward pass and the update, where the norm has to be waited for anyway: the last pipeline stage
-    knows the loss, averaged over all data parallel ranks, every rank knows the norm, and one of them is enough to skip
-    the update on all.
+    It judges between the backward pass and the update, where the norm has to be waited for anyway. The last pipeline
+    stage knows the loss, averaged over all data parallel ranks; every rank knows the norm; one bad value is enough to
+    skip the update on all.
     """
 
     loss = 0.0
-    """Of the last step, in nats per token; not known on the pipeline stages between the first and the last."""
+    """Loss of the last step in nats per token; not known on the pipeline stages between the first and the last."""
     grad_norm = 0.0
-    """Of the last step, before clipping."""
+    """Gradient norm of the last step, before clipping."""
 
     def __init__(self, run: ResolvedRun, recorder: RunRecorder | None) -> None:
         self._run, self._recorder = run, recorder
@@ -50,7 +78,6 @@ class LossGuard(pl.Callback):
             return output
 
         strategy.training_step = noted_training_step
-        self._agreement = Agreement()
         for optimizer in strategy.optimizers:
             self._guard(optimizer.mcore_optimizer, trainer)
 
@@ -66,7 +93,7 @@ class LossGuard(pl.Callback):
         def guarded_step() -> bool:
             if self._is_good:
                 return step()
-            # Moments are made in the first update; a checkpoint needs them even if there was none yet.
+            # The first update creates the moments; a checkpoint needs them even if every update so far was skipped.
             for part in optimizer.chained_optimizers:
                 part.init_state_fn(part.optimizer, part.config)
             return False
@@ -77,11 +104,11 @@ class LossGuard(pl.Callback):
         loss = self.loss
         bad_loss = self._judge.problem(loss) if parallel_state.is_pipeline_last_stage() else ""
         bad_norm = "" if math.isfinite(self.grad_norm) else f"the gradient norm is {self.grad_norm}"
-        if not any(self._agreement.any(bool(bad_loss or bad_norm))):
+        if not all_ranks_any(bool(bad_loss or bad_norm)):
             self._judge.accept(loss)
             self._skipped_in_a_row = 0
             return True
-        # The first rank is of the first stage, which was sent the loss; only the last one judges it.
+        # The first rank is on the first stage, which receives the loss; only the last stage judges it.
         what = bad_loss or self._judge.problem(loss) or bad_norm or "a bad loss on another rank"
         self._skipped_in_a_row += 1
         give_up = self._skipped_in_a_row > MAX_SKIPPED_IN_A_ROW

@@ -6,22 +6,21 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from pretrainkit.engine.agreement import Agreement
-from pretrainkit.engine.stop_requests import StopRequests
+from pretrainkit.engine.agreement import all_ranks_any
+from pretrainkit.signals import RankStopRequests
 
 
 class StopEarly(pl.Callback):
-    """Ends training after the step, or in the midst of the evaluation, in which any rank was asked to stop.
+    """Ends training after the step, or within the evaluation, in which any rank was asked to stop.
 
-    Schedulers signal some ranks sooner than others, or only one, and clocks differ: after each step and each batch of
-    an evaluation the ranks agree, so that all stop at the same one.
+    Schedulers signal some ranks later than others, or only one, and clocks differ: the ranks agree after each step and
+    each batch of an evaluation, so that all stop at the same one.
     """
 
-    def __init__(self, requests: StopRequests) -> None:
+    def __init__(self, requests: RankStopRequests) -> None:
         self._requests = requests
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._agreement = Agreement()
         self._requests.begin_steps()
         self._agree(trainer)
 
@@ -30,10 +29,9 @@ class StopEarly(pl.Callback):
 
     def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         if self._agree(trainer):
-            raise StopIteration  # Lightning's loop of an evaluation ends by it, as when there are no more batches
+            raise StopIteration  # ends Lightning's evaluation loop as running out of batches does
 
     def _agree(self, trainer: pl.Trainer) -> bool:
-        (asked,) = self._agreement.any(self._requests.asked)
-        if asked:
+        if all_ranks_any(self._requests.asked):
             trainer.should_stop = True
         return trainer.should_stop

@@ -1,4 +1,4 @@
-"""Forked processes that never begin: killed, and forked again."""
+"""Forked processes that never start: killed, and forked again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from pretrainkit.engine.forks import fork_seen_to_begin
+from pretrainkit.engine.child_processes import fork_with_timeout
 
 
 def fork_that_stands_still(tries: int) -> Callable[[], int]:
@@ -33,7 +33,7 @@ def children() -> set[int]:
 
 
 def test_a_child_that_begins_runs_and_ends_as_always() -> None:
-    pid = fork_seen_to_begin(os.fork, 20)
+    pid = fork_with_timeout(os.fork, 20)
     if pid == 0:
         os._exit(7)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
@@ -41,10 +41,10 @@ def test_a_child_that_begins_runs_and_ends_as_always() -> None:
 
 def test_children_that_stand_still_are_killed_and_others_forked(caplog: pytest.LogCaptureFixture) -> None:
     before, descriptors = children(), psutil.Process().num_fds()
-    pid = fork_seen_to_begin(fork_that_stands_still(2), 0.2)
+    pid = fork_with_timeout(fork_that_stands_still(2), 0.2)
     if pid == 0:
         os._exit(7)
-    assert caplog.text.count("stood still before its first line") == 2
+    assert caplog.text.count("did not start within") == 2
     assert children() - before == {pid}
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
     assert psutil.Process().num_fds() == descriptors
@@ -52,8 +52,8 @@ def test_children_that_stand_still_are_killed_and_others_forked(caplog: pytest.L
 
 def test_where_none_begins_it_is_an_error_and_none_is_left() -> None:
     before = children()
-    with pytest.raises(TimeoutError, match=r"5 forked processes in turn did not begin within 0\.1 s"):
-        fork_seen_to_begin(fork_that_stands_still(99), 0.1)
+    with pytest.raises(TimeoutError, match=r"5 forked processes in turn did not start within 0\.1 s each"):
+        fork_with_timeout(fork_that_stands_still(99), 0.1)
     assert children() == before
 
 
@@ -67,7 +67,7 @@ def test_a_child_killed_before_it_begins_is_not_waited_for() -> None:
         return pid
 
     began_s = time.monotonic()
-    pid = fork_seen_to_begin(fork_of_a_child_that_dies, 60)
+    pid = fork_with_timeout(fork_of_a_child_that_dies, 60)
     assert time.monotonic() - began_s < 30
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
 
@@ -75,7 +75,7 @@ def test_a_child_killed_before_it_begins_is_not_waited_for() -> None:
 LOADER = """
 import os, time
 import torch
-from pretrainkit.engine import forks as watched
+from pretrainkit.engine import child_processes
 
 forks = 0
 
@@ -85,8 +85,8 @@ def count():
 
 # As Python's own lock does: in the child, before os.fork returns. The first loader's second worker, and the manager.
 os.register_at_fork(before=count, after_in_child=lambda: time.sleep(1000) if forks in (2, 4) else None)
-watched.BEGIN_TIMEOUT_S = 1.0
-watched.watch_forks()
+child_processes.START_TIMEOUT_S = 1.0
+child_processes.use_fork_timeout()
 loader = torch.utils.data.DataLoader(range(8), batch_size=2, num_workers=2)
 print(sorted(int(number) for batch in loader for number in batch))
 queue = torch.multiprocessing.get_context("fork").Manager().Queue()

@@ -10,15 +10,14 @@ import time
 
 import pytest
 
-from pretrainkit.engine.stop_requests import JOB_START_VARIABLE
-from pretrainkit.signals import STOP_SIGNALS
+from pretrainkit.signals import JOB_START_VARIABLE, STOP_SIGNALS
 
 RANK = """
 import os, signal, subprocess, sys, time
 from pretrainkit import logs
-from pretrainkit.engine.stop_requests import StopRequests
+from pretrainkit.signals import RankStopRequests
 logs.configure()
-requests = StopRequests()
+requests = RankStopRequests()
 program = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 forked = os.fork()
 if forked == 0:
@@ -59,9 +58,9 @@ def test_before_the_first_step_a_signal_ends_the_rank() -> None:
 
 def test_a_time_that_is_over_before_the_first_step_is_an_error() -> None:
     program = (
-        "from pretrainkit.engine.stop_requests import StopRequests, count_time_from_here\n"
+        "from pretrainkit.signals import RankStopRequests, count_time_from_here\n"
         "count_time_from_here()\n"
-        "requests = StopRequests()\n"
+        "requests = RankStopRequests()\n"
         "requests.limit_time('0:30:00', '0:05:00')\n"
         "requests.begin_steps()\n"
         "assert not requests.asked\n"

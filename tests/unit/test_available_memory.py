@@ -6,7 +6,7 @@ from pathlib import Path
 
 import psutil
 
-from pretrainkit.engine.host_memory import available_bytes
+from pretrainkit.machine import available_memory_bytes
 
 
 def write_group(folder: Path, limit: str, used: int, inactive: int) -> None:
@@ -23,11 +23,11 @@ def test_the_tightest_group_around_the_process_counts(tmp_path: Path) -> None:
     write_group(cgroups / "slurm" / "job_1" / "step_0", "max", 50, 0)
     write_group(cgroups / "slurm" / "job_1", "1000", 700, 200)
     write_group(cgroups / "slurm", "900000", 700, 0)
-    assert available_bytes(cgroups=cgroups, own=own) == 500
+    assert available_memory_bytes(cgroups=cgroups, own=own) == 500
     write_group(cgroups / "slurm", "100", 700, 0)
-    assert available_bytes(cgroups=cgroups, own=own) == 0
+    assert available_memory_bytes(cgroups=cgroups, own=own) == 0
 
 
 def test_without_groups_the_whole_machine_counts(tmp_path: Path) -> None:
-    free = available_bytes(cgroups=tmp_path, own=tmp_path / "nothing")
+    free = available_memory_bytes(cgroups=tmp_path, own=tmp_path / "nothing")
     assert 0 < free <= psutil.virtual_memory().total

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from pretrainkit.engine.loss_judge import MIN_STEPS, WINDOW_STEPS, LossJudge
+from pretrainkit.engine.callbacks.loss_guard import MIN_STEPS, WINDOW_STEPS, LossJudge
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
@@ -19,7 +19,7 @@ def test_without_a_bound_any_finite_loss_is_fine() -> None:
     assert judge.problem(1e9) == ""
 
 
-def test_a_spike_is_told_once_enough_steps_are_known() -> None:
+def test_a_spike_is_detected_once_enough_steps_are_known() -> None:
     judge = LossJudge(1.5)
     for _ in range(MIN_STEPS):
         assert judge.problem(100.0) == ""

@@ -1,4 +1,4 @@
-"""The processes that read a rank's data: ended when the rank has waited for them too long, and before it ends."""
+"""An end to waits for training data: a rank whose DataLoader workers hang stops, so that it can be restarted."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Any
 
 import lightning.pytorch as pl
 
-from pretrainkit.engine.forks import kill_children
+from pretrainkit.engine.child_processes import kill_children
 from pretrainkit.logs import get_logger
 from pretrainkit.units import format_duration
 
 WAIT_LIMIT_S = 1800.0
-"""A file system that was away comes back within minutes; a run that waits for data longer ends, to be started again."""
+"""A file system that was away comes back within minutes; a run that waits longer ends, to be restarted."""
 _POLL_S = 1.0
 
 log = get_logger(__name__)
 
 
-class Readers(pl.Callback):
-    """Watches the rank's waits for data, and kills the processes that read when they hold it up.
+class DataLoaderWatchdog(pl.Callback):
+    """Kills the DataLoader's workers when the rank has waited for a batch too long, and at the end of training.
 
-    A DataLoader has a timeout, but it ends when a process has begun to hand over a sample: the rank asks it for the
-    memory that this lies in, and waits for the answer for ever. Dead processes end every such wait, with an error.
+    A DataLoader's own timeout covers the wait for a sample's announcement only. The rank then asks the worker for the
+    shared memory that holds the sample, without a timeout. A killed worker ends each of these waits with an error.
     """
 
     def __init__(self, num_workers: int) -> None:
@@ -46,20 +46,18 @@ class Readers(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         evaluations = trainer.fit_loop.epoch_loop.val_loop
-        evaluations.reset = self.watched(evaluations.reset)  # it asks processes that are there to begin again
+        evaluations.reset = self.watched(evaluations.reset)  # it waits for persistent workers to reset
         if self._num_workers:
-            threading.Thread(target=self._watch, name="waits for data", daemon=True).start()
+            threading.Thread(target=self._watch, name="data loader watchdog", daemon=True).start()
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        kill_children(readers_only=True)  # Lightning waits for them before `train` could end them
+        kill_children(loader_workers_only=True)  # Lightning joins them before `train` could kill them
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        kill_children(readers_only=True)
+        kill_children(loader_workers_only=True)
 
     def _watch(self) -> None:
         while time.monotonic() - self._waits_since_s < WAIT_LIMIT_S:
             time.sleep(_POLL_S)
-        log.error(
-            "no data for %s: the processes that read it are killed, which ends the run", format_duration(WAIT_LIMIT_S)
-        )
-        kill_children(readers_only=True)
+        log.error("no data for %s: killing the DataLoader's workers, which ends the run", format_duration(WAIT_LIMIT_S))
+        kill_children(loader_workers_only=True)

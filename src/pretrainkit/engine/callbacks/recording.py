@@ -1,0 +1,165 @@
+"""The records of a run during NeMo's training: each step, evaluations, and the mixture of datasets."""
+
+from __future__ import annotations
+
+import functools
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from megatron.core.datasets.blended_dataset import BlendedDataset
+
+from pretrainkit.config.schema import ResolvedRun
+from pretrainkit.engine.callbacks.loss_guard import LossGuard
+from pretrainkit.engine.callbacks.on_start import UseCudaGraphs
+from pretrainkit.logs import get_logger
+from pretrainkit.megatron.attention_kernels import attention_kernel
+from pretrainkit.megatron.dataset import shares_drawn
+from pretrainkit.megatron.kernels import Kernels
+from pretrainkit.models.flops import training_flops_per_token
+from pretrainkit.run.attempts import read_attempts
+from pretrainkit.run.folder import RunFolder
+from pretrainkit.run.gpu_specs import peak_flops
+from pretrainkit.run.lr_schedule import schedule_of
+from pretrainkit.run.metrics import RunRecorder
+from pretrainkit.run.resume_plan import StartPlan
+from pretrainkit.run.trackers import open_trackers
+from pretrainkit.signals import RankStopRequests
+
+log = get_logger(__name__)
+
+
+def begin_recorder(run: ResolvedRun, plan: StartPlan, chosen: Kernels, requests: RankStopRequests) -> RunRecorder:
+    """The recorder of this attempt, with its start recorded and its trackers open."""
+    folder = RunFolder.of(run)
+    furthest = max((attempt.last_step for attempt in read_attempts(folder)), default=0)
+    recorder = RunRecorder(
+        folder,
+        tokens_per_sample=run.config.data.sequence_length,
+        samples_per_step=run.config.training.global_batch_size,
+        flops_per_token=training_flops_per_token(run.model, run.config.data.sequence_length),
+        max_steps=run.max_steps,
+        world_size=run.world_size,
+        peak_flops=peak_flops(torch.cuda.get_device_name()) if run.accelerator == "gpu" else None,
+    )
+    attention = "te" if chosen.layer_spec == "te" else attention_kernel(run)
+    used = {**chosen.to_json(), "attention": attention}
+    # Recorded before the trackers are opened: a start that fails there counts as a restart, too.
+    recorder.event("start", **plan.to_json(), world_size=run.world_size, kernels=used)
+    requests.note_end_by(functools.partial(recorder.event, "stopped", step=plan.step))
+    recorder.trackers = [
+        TensorBoard(folder.path, plan.step),
+        *open_trackers(run, first_step=plan.step, recorded_step=furthest),
+    ]
+    log.info("kernels: %s, attention %s", chosen, attention)
+    log.info("starting at step %d of %d", plan.step, run.max_steps)
+    return recorder
+
+
+class TensorBoard:
+    """Writes the records to TensorBoard's files; a tracker like those of `pretrainkit.run.trackers`.
+
+    Lightning's trainer doesn't get the logger: it would read numbers from the GPU after every step, and wait.
+    """
+
+    def __init__(self, experiment: Path, first_step: int) -> None:
+        """`first_step`: steps done before this attempt; what an earlier attempt wrote beyond it is superseded."""
+        self._logger = TensorBoardLogger(
+            save_dir=str(experiment), name="tensorboard", version="", purge_step=first_step + 1
+        )
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Write the numbers of a step."""
+        self._logger.log_metrics(values, step)
+
+    def finish(self) -> None:
+        """Write what is left."""
+        self._logger.finalize("success")
+
+
+class Recording(pl.Callback):
+    """Passes the numbers of each step to the recorder, without waiting for the GPU."""
+
+    def __init__(
+        self, run: ResolvedRun, plan: StartPlan, recorder: RunRecorder | None, guard: LossGuard, graphs: UseCudaGraphs
+    ) -> None:
+        self._run, self._plan, self._recorder, self._guard, self._graphs = run, plan, recorder, guard, graphs
+        self._schedule = schedule_of(run)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        log_metric = pl_module.log
+
+        def log_validation(name: str, *args: Any, **kwargs: Any) -> None:
+            # LossGuard knows the numbers of a training step; Lightning would wait for the GPU to log them.
+            if name == "val_loss":
+                log_metric(name, *args, **kwargs)
+
+        pl_module.log = log_validation
+        if self._recorder:
+            evaluations = trainer.fit_loop.epoch_loop.val_loop
+            evaluations.run = self._untimed(evaluations.run, self._recorder)
+            self._record_mixture(trainer, self._recorder)
+            self._recorder.start(trainer.global_step)
+
+    def _untimed(self, evaluate: Callable[[], Any], recorder: RunRecorder) -> Callable[[], Any]:
+        """`evaluate`, with its time kept out of the steps' time; the first one also starts DataLoader workers."""
+
+        def run() -> Any:
+            wait_for_device(self._run.accelerator)
+            began_s = time.monotonic()
+            try:
+                return evaluate()
+            finally:
+                recorder.skip_time(time.monotonic() - began_s)
+
+        return run
+
+    def _record_mixture(self, trainer: pl.Trainer, recorder: RunRecorder) -> None:
+        """Record the share of each dataset among the remaining samples, and the share asked for."""
+        dataset = trainer.datamodule._train_ds
+        samples = range(self._plan.consumed_samples, self._plan.last_sample(self._run))
+        if not isinstance(dataset, BlendedDataset) or not samples:
+            return
+        drawn, asked = shares_drawn(dataset, samples), self._run.dataset.weights
+        shares = {
+            prefix: {"drawn": share, "asked": weight / sum(asked)}
+            for prefix, share, weight in zip(self._run.dataset.prefixes, drawn, asked, strict=True)
+        }
+        for prefix, share in shares.items():
+            log.info("%s: %.2f%% of the samples, %.2f%% asked", prefix, 100 * share["drawn"], 100 * share["asked"])
+        recorder.event("mixture", num_samples=len(samples), shares=shares)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        step = trainer.global_step
+        if not self._recorder or (step % self._run.config.training.log_interval and step != self._run.max_steps):
+            return
+        self._recorder.train_step(
+            step,
+            consumed_samples=trainer.datamodule.state_dict()["consumed_samples"],
+            loss=self._guard.loss,
+            learning_rate=self._schedule.learning_rate(step - 1),
+            grad_norm=self._guard.grad_norm,
+            peak_memory_gib=_peak_memory_gib(self._run.accelerator) + self._graphs.uncounted_gib,
+        )
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._recorder and not trainer.should_stop:  # a stop cuts the evaluation short
+            self._recorder.validation(trainer.global_step, loss=float(trainer.callback_metrics["val_loss"]))
+
+
+def wait_for_device(accelerator: str) -> None:
+    """Wait until the GPU has finished the step that is being recorded, so that its time is not counted elsewhere."""
+    if accelerator == "gpu":
+        torch.cuda.synchronize()
+
+
+def _peak_memory_gib(accelerator: str) -> float:
+    """Peak memory of this rank: allocated on its GPU by torch, or resident in the process on CPU."""
+    if accelerator == "gpu":
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB

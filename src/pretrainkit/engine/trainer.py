@@ -1,0 +1,121 @@
+"""Lightning's trainer and NeMo's strategy, optimizer, logger and resume settings for a run."""
+
+from __future__ import annotations
+
+import torch
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from nemo import lightning as nl
+
+from pretrainkit.config.schema import ResolvedRun
+from pretrainkit.run.folder import RunFolder
+from pretrainkit.run.resume_plan import CONTINUE, WEIGHTS, StartPlan
+
+
+def build_trainer(run: ResolvedRun, plan: StartPlan, *, local_world_size: int) -> nl.Trainer:
+    """The trainer of a run, without callbacks."""
+    config, parallel = run.config, run.config.parallel
+    dtype = _dtype(run)
+    overlap = overlaps_data_parallel(run)
+    strategy = nl.MegatronStrategy(
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        context_parallel_size=parallel.context_parallel_size,
+        sequence_parallel=run.sequence_parallel,
+        pipeline_dtype=dtype,
+        process_group_backend="nccl" if run.accelerator == "gpu" else "gloo",
+        ddp=DistributedDataParallelConfig(
+            check_for_nan_in_grad=False,  # LossGuard does it
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=config.optimizer.distributed,
+            overlap_grad_reduce=overlap,
+            overlap_param_gather=overlap,
+        ),
+        ckpt_async_save=True,  # with --async_save off, Checkpoints waits for the writers
+        ckpt_load_optimizer=plan.optimizer_state != "reset",
+        # The only format whose optimizer state can be loaded with another TP, PP or DP.
+        ckpt_optim_fully_reshardable=True,
+        replace_progress_bar=False,
+    )
+    precision = nl.MegatronMixedPrecision(
+        precision="bf16-mixed" if run.precision == "bf16" else "32",
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        autocast_enabled=False,
+        grad_reduce_in_fp32=True,
+    )
+    validates = config.training.val_interval > 0
+    trainer = nl.Trainer(
+        accelerator=run.accelerator,
+        devices=local_world_size,
+        num_nodes=run.world_size // local_world_size,
+        strategy=strategy,
+        # To detect its environment, Lightning would initialise MPI, which reaps child processes that aren't its own.
+        plugins=[precision, TorchElasticEnvironment()],
+        max_steps=run.max_steps,
+        val_check_interval=config.training.val_interval if validates else run.max_steps,
+        check_val_every_n_epoch=None,
+        limit_val_batches=config.training.val_steps if validates else 0,
+        limit_test_batches=0,
+        num_sanity_val_steps=0,
+        logger=False,  # see recording.TensorBoard
+        enable_checkpointing=False,  # see callbacks.checkpoints
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    # On SIGTERM Lightning raises SystemExit without a code before anything is saved; StopEarly handles signals.
+    trainer._signal_connector.register_signal_handlers = lambda: None
+    return trainer
+
+
+def overlaps_data_parallel(run: ResolvedRun) -> bool:
+    """Whether gradient reduction and parameter gathering overlap with computation.
+
+    Megatron's DDP and its optimizer must both be configured for it.
+    """
+    return run.accelerator == "gpu" and run.config.optimizer.distributed and run.data_parallel_size > 1
+
+
+def _dtype(run: ResolvedRun) -> torch.dtype:
+    return torch.bfloat16 if run.precision == "bf16" else torch.float32
+
+
+def build_optimizer(run: ResolvedRun) -> nl.MegatronOptimizerModule:
+    """Adam; OptimizerSettings gives it the learning rate of each step."""
+    settings = run.config.optimizer
+    return nl.MegatronOptimizerModule(
+        config=OptimizerConfig(
+            optimizer="adam",
+            lr=settings.lr,
+            weight_decay=settings.weight_decay,
+            adam_beta1=settings.adam_beta1,
+            adam_beta2=settings.adam_beta2,
+            adam_eps=settings.adam_eps,
+            clip_grad=settings.clip_grad,
+            bf16=run.precision == "bf16",
+            params_dtype=_dtype(run),
+            use_distributed_optimizer=settings.distributed,
+            overlap_param_gather=overlaps_data_parallel(run),
+        )
+    )
+
+
+def build_logger(run: ResolvedRun) -> nl.NeMoLogger:
+    """NeMo's logger, which only gets a folder for its own log files."""
+    return nl.NeMoLogger(
+        explicit_log_dir=str(RunFolder.of(run).logs / "nemo"),
+        update_logger_directory=False,
+        log_global_rank_0_only=True,
+    )
+
+
+def resume_settings(plan: StartPlan) -> nl.AutoResume:
+    """What NeMo restores, and from which checkpoint."""
+    if plan.mode == CONTINUE:
+        return nl.AutoResume(resume_from_path=plan.checkpoint)
+    if plan.mode == WEIGHTS:
+        weights = nl.RestoreConfig(path=plan.checkpoint, load_model_state=True, load_optim_state=False)
+        return nl.AutoResume(restore_config=weights)
+    return nl.AutoResume()
