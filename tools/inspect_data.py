@@ -116,7 +116,8 @@ def run_merge(arguments: argparse.Namespace) -> int:
     import glob
 
     from pretrainkit.data.indexed.merge import merge
-    from pretrainkit.data.indexed.pairs import natural_key, read_counts
+    from pretrainkit.data.indexed.pairs import read_counts
+    from pretrainkit.data.readers.inputs import natural_key
 
     names: list[str] = []
     for name in arguments.input:

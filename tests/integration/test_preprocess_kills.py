@@ -192,7 +192,7 @@ def test_lost_data_of_unfinished_work_is_found_and_made_again(
     with tokens.open("r+b") as file:
         file.seek(tokens.stat().st_size // 3)
         file.write(bytes(4096))
-    for part in (tmp_path / "out.partial").glob("*.tokens"):
+    for part in (tmp_path / "out.partial").glob("*.part"):
         os.truncate(part, part.stat().st_size // 2)
     code, errors = finish(start("--input", corpus))
     assert (code, digest(tmp_path)) == (0, undisturbed), errors

@@ -97,7 +97,7 @@ def wait_for(condition: Callable[[], Any], timeout_s: float = 30) -> None:
 
 def journal_lines(folder: Path) -> int:
     journal = folder / JOURNAL
-    return journal.read_bytes().count(b"result") if journal.exists() else 0
+    return journal.read_bytes().count(b"placed") if journal.exists() else 0
 
 
 def is_alive(process: int) -> bool:

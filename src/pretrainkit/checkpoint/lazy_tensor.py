@@ -172,9 +172,9 @@ def _block_rows(block: Block, first: int, count: int) -> Block:
 def _copy_range(block: StoredTensor, descriptor: int, offset: int, size: int) -> None:
     """Copy a block's bytes from file to file.
 
-    Not in the kernel, as `data.output.copy_range` does it: the bytes nearly always lie at other places within a page,
-    and with copy_file_range 5.2 GiB took 6.0 to 6.5 s from NeMo in place of 3.0 to 4.5, and 7.0 to 7.1 s to torch in
-    place of 4.6 to 5.3.
+    Not in the kernel, as `data.indexed.file_bytes.copy_range` does it: the bytes nearly always have other places within
+    a page, and with copy_file_range 5.2 GiB took 6.0 to 6.5 s from NeMo in place of 3.0 to 4.5, and 7.0 to 7.1 s to
+    torch in place of 4.6 to 5.3.
     """
     buffer = memoryview(bytearray(min(size, COPY_BYTES)))
     source = os.open(block.path, os.O_RDONLY)

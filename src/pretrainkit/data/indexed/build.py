@@ -2,38 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
 
 from pretrainkit.data.indexed.assembly import Assembly
-from pretrainkit.data.indexed.feeder import BlockTask, Feeder, UnitTask
-from pretrainkit.data.indexed.journal import Journal, clear_done, finished_outputs
+from pretrainkit.data.indexed.encode import BlockRequest, EncodeReply, IndexedTask, ItemRequest
+from pretrainkit.data.indexed.encoded_chunk import EncodedChunk
+from pretrainkit.data.indexed.feeder import Feeder
 from pretrainkit.data.indexed.manifest import Manifest
 from pretrainkit.data.indexed.output import Output
 from pretrainkit.data.indexed.progress import Progress
 from pretrainkit.data.indexed.record import OutputRecorder
 from pretrainkit.data.indexed.request import Plan, Request, check_outputs, is_written, make_plan
-from pretrainkit.data.indexed.results import BadRecord, ChunkResult, Difference, Failure
+from pretrainkit.data.indexed.state_folder import StateFolder, num_finished_outputs, remove_finished
 from pretrainkit.data.tokens import encoder
-from pretrainkit.data.tokens.encoder import EngineSpec
-from pretrainkit.data.tokens.parity import ParitySample
-from pretrainkit.data.tokens.pool import WorkerPool
+from pretrainkit.data.tokens.encode_pool import ITEMS_AHEAD, EncodePool
+from pretrainkit.data.tokens.parity import EnginesDiffer, ParitySample
 from pretrainkit.data.tokens.tokenizer import TokenizerFile
-from pretrainkit.data.tokens.worker import Setup
 from pretrainkit.errors import DataError, RequestError
 from pretrainkit.logs import get_logger
 from pretrainkit.signals import stopped_by_signals
 
 LOGGER = get_logger(__name__)
-TASKS_AHEAD = 2
-"""Units a worker has in hand, so that it never waits for the parent."""
-
-
-class _EnginesDiffer(Exception):
-    """fastokens can't be used for this tokenizer or input."""
 
 
 def preprocess(request: Request) -> list[Manifest]:
@@ -42,23 +36,23 @@ def preprocess(request: Request) -> list[Manifest]:
     Raises RequestError before any work, DataError when an input is bad or the machine fails, StoppedError on SIGTERM
     and Ctrl-C. After the last two, the same request continues where it was.
     """
-    with WorkerPool(request.workers) as pool:  # first of all: nothing here must have threads before the fork
+    with EncodePool(request.workers) as pool:  # first of all: nothing here must have threads before the fork
         return preprocess_with(pool, request)
 
 
-def preprocess_with(pool: WorkerPool, request: Request, tokenizer: TokenizerFile | None = None) -> list[Manifest]:
-    """The same with processes that were forked earlier, which it ends, and a tokenizer.json that was read already."""
+def preprocess_with(pool: EncodePool, request: Request, tokenizer: TokenizerFile | None = None) -> list[Manifest]:
+    """The same with a pool that was entered earlier, which is closed, and a tokenizer.json that was read already."""
     _load_early(request, pool)
     plan = make_plan(request, tokenizer)
     identity = plan.identity()
-    if clear_done(plan.state_folder) and is_written(plan):
+    if remove_finished(plan.state_folder) and is_written(plan):
         LOGGER.info("all of it is written already")
         return OutputRecorder(plan, "").manifests()
-    finished = finished_outputs(plan.state_folder, identity)
-    is_all = finished == len(plan.outputs)
-    check_outputs(plan, finished if request.resume or is_all else 0)
+    num_finished = num_finished_outputs(plan.state_folder, identity)
+    is_all = num_finished == len(plan.outputs)
+    check_outputs(plan, num_finished if request.resume or is_all else 0)
     try:
-        journal = Journal(plan.state_folder, identity, resume=request.resume or is_all)
+        state = StateFolder(plan.state_folder, identity, resume=request.resume or is_all)
     except OSError as error:
         raise RequestError(
             f"can't be written: {error.strerror}",
@@ -68,12 +62,13 @@ def preprocess_with(pool: WorkerPool, request: Request, tokenizer: TokenizerFile
     with _machine_errors(plan.state_folder):
         try:
             with stopped_by_signals("run the same command again: it continues where it was"):
-                manifests = _with_best_engine(plan, journal, pool)
+                manifests = _with_best_engine(plan, state, pool)
         except BaseException:
-            journal.close()
+            pool.close()  # before others may continue this work
+            state.close()
             raise
-        journal.remove()
-    pool.kill()
+        state.remove()
+    pool.close()
     if not any(manifest.num_documents for manifest in manifests):
         LOGGER.warning("no document was written")
     return manifests
@@ -81,80 +76,81 @@ def preprocess_with(pool: WorkerPool, request: Request, tokenizer: TokenizerFile
 
 @contextmanager
 def _machine_errors(state_folder: Path) -> Iterator[None]:
-    """A full disk and its like, told as an error of ours."""
+    """Report a full disk and its like as an error of ours."""
     try:
         yield
     except OSError as error:
         raise DataError(
             error.strerror or str(error),
             where=str(error.filename or state_folder),
-            action=f"mend it and run the same command again: finished pieces are kept in {state_folder}",
+            action=f"fix it and run the same command again: finished pieces are kept in {state_folder}",
         ) from error
 
 
-def _load_early(request: Request, pool: WorkerPool) -> None:
-    """Let the tokenizer be loaded, a second for a large one, while the request is checked."""
+def _load_early(request: Request, pool: EncodePool) -> None:
+    """Load the tokenizer, a second for a large one, while the request is checked."""
     path = Path(request.tokenizer_model) / "tokenizer.json"
     if path.is_file():
-        fast = EngineSpec("fastokens", str(path), request.special_tokens_in_text != "plain")
-        reference = replace(fast, name="tokenizers")
-        is_fast = request.engine == "auto" and encoder.has_fastokens()
-        pool.load(fast if is_fast else reference)
-        if is_fast and request.verify_tokens != "off":
-            pool.load_reference(reference)
+        name = "tokenizers" if request.engine == "tokenizers" else encoder.default_engine()
+        pool.load(
+            request.engine_spec(name, path), with_reference=name == "fastokens" and request.verify_tokens != "off"
+        )
 
 
-def _with_best_engine(plan: Plan, journal: Journal, pool: WorkerPool) -> list[Manifest]:
+def _with_best_engine(plan: Plan, state: StateFolder, pool: EncodePool) -> list[Manifest]:
     engine = plan.request.engine
     if engine == "auto":
         # A run that had to take tokenizers is continued with it, or it would lose its work again and again.
-        engine = journal.state.engine or ("fastokens" if encoder.has_fastokens() else "tokenizers")
+        engine = state.journal.engine or encoder.default_engine()
     try:
-        return _Run(plan, journal, pool, engine).run()
-    except _EnginesDiffer as difference:
+        return _Run(plan, state, pool, engine).run()
+    except EnginesDiffer as difference:
         LOGGER.warning("fastokens is not used, tokenizers encodes instead (slower): %s", difference)
-    pool.kill()
-    journal.reset(plan.identity())
-    journal.add_engine("tokenizers")
-    with WorkerPool(plan.request.workers) as fresh:
-        return _Run(plan, journal, fresh, "tokenizers").run()
+    pool.stop()  # first: a worker could still write a part file
+    state.reset("tokenizers")
+    return _Run(plan, state, pool, "tokenizers").run()
 
 
 class _Run:
     """One attempt with one engine."""
 
-    def __init__(self, plan: Plan, journal: Journal, pool: WorkerPool, engine: str) -> None:
-        self.plan, self.journal, self.pool, self.engine = plan, journal, pool, engine
+    def __init__(self, plan: Plan, state: StateFolder, pool: EncodePool, engine: str) -> None:
+        self.plan, self.state, self.pool = plan, state, pool
+        self.engine = plan.request.engine_spec(engine, plan.tokenizer.json_path)
         self.recorder = OutputRecorder(plan, engine)
-        before = self.recorder.lines_before_shard
+        self.is_proven = engine != "fastokens" or plan.request.verify_tokens == "off"
+        self.first_line = cache(plan.first_line)
         outputs = [
-            Output(plan.state_folder, number, names.prefixes, names.rejects, plan.dtype, before)
+            Output(plan.state_folder, number, names.prefixes, names.rejects, plan.dtype, self.locate)
             for number, names in enumerate(plan.outputs)
         ]
-        names = [source.path for source in plan.sources]
-        self.assembly = Assembly(journal, plan.units, outputs, names, self.recorder.finish, pool.send, pool.wake)
-        self.bad: list[BadRecord] = []
-        self.in_hand: list[int] = []
-        self.held: BlockTask | UnitTask | None = None
+        self.events: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        """What other threads have this one do."""
+        self.assembly = Assembly(state, plan.items, outputs, self.recorder.finish, pool.submit, self.wake)
+        self.num_in_hand = 0
+        self.bad: list[EncodedChunk] = []
+
+    def wake(self) -> None:
+        """Have the loop look again what can go on; may be called by any thread."""
+        self.events.put(lambda: None)
+
+    def locate(self, source: int, line: int) -> tuple[str, int]:
+        """The path of a source, and the number in it of a line that is counted from where this run begins."""
+        return self.plan.sources[source].path, self.first_line(source) + line + 1
 
     def run(self) -> list[Manifest]:
-        if self.journal.is_resumed:
+        """Do what is left to do. Raises EnginesDiffer."""
+        if self.state.is_resumed:
             self.assembly.resume()
             if self.assembly.is_complete:
                 LOGGER.info("all of it was finished before")
                 return self.recorder.manifests()
             LOGGER.info("continuing unfinished work: %d pieces are done", len(self.assembly.done))
         self._start_workers()
-        self.feeder = Feeder(
-            self.plan.units,
-            self.plan.sources,
-            self.assembly.done.copy(),
-            self.assembly.stream_ends(),
-            len(self.pool),
-            self.pool.wake,
-            self.assembly.end_stream,
-        )
-        self.progress = Progress(self.plan, self.assembly.done)
+        plan, assembly = self.plan, self.assembly
+        remaining = assembly.remaining()
+        self.feeder = Feeder(remaining, plan.sources, plan.rules, assembly.done, len(self.pool), self.wake)
+        self.progress = Progress(plan, remaining)
         try:
             self._serve()
             self._report_bad_record()
@@ -167,13 +163,9 @@ class _Run:
 
     def _start_workers(self) -> None:
         plan, request = self.plan, self.plan.request
-        is_special = request.special_tokens_in_text != "plain"
-        setup = Setup(
-            engine=EngineSpec(self.engine, str(plan.tokenizer.json_path), is_special),
-            verify_all=request.verify_tokens == "all",
+        task = IndexedTask(
             sources=plan.sources,
             folder=plan.state_folder,
-            name=f"session{self.journal.session}.{self.engine}.worker",
             special_tokens=plan.tokenizer.special_tokens,
             special_tokens_in_text=request.special_tokens_in_text,
             num_ids=plan.tokenizer.num_ids,
@@ -183,86 +175,59 @@ class _Run:
             bos_id=plan.bos_id,
             eod_id=plan.eod_id,
         )
-        self.pool.start(setup, min(len(self.pool), plan.useful_workers()))
-        self.in_hand = [0] * len(self.pool)
-        if not self.recorder.is_proven:
-            # Asked and compared beside the work; nothing is committed before the result.
-            question = ParitySample.about(
-                plan.tokenizer.special_tokens, plan.sources, [*plan.units.values()], plan.rules
-            )
-            self.pool.ask(replace(setup.engine, name="tokenizers"), question)
+        self.pool.start(task, self.engine, plan.useful_workers())
+        if not self.is_proven:
+            # Compared while the work goes on; no output is finished before the result.
+            items = [*plan.items.values()]
+            sample = ParitySample.about(plan.tokenizer.special_tokens, plan.sources, items, plan.rules)
+            comparison = self.pool.compare(self.engine, sample)
+            comparison.add_done_callback(lambda done: self.events.put(partial(self._take_comparison, done)))
 
     def _serve(self) -> None:
         while True:
-            self._hand_out()
-            self.assembly.advance(may_finish=self.recorder.is_proven)
-            is_busy = any(self.in_hand) or self.held is not None or not self.feeder.is_exhausted
-            if not is_busy and self.assembly.is_idle and self.recorder.is_proven:
+            while self.num_in_hand < ITEMS_AHEAD * len(self.pool) and (request := self.feeder.next()):
+                self._submit(request)
+            self.assembly.advance(may_finish=self.is_proven)
+            is_busy = self.num_in_hand or not self.feeder.is_exhausted or not self.assembly.is_idle
+            if not is_busy and self.is_proven:
                 return
-            for worker, kind, content in self.pool.wait(0.5):
-                if worker >= 0:
-                    self.in_hand[worker] -= kind not in ("write", "spill")
-                self._take(worker, kind, content)
+            self.events.get()()
 
-    def _hand_out(self) -> None:
-        while True:
-            worker = min(range(len(self.in_hand)), key=self.in_hand.__getitem__)
-            if self.in_hand[worker] >= TASKS_AHEAD:
-                return
-            task, self.held = self.held or self.feeder.next(), None
-            if task is None:
-                return
-            if isinstance(task, UnitTask):
-                self.pool.send(worker, "unit", task.number, task.unit)
-            elif self.in_hand[worker]:  # a busy worker would not take the block's bytes now
-                self.held = task
-                return
-            else:
-                self.pool.send(worker, "block", task.unit, task.block, task.source, task.disk_bytes, data=task.data)
-            self.in_hand[worker] += 1
+    def _submit(self, request: ItemRequest | BlockRequest) -> None:
+        self.num_in_hand += 1
+        reply = self.pool.submit(request)
+        reply.add_done_callback(lambda done: self.events.put(partial(self._take_reply, done)))
 
-    def _take(self, worker: int, kind: str, content: Any) -> None:
-        if kind == "spill" and isinstance(content, ChunkResult):
-            self.assembly.spilled(content)
-        elif isinstance(content, ChunkResult):
-            self.assembly.add(worker, content)
-            self.progress.add(content)
-        elif isinstance(content, BadRecord):
-            self.bad.append(content)
+    def _take_reply(self, done: Future[EncodeReply]) -> None:
+        self.num_in_hand -= 1
+        reply = done.result()
+        if reply.chunk.bad:
+            self.bad.append(reply.chunk)
             self.feeder.stop()
-            self.held = None
-        elif isinstance(content, Failure):
-            raise DataError(
-                content.found,
-                where=content.where,
-                needed=content.needed,
-                action=content.action
-                or f"mend it and run the same command again: finished pieces are kept in {self.plan.state_folder}",
-            )
-        elif isinstance(content, Difference):
-            raise _EnginesDiffer(content.found)
-        elif kind == "write":
-            self.assembly.written(content)
-        elif kind == "answers":
-            self.pool.send(0, "compare", content)
-            self.in_hand[0] += 1
-        elif kind == "compare":
-            self.recorder.is_proven = True
-            LOGGER.info(
-                "fastokens %(fastokens)s gives the ids of tokenizers %(tokenizers)s on hard strings and a sample of"
-                " this input",
-                encoder.versions(),
-            )
+            return
+        self.assembly.add(reply.chunk, reply.spilled)
+        self.progress.add(reply.chunk)
+
+    def _take_comparison(self, done: Future[str]) -> None:
+        if difference := done.result():
+            raise EnginesDiffer(difference)
+        self.is_proven = True
+        LOGGER.info(
+            "fastokens %(fastokens)s gives the ids of tokenizers %(tokenizers)s on hard strings and a sample of this"
+            " input",
+            encoder.versions(),
+        )
 
     def _report_bad_record(self) -> None:
         if not self.bad:
             return
-        first = min(self.bad, key=lambda bad: (bad.unit, bad.block))
-        source = self.plan.sources[first.source]
-        line = self.assembly.lines_before((first.unit, first.block), first.source) + first.line + 1
-        line += self.recorder.lines_before_shard(first.source)
+        chunk = min(self.bad, key=lambda chunk: chunk.order)
+        assert chunk.bad is not None
+        number, record = chunk.bad
+        line = self.assembly.lines_before(chunk, number) + record.line
+        path, line_number = self.locate(chunk.ranges[number].source, line)
         raise DataError(
-            first.found,
-            where=f"{source.path}:{line}",
-            action="mend the record, or set bad ones aside with --on-error skip; run again to continue from here",
+            record.found,
+            where=f"{path}:{line_number}",
+            action="fix the record, or set bad ones aside with --on-error skip; run again to continue from here",
         )

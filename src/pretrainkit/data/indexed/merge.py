@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 
 from pretrainkit.data.indexed.crc import combine
+from pretrainkit.data.indexed.file_bytes import copy_range
 from pretrainkit.data.indexed.format import HEADER, IndexedDataset, bin_path, commit_pair, idx_path, write_header
 from pretrainkit.data.indexed.manifest import InputFile, Manifest, manifest_path, read_manifest, write_manifest
-from pretrainkit.data.indexed.output import copy_range
 from pretrainkit.errors import DataError, RequestError
 from pretrainkit.files import remove_leftovers, temporary_name
 from pretrainkit.logs import get_logger

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from pretrainkit.data.indexed.format import IndexedDataset, bin_path, idx_path
+from pretrainkit.data.readers.inputs import natural_key
 from pretrainkit.errors import DataError, RequestError
 
 
@@ -22,12 +22,6 @@ class PairCounts:
     num_sequences: int
     num_documents: int
     dtype: str
-
-
-def natural_key(name: str) -> list[tuple[int, int, str]]:
-    """Sort key by which part2 comes before part10; digits before letters, equal numbers by their spelling."""
-    pieces = re.split(r"(\d+)", name)
-    return [(0, int(piece), piece) if piece.isdigit() else (1, 0, piece) for piece in pieces if piece]
 
 
 def find_pairs(path: Path | str) -> list[Path]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import time
 from datetime import datetime, timezone
 from importlib.metadata import version
-from pathlib import Path
 
 from pretrainkit.data.indexed.manifest import InputFile, Manifest, TokenizerRecord, read_manifest, write_manifest_file
 from pretrainkit.data.indexed.output import Output, SourceTotals
 from pretrainkit.data.indexed.request import Plan
-from pretrainkit.data.readers.streams import BLOCK_BYTES
+from pretrainkit.data.readers.source import BLOCK_BYTES
 from pretrainkit.data.tokens import encoder
 
 
@@ -20,18 +19,14 @@ class OutputRecorder:
     def __init__(self, plan: Plan, engine: str) -> None:
         self._plan, self._engine = plan, engine
         self._began = time.monotonic()
-        self._lines_before: dict[int, int] = {}
-        self.is_proven = engine != "fastokens" or plan.request.verify_tokens == "off"
 
     def finish(self, output: Output) -> None:
         """Complete an output's files and put its manifest beside them, still under temporary names."""
-        assert self.is_proven, "an output would be finished before its ids are proven"
         output.finish()
         plan = self._plan
-        names = plan.outputs[output.number]
         read = {
-            number: output.sources.get(number, SourceTotals())
-            for number in names.sources
+            number: output.sources.get(number, SourceTotals(number))
+            for number in plan.outputs[output.number].sources
             if plan.request.shard is None or number in output.sources
         }
         totals = list(read.values())
@@ -60,7 +55,7 @@ class OutputRecorder:
                 num_replaced=sum(source.num_replaced for source in totals),
                 num_input_bytes=num_input_bytes,
                 bin_bytes=key.tokens_bytes,
-                bin_crc32=key.crc32,
+                bin_crc32=key.tokens_crc32,
                 append_eod=plan.request.append_eod,
                 add_bos=plan.request.add_bos,
                 special_tokens_in_text=plan.request.special_tokens_in_text,
@@ -97,20 +92,3 @@ class OutputRecorder:
         """Those of all outputs, as they are on disk."""
         found = [read_manifest(prefix) for output in self._plan.outputs for prefix in output.prefixes]
         return [manifest for manifest in found if manifest is not None]
-
-    def lines_before_shard(self, number: int) -> int:
-        """Lines of a file that belong to earlier jobs of an array."""
-        if number not in self._lines_before:
-            spans = [span for unit in self._plan.units.values() for span in unit.spans if span.source == number]
-            source = self._plan.sources[number]
-            by_lines = source.format in ("jsonl", "txt") and not source.is_stream
-            self._lines_before[number] = _count_lines(source.path, spans[0].begin) if by_lines else 0
-        return self._lines_before[number]
-
-
-def _count_lines(path: str, end: int) -> int:
-    count = 0
-    with Path(path).open("rb", buffering=0) as file:
-        while end and (block := file.read(min(end, 1 << 24))):
-            count, end = count + block.count(b"\n"), end - len(block)
-    return count

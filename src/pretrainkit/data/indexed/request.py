@@ -14,11 +14,13 @@ import orjson
 
 from pretrainkit.data.indexed.format import bin_path, idx_path, optimal_dtype
 from pretrainkit.data.indexed.manifest import FORMAT, manifest_path, read_manifest
-from pretrainkit.data.readers import chunks
-from pretrainkit.data.readers.documents import RecordRules
-from pretrainkit.data.readers.sources import Source, resolve_inputs
-from pretrainkit.data.readers.streams import BLOCK_BYTES
+from pretrainkit.data.readers import work_items
+from pretrainkit.data.readers.inputs import resolve_inputs, stem_of
+from pretrainkit.data.readers.records import RecordRules
+from pretrainkit.data.readers.source import BLOCK_BYTES, Source
+from pretrainkit.data.readers.work_items import WorkItem
 from pretrainkit.data.tokens import encoder
+from pretrainkit.data.tokens.encoder import EngineSpec
 from pretrainkit.data.tokens.tokenizer import TokenizerFile, load_tokenizer
 from pretrainkit.errors import RequestError
 from pretrainkit.logs import get_logger
@@ -44,7 +46,7 @@ class Request:
     """`auto`, `uint16` or `int32`."""
     workers: int = 1
     on_error: str = "stop"
-    """`stop`, `skip`, or `replace` (what can be mended is, the rest is skipped)."""
+    """`stop`, `skip`, or `replace` (bad characters are replaced, other bad records skipped)."""
     max_document_bytes: int = 0
     text_documents: str = "line"
     """`line` or `file`."""
@@ -57,6 +59,12 @@ class Request:
     resume: bool = True
     overwrite: bool = False
     log_interval: int = 1000
+
+    def engine_spec(self, name: str, json_path: Path) -> EngineSpec:
+        """A library that encodes as this request asks for."""
+        return EngineSpec(
+            name, str(json_path), self.special_tokens_in_text != "plain", verify_all=self.verify_tokens == "all"
+        )
 
 
 @dataclass(frozen=True)
@@ -77,11 +85,11 @@ class Plan:
     tokenizer: TokenizerFile
     sources: list[Source]
     outputs: list[OutputNames]
-    units: dict[int, chunks.Unit]
+    items: dict[int, WorkItem]
     dtype: np.dtype
     state_folder: Path
     cut: str = ""
-    """Fingerprint of the units of all parts, where this is one of them."""
+    """Fingerprint of the items of all parts, where this is one of them."""
 
     @property
     def rules(self) -> RecordRules:
@@ -100,8 +108,13 @@ class Plan:
         return self.tokenizer.need_bos("--add-bos") if self.request.add_bos else None
 
     def useful_workers(self) -> int:
-        """More than these would load a tokenizer, a second for a large one, for less than a piece of text each."""
-        return 1 + sum(unit.weight for unit in self.units.values()) // BLOCK_BYTES
+        """More than these would have less than a piece of text each."""
+        return 1 + sum(item.weight for item in self.items.values()) // BLOCK_BYTES
+
+    def first_line(self, source: int) -> int:
+        """Lines of a file that belong to earlier jobs of an array."""
+        ranges = (part for item in self.items.values() for part in item.ranges if part.source == source)
+        return self.sources[source].lines_before(next(ranges).begin)
 
     def flags(self) -> dict[str, Any]:
         """All flags that decide the output, for the manifest."""
@@ -161,18 +174,18 @@ def make_plan(request: Request, tokenizer: TokenizerFile | None = None) -> Plan:
         names = [f"{prefix}_{key}_document" for key in request.json_keys]
         outputs = [OutputNames(names, f"{prefix}.rejects.jsonl", list(range(len(sources))))]
     output_of = [number if request.per_file else 0 for number in range(len(sources))]
-    units = chunks.cut(sources, output_of, request.json_keys)
-    begin, end, fingerprint = 0, len(units), ""
+    items = work_items.cut(sources, output_of, request.json_keys)
+    begin, end, fingerprint = 0, len(items), ""
     if request.shard is not None:
-        begin, end = chunks.shard(units, *request.shard)
+        begin, end = work_items.shard(items, *request.shard)
         if request.per_file:
-            outputs, units, sources, (begin, end) = _shard_files(outputs, sources, request)
+            outputs, items, sources, (begin, end) = _shard_files(outputs, sources, request)
         else:
-            fingerprint = chunks.fingerprint(units)
+            fingerprint = work_items.fingerprint(items)
     dtype = optimal_dtype(tokenizer.num_ids) if request.dtype == "auto" else np.dtype(request.dtype)
     part = f".shard-{request.shard[0]:05d}-of-{request.shard[1]:05d}" if request.shard and request.per_file else ""
     state_folder = Path(f"{prefix.rstrip('/')}{part}.partial")
-    chosen = {number: units[number] for number in range(begin, end)}
+    chosen = {number: items[number] for number in range(begin, end)}
     plan = Plan(request, tokenizer, sources, outputs, chosen, dtype, state_folder, fingerprint)
     _check_dtype(plan)
     return plan
@@ -180,22 +193,22 @@ def make_plan(request: Request, tokenizer: TokenizerFile | None = None) -> Plan:
 
 def _shard_files(
     outputs: list[OutputNames], sources: list[Source], request: Request
-) -> tuple[list[OutputNames], list[chunks.Unit], list[Source], tuple[int, int]]:
+) -> tuple[list[OutputNames], list[WorkItem], list[Source], tuple[int, int]]:
     """With an output per file, whole files are what jobs share."""
     assert request.shard is not None
     index, count = request.shard
     kept = list(range(len(sources)))[index::count]
     sources = [sources[number] for number in kept]
     outputs = [OutputNames(outputs[old].prefixes, outputs[old].rejects, [new]) for new, old in enumerate(kept)]
-    units = chunks.cut(sources, list(range(len(sources))), request.json_keys)
-    return outputs, units, sources, (0, len(units))
+    items = work_items.cut(sources, list(range(len(sources))), request.json_keys)
+    return outputs, items, sources, (0, len(items))
 
 
 def _per_file_base(prefix: str, source: Source) -> str:
     """A folder takes the files' names below it; any other prefix is put before their names."""
     if prefix.endswith("/") or Path(prefix).is_dir():
-        return str(Path(prefix) / source.stem)
-    return f"{prefix}_{source.stem.replace(os.sep, '_')}"
+        return str(Path(prefix) / stem_of(source))
+    return f"{prefix}_{stem_of(source).replace(os.sep, '_')}"
 
 
 def _check_flags(request: Request) -> None:
@@ -250,7 +263,7 @@ def check_outputs(plan: Plan, committed: int) -> None:
             f"output exists: {', '.join(existing[:3])}{more}",
             action="give another --output-prefix, or --overwrite to replace it once the new one is complete",
         )
-    wanted = sum(unit.weight for unit in plan.units.values()) * plan.dtype.itemsize // 4
+    wanted = sum(item.weight for item in plan.items.values()) * plan.dtype.itemsize // 4
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free

@@ -25,7 +25,7 @@ from pretrainkit.data.packed.once import build_once
 from pretrainkit.data.packed.packing import Packing, pack
 from pretrainkit.data.packed.request import HUB, PackPlan
 from pretrainkit.data.token_documents import DOCUMENTS
-from pretrainkit.data.tokens.pool import WorkerPool
+from pretrainkit.data.tokens.encode_pool import EncodePool
 from pretrainkit.errors import DataError, RequestError
 from pretrainkit.logs import get_logger
 from pretrainkit.signals import stopped_by_signals
@@ -43,7 +43,7 @@ def pack_dataset(plan: PackPlan, *, timeout_s: float = 24 * 3600.0) -> tuple[Pac
     DataError when an input is bad, StoppedError (exit code 85) on SIGTERM; the next call continues what is unfinished.
     """
     made: list[bool] = []
-    pool = WorkerPool(plan.machine.num_proc)
+    pool = EncodePool(plan.machine.num_proc)
 
     def build() -> None:
         with stopped_by_signals("run the same command again: it continues where it was"):
@@ -68,7 +68,7 @@ def _unfinished(plan: PackPlan) -> list[Path]:
     return [*files.leftovers(final), *final.parent.glob(f"{final.name}.staging-*")]
 
 
-def _prepare(plan: PackPlan, pool: WorkerPool) -> bool:
+def _prepare(plan: PackPlan, pool: EncodePool) -> bool:
     """Make the set; False when one is there whose inputs were touched but hold the same."""
     began = time.monotonic()
     final = plan.request.output_dir
@@ -128,7 +128,7 @@ def _prepare(plan: PackPlan, pool: WorkerPool) -> bool:
     return True
 
 
-def _encode(plan: PackPlan, pool: WorkerPool) -> tuple[Path, Manifest]:
+def _encode(plan: PackPlan, pool: EncodePool) -> tuple[Path, Manifest]:
     """The documents as a .bin/.idx pair in the staging folder, made now or by an earlier preparer."""
     request = plan.request
     prefix = plan.staging / f"documents_{request.text_column}_document"

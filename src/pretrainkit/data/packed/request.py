@@ -10,8 +10,8 @@ from typing import Any
 
 from pretrainkit.data.machine_defaults import MachineSettings
 from pretrainkit.data.packed.format import FORMAT, PackedManifest, read_packed_manifest
-from pretrainkit.data.readers.input_content import InputState, hash_file, look_at, same_places
-from pretrainkit.data.readers.sources import resolve_inputs
+from pretrainkit.data.readers.input_content import InputState, hash_file, stat_input, unchanged_since
+from pretrainkit.data.readers.inputs import resolve_inputs
 from pretrainkit.data.tokens import encoder
 from pretrainkit.data.tokens.tokenizer import TokenizerFile, load_tokenizer
 from pretrainkit.errors import DataError, RequestError
@@ -72,7 +72,7 @@ class PackPlan:
     def finished(self) -> PackedManifest | None:
         """The set, if it is there and of this very request, from files that are untouched since. Reads no input."""
         manifest = read_packed_manifest(self.request.output_dir)
-        if manifest is None or manifest.settings != self.settings or not same_places(self.inputs, manifest.inputs):
+        if manifest is None or manifest.settings != self.settings or not unchanged_since(self.inputs, manifest.inputs):
             return None
         return manifest
 
@@ -133,7 +133,7 @@ def _inputs(request: PackRequest) -> tuple[list[Any], tuple[InputState, ...], tu
     hub = [name for name in request.inputs if name.startswith(HUB)]
     if not hub:
         sources = resolve_inputs(request.inputs, request.text_documents)
-        states = tuple(look_at(source.relative, source.path) for source in sources)
+        states = tuple(stat_input(source.relative, source.path) for source in sources)
         names = [[state.name, state.num_bytes] for state in states]
         return names, states, tuple(source.path for source in sources)
     if len(request.inputs) > 1:

@@ -1,4 +1,4 @@
-"""What input files hold, told cheaply: by their place on the disk while that is unchanged, else by their hashes.
+"""Whether input files hold what they held: told cheaply by size, time and inode while these are equal, else by hashes.
 
 A hash is XXH3-128 over the XXH3-128 digests of pieces of 4 MiB, as the data engine takes it while it reads a file.
 """
@@ -11,13 +11,13 @@ from pathlib import Path
 
 import xxhash
 
-from pretrainkit.data.readers.streams import BLOCK_BYTES
+from pretrainkit.data.readers.source import BLOCK_BYTES
 from pretrainkit.errors import DataError
 
 
 @dataclass(frozen=True)
 class InputState:
-    """One input file as it was read: whoever finds the same number of bytes, time and inode need not read it again."""
+    """One input file as it was read: while its size, time and inode are the same, it need not be read again."""
 
     name: str
     """Path below the folder that was named as input, or the file's name."""
@@ -38,13 +38,13 @@ class InputState:
         return self.name, self.num_bytes, self.xxh3_128
 
 
-def look_at(name: str, path: str) -> InputState:
-    """A file's place, without reading it."""
+def stat_input(name: str, path: str) -> InputState:
+    """A file's state, without reading it."""
     found = Path(path).stat()
     return InputState(name, found.st_size, found.st_mtime_ns, found.st_ino)
 
 
-def same_places(now: Sequence[InputState], then: Sequence[InputState]) -> bool:
+def unchanged_since(now: Sequence[InputState], then: Sequence[InputState]) -> bool:
     """Whether files that were read once are untouched."""
     return [state.place for state in now] == [state.place for state in then]
 
@@ -53,16 +53,9 @@ def hash_file(path: str) -> str:
     """The hash of a file's bytes, at the speed of the disk."""
     digest = xxhash.xxh3_128()
     try:
-        with Path(path).open("rb", buffering=0) as file:
-            while piece := _read_exactly(file, BLOCK_BYTES):
+        with Path(path).open("rb") as file:
+            while piece := file.read(BLOCK_BYTES):
                 digest.update(xxhash.xxh3_128_digest(piece))
     except OSError as error:
         raise DataError(error.strerror or str(error), where=path) from error
     return digest.hexdigest()
-
-
-def _read_exactly(file: object, num_bytes: int) -> bytes:
-    piece: bytes = file.read(num_bytes)  # type: ignore[attr-defined]
-    while piece and len(piece) < num_bytes and (more := file.read(num_bytes - len(piece))):  # type: ignore[attr-defined]
-        piece += more
-    return piece

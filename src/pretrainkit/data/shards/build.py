@@ -19,7 +19,7 @@ import xxhash
 from pretrainkit import files
 from pretrainkit.data.byte_progress import ByteProgress
 from pretrainkit.data.indexed.manifest import TokenizerRecord
-from pretrainkit.data.readers.sources import Source
+from pretrainkit.data.readers.source import Source
 from pretrainkit.data.shards.format import SAMPLE, ShardRecord, record_to_json, shard_name
 from pretrainkit.data.shards.inputs import ShardReader
 from pretrainkit.data.shards.request import ShardPlan, check_set

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pretrainkit.data.readers import chunks
-from pretrainkit.data.readers.documents import RecordRules
-from pretrainkit.data.readers.sources import Source, resolve_inputs
+from pretrainkit.data.readers import work_items
+from pretrainkit.data.readers.inputs import resolve_inputs
+from pretrainkit.data.readers.records import RecordRules
+from pretrainkit.data.readers.source import Source
+from pretrainkit.data.readers.work_items import WorkItem
 from pretrainkit.data.shards.format import ShardRecord, read_records, shard_name
 from pretrainkit.data.shards.task import template_ids
 from pretrainkit.data.tokens.tokenizer import TokenizerFile, load_tokenizer
@@ -67,7 +69,7 @@ class ShardPlan:
     first_ids: tuple[int, ...]
     last_ids: tuple[int, ...]
     settings: dict[str, Any]
-    _units: list[chunks.Unit] = field(default_factory=list)
+    _units: list[WorkItem] = field(default_factory=list)
 
     @property
     def rules(self) -> RecordRules:
@@ -75,12 +77,12 @@ class ShardPlan:
         request = self.request
         return RecordRules((request.json_key,), request.on_error == "replace", request.max_document_bytes)
 
-    def units(self, shard_id: int) -> list[chunks.Unit]:
+    def units(self, shard_id: int) -> list[WorkItem]:
         """The pieces of input of one shard, in order."""
         if self.request.num_shards is None:
-            units = chunks.cut([self.sources[shard_id]], [0], (self.request.json_key,))
+            units = work_items.cut([self.sources[shard_id]], [0], (self.request.json_key,))
             return [_of_source(unit, shard_id) for unit in units]
-        begin, end = chunks.shard(self._units, shard_id, self.num_shards)
+        begin, end = work_items.shard(self._units, shard_id, self.num_shards)
         return self._units[begin:end]
 
     def path(self, shard_id: int, suffix: str) -> Path:
@@ -89,7 +91,7 @@ class ShardPlan:
 
     def is_current(self, record: ShardRecord) -> bool:
         """Whether a finished shard was made by these settings from the files as they are now."""
-        used = {span.source for unit in self.units(record.shard_id) for span in unit.spans}
+        used = {span.source for unit in self.units(record.shard_id) for span in unit.ranges}
         now = {(s.relative, s.num_bytes, s.modified_ns) for s in (self.sources[number] for number in used)}
         then = {(self._relative(entry.path), entry.num_bytes, entry.modified_ns) for entry in record.inputs}
         return record.settings == self.settings and now == then
@@ -100,8 +102,8 @@ class ShardPlan:
         return max(ends, key=len, default=path)
 
 
-def _of_source(unit: chunks.Unit, source: int) -> chunks.Unit:
-    return replace(unit, spans=tuple(replace(span, source=source) for span in unit.spans))
+def _of_source(unit: WorkItem, source: int) -> WorkItem:
+    return replace(unit, ranges=tuple(replace(span, source=source) for span in unit.ranges))
 
 
 def make_shard_plan(request: ShardRequest) -> ShardPlan:
@@ -122,7 +124,7 @@ def make_shard_plan(request: ShardRequest) -> ShardPlan:
             where="--input_dir",
         )
     keys = (request.json_key,)
-    units = chunks.cut(sources, [0] * len(sources), keys) if request.num_shards else []
+    units = work_items.cut(sources, [0] * len(sources), keys) if request.num_shards else []
     listing = hashlib.sha256("\n".join(source.relative for source in sources).encode()).hexdigest()
     settings = {
         "num_shards": num_shards,
@@ -140,7 +142,7 @@ def make_shard_plan(request: ShardRequest) -> ShardPlan:
         "has_text": request.has_text,
     }
     if request.num_shards:
-        settings["cut"] = chunks.fingerprint(units)
+        settings["cut"] = work_items.fingerprint(units)
     return ShardPlan(request, tokenizer, sources, num_shards, first, last, settings, units)
 
 

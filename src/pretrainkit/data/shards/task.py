@@ -14,8 +14,8 @@ from multiprocessing.connection import Connection
 import numpy as np
 from numpy.typing import NDArray
 
-from pretrainkit.data.readers.documents import Batch, RecordRules, Reject, parse_text
-from pretrainkit.data.readers.sources import Source
+from pretrainkit.data.readers.records import Batch, RecordRules, Reject
+from pretrainkit.data.readers.source import Source
 from pretrainkit.data.shards.tar import pack_samples
 from pretrainkit.data.tokens.encoder import Encoder, EngineSpec, load_encoder, one_thread
 from pretrainkit.errors import DataError, PretrainkitError
@@ -86,11 +86,8 @@ class ShardEncoder:
         piece = Piece()
         tables: list[NDArray[np.int64]] = []
         rules = self.setup.rules
-        batches = (
-            [block.batch]
-            if block.batch
-            else parse_text(block.format_of, block.data, block.at_start, rules, BATCH_BYTES)
-        )
+        parse = block.format_of.parse
+        batches = [block.batch] if block.batch else parse(block.data, block.at_start, rules, BATCH_BYTES)
         for batch in batches:
             # What to reject is known in the block; where it was is said with the source's own line numbers.
             rejects = [replace(bad, line=bad.line + block.first_line_in_source) for bad in batch.rejects]

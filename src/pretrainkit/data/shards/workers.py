@@ -17,7 +17,7 @@ from typing import Any
 
 from pretrainkit.data.shards.request import ShardPlan
 from pretrainkit.data.shards.task import Block, Piece, ShardEncoder, ShardSetup, run_worker
-from pretrainkit.data.tokens.encoder import Encoder, EngineSpec, has_fastokens, load_encoder, num_threads, one_thread
+from pretrainkit.data.tokens.encoder import Encoder, EngineSpec, default_engine, load_encoder, num_threads, one_thread
 from pretrainkit.data.tokens.parity import ParitySample, first_difference
 from pretrainkit.data.tokens.pool import Reference, is_forkable
 from pretrainkit.errors import DataError, PretrainkitError
@@ -90,7 +90,7 @@ class ShardWorkers:
         self._pool: _Pool | None = None
         self._encoder: ShardEncoder | None = None
         self.count = plan.request.workers
-        self.engine = "fastokens" if plan.request.engine == "auto" and has_fastokens() else "tokenizers"
+        self.engine = default_engine() if plan.request.engine == "auto" else "tokenizers"
         """The library that encodes."""
 
     def __enter__(self) -> ShardWorkers:

@@ -120,15 +120,19 @@ class EncodePool:
 
         Raises EnginesDiffer when fastokens can't load the tokenizer, DataError when tokenizers can't.
         """
-        if self._workers:
-            self._ask_server("stop", [worker.pid for worker in self._workers])
-            self._end_threads()
+        self.stop()
         self._ask_server("check", engine)
         for number in range(min(count, self._max_workers)):
             self._workers.append(self._fork(f"worker {number}", _WorkerTask(task, number)))
         for worker in self._workers:
             worker.thread = threading.Thread(target=self._serve_worker, args=(worker,), name=worker.name, daemon=True)
             worker.thread.start()
+
+    def stop(self) -> None:
+        """End the workers; replies that were not taken are lost."""
+        if self._workers:
+            self._ask_server("stop", [worker.pid for worker in self._workers])
+            self._end_threads()
 
     def submit(self, item: Any, worker: int | None = None) -> Future[Any]:
         """Have the next idle worker answer, or a certain one as soon as it is idle."""

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pretrainkit.data.readers.chunks import Unit
-from pretrainkit.data.readers.documents import RecordRules
-from pretrainkit.data.readers.sources import Source
-from pretrainkit.data.readers.spans import sample_texts
+from pretrainkit.data.readers.records import RecordRules
+from pretrainkit.data.readers.source import Source
+from pretrainkit.data.readers.work_items import WorkItem, sample_texts
 from pretrainkit.data.tokens.encoder import Encoder, EngineSpec, load_encoder
 
 SAMPLE_PLACES = 8
@@ -88,23 +87,23 @@ class ParitySample:
 
     special_tokens: tuple[str, ...]
     sources: list[Source]
-    units: list[Unit]
-    """The units of which a sample is taken."""
+    items: list[WorkItem]
+    """Pieces of the input from each of which a sample is taken."""
     rules: RecordRules
 
     @classmethod
     def about(
-        cls, special_tokens: Iterable[str], sources: list[Source], units: Sequence[Unit], rules: RecordRules
+        cls, special_tokens: Iterable[str], sources: list[Source], items: Sequence[WorkItem], rules: RecordRules
     ) -> ParitySample:
-        """A sample of an input that is cut into these units."""
-        places = sorted({len(units) * i // SAMPLE_PLACES for i in range(SAMPLE_PLACES)}) if units else []
-        return cls(tuple(special_tokens), sources, [units[place] for place in places], rules)
+        """A sample of an input that is cut into these items."""
+        places = sorted({len(items) * i // SAMPLE_PLACES for i in range(SAMPLE_PLACES)}) if items else []
+        return cls(tuple(special_tokens), sources, [items[place] for place in places], rules)
 
     def texts(self) -> list[str]:
         """Hard strings, then the sample. Raises DataError and OSError when the input can't be read."""
         texts = hard_strings(self.special_tokens)
-        for unit in self.units:
-            texts += sample_texts(self.sources, unit, self.rules, SAMPLE_BYTES)
+        for item in self.items:
+            texts += sample_texts(self.sources, item, self.rules, SAMPLE_BYTES)
         return texts
 
 

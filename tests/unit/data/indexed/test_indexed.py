@@ -8,7 +8,8 @@ import pytest
 
 from pretrainkit.data.indexed.blend import make_blend
 from pretrainkit.data.indexed.format import IndexedDataset, IndexedDatasetWriter, bin_path, idx_path, optimal_dtype
-from pretrainkit.data.indexed.pairs import find_pairs, natural_key, read_counts
+from pretrainkit.data.indexed.pairs import find_pairs, read_counts
+from pretrainkit.data.readers.inputs import natural_key
 from pretrainkit.errors import DataError, RequestError
 
 DOCUMENTS = [[1, 2, 3], [4], [], [5, 6]]

@@ -1,4 +1,4 @@
-"""Sources, streams, chunks and job arrays: which bytes are read by whom."""
+"""Sources, blocks, work items and job arrays: which bytes are read by whom."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from pathlib import Path
 import pytest
 
 from pretrainkit.data.job_array import parse_shard
-from pretrainkit.data.readers.chunks import Span, Unit, cut, shard
-from pretrainkit.data.readers.sources import resolve_inputs
-from pretrainkit.data.readers.streams import BLOCK_BYTES, PieceHash, read_blocks
+from pretrainkit.data.readers.compressed import Compressed, PieceHash
+from pretrainkit.data.readers.inputs import resolve_inputs, stem_of
+from pretrainkit.data.readers.jsonl import JsonLines
+from pretrainkit.data.readers.records import RecordRules
+from pretrainkit.data.readers.source import BLOCK_BYTES, Block, FileRange, RangeCounts, Source
+from pretrainkit.data.readers.work_items import WorkItem, cut, shard
 from pretrainkit.errors import DataError, RequestError
 
 RECORD = b'{"text": "a"}\n'
@@ -43,8 +46,8 @@ def test_folders_globs_and_files_mix_in_natural_order(write: Callable[..., None]
         write(name, gzip.compress(RECORD) if name.endswith("gz") else RECORD)
     found = resolve_inputs(("b", "a*.jsonl"))
     assert [source.path for source in found] == ["a2.jsonl", "a10.jsonl", "b/9.jsonl.gz", "b/10.jsonl", "b/deep/1.txt"]
-    assert [source.stem for source in found] == ["a2", "a10", "9", "10", "deep/1"]
-    assert [source.compression for source in found] == ["", "", "gz", "", ""]
+    assert [stem_of(source) for source in found] == ["a2", "a10", "9", "10", "deep/1"]
+    assert [source.is_stream for source in found] == [False, False, True, False, False]
 
 
 REFUSED = {
@@ -71,10 +74,15 @@ def test_wrong_inputs_are_refused(write: Callable[..., None], inputs: tuple[str,
 def test_a_file_without_a_known_suffix_is_json_lines_if_it_looks_so(write: Callable[..., None]) -> None:
     write("corpus")
     write("corpus.data", gzip.compress(RECORD))
-    assert [(s.format, s.compression) for s in resolve_inputs(("corpus", "corpus.data"))] == [
-        ("jsonl", ""),
-        ("jsonl", "gz"),
-    ]
+    plain, packed = resolve_inputs(("corpus", "corpus.data"))
+    assert isinstance(plain, JsonLines)
+    assert isinstance(packed, Compressed)
+    assert (type(packed.text), packed.compression) == (JsonLines, "gz")
+
+
+def blocks_of(source: Source, counts: RangeCounts | None = None) -> list[Block]:
+    (part,) = source.split(0, ("text",))
+    return list(source.blocks(part, RecordRules(("text",)), counts or RangeCounts(0)))
 
 
 def test_blocks_are_whole_lines_and_all_of_the_file(write: Callable[..., None]) -> None:
@@ -82,22 +90,23 @@ def test_blocks_are_whole_lines_and_all_of_the_file(write: Callable[..., None]) 
     data = b"".join(lines)[:-1]
     write("in.jsonl.gz", gzip.compress(data, 1))
     (source,) = resolve_inputs(("in.jsonl.gz",))
-    hashed = PieceHash()
-    blocks = list(read_blocks(source, hashed))
-    assert b"".join(block for block, _ in blocks) == data
+    counts = RangeCounts(0)
+    blocks = blocks_of(source, counts)
+    assert b"".join(block.data for block in blocks) == data
     assert len(blocks) >= len(data) // BLOCK_BYTES
-    assert all(block.endswith(b"\n") for block, _ in blocks[:-1])
-    assert blocks[-1][1] == source.num_bytes
+    assert all(block.data.endswith(b"\n") for block in blocks[:-1])
+    assert sum(block.disk_bytes for block in blocks) == source.num_bytes
+    assert sum(block.num_lines for block in blocks) == 900
     again = PieceHash()
     again.update(Path("in.jsonl.gz").read_bytes())
-    assert hashed.finish() == again.finish()
+    assert counts.digests == again.finish()
 
 
 def test_a_line_longer_than_a_block_is_one_block(write: Callable[..., None]) -> None:
     data = b"x" * (2 * BLOCK_BYTES + 5) + b"\nshort\n"
     write("in.jsonl.gz", gzip.compress(data, 1))
     (source,) = resolve_inputs(("in.jsonl.gz",))
-    assert [block[-6:] for block, _ in read_blocks(source, PieceHash())] == [b"short\n"]
+    assert [block.data[-6:] for block in blocks_of(source)] == [b"short\n"]
 
 
 @pytest.mark.parametrize("place", [30, -5], ids=["inside", "checksum"])
@@ -107,30 +116,30 @@ def test_a_damaged_archive_is_an_error_with_its_name(write: Callable[..., None],
     write("in.jsonl.gz", bytes(data))
     (source,) = resolve_inputs(("in.jsonl.gz",))
     with pytest.raises(DataError, match=r"in\.jsonl\.gz: cut or damaged"):
-        list(read_blocks(source, PieceHash()))
+        blocks_of(source)
 
 
-def test_small_files_share_units_and_large_ones_are_cut(write: Callable[..., None]) -> None:
+def test_small_files_share_items_and_large_ones_are_cut(write: Callable[..., None]) -> None:
     for i in range(50):
         write(f"small{i}.jsonl", RECORD * 1000)
     write("zlarge.jsonl", RECORD * (2 * BLOCK_BYTES // len(RECORD)))
     sources = resolve_inputs((".",))
-    units = cut(sources, [0] * len(sources), ("text",))
-    assert len(units) == 3
-    spans = [span for unit in units for span in unit.spans]
-    assert [span.source for span in spans] == [*range(51), 50]
-    assert sum(span.end - span.begin for span in spans) == sum(source.num_bytes for source in sources)
+    items = cut(sources, [0] * len(sources), ("text",))
+    assert len(items) == 3
+    parts = [part for item in items for part in item.ranges]
+    assert [part.source for part in parts] == [*range(51), 50]
+    assert sum(part.end - part.begin for part in parts) == sum(source.num_bytes for source in sources)
     per_file = cut(sources, list(range(len(sources))), ("text",))
-    assert all(len(unit.spans) == 1 for unit in per_file)
+    assert all(len(item.ranges) == 1 for item in per_file)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 40])
-def test_jobs_share_all_units_without_overlap(count: int) -> None:
+def test_jobs_share_all_items_without_overlap(count: int) -> None:
     sizes = [1, 1, 50, 3, 3, 3, 8, 1, 20, 20, 1]
-    units = [Unit(0, (Span(i, 0, size, 0, 0, size),), is_stream=i % 4 == 0) for i, size in enumerate(sizes)]
-    ranges = [shard(units, i, count) for i in range(count)]
+    items = [WorkItem(0, (FileRange(i, 0, size, 0, 0, size),), is_stream=i % 4 == 0) for i, size in enumerate(sizes)]
+    ranges = [shard(items, i, count) for i in range(count)]
     assert ranges[0][0] == 0
-    assert ranges[-1][1] == len(units)
+    assert ranges[-1][1] == len(items)
     assert all(before[1] == after[0] for before, after in itertools.pairwise(ranges))
 
 

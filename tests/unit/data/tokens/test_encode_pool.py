@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pretrainkit.data.readers.documents import RecordRules
+from pretrainkit.data.readers.records import RecordRules
 from pretrainkit.data.tokens.encode_pool import EncodePool, WorkerDied
 from pretrainkit.data.tokens.encoder import Encoder, EngineSpec, ReferenceEncoder
 from pretrainkit.data.tokens.parity import EnginesDiffer, ParitySample

@@ -1,67 +1,47 @@
-"""Which files an input argument means, in which order, and how each is wrapped."""
+"""Which files an input argument means, in which order, and the format of each."""
 
 from __future__ import annotations
 
 import glob
 import os
+import re
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 
-from pretrainkit.data.indexed.pairs import natural_key
+from pretrainkit.data.readers import compressed
+from pretrainkit.data.readers.compressed import Compressed
+from pretrainkit.data.readers.jsonl import JsonLines
+from pretrainkit.data.readers.source import Source
+from pretrainkit.data.readers.tables import Arrow, Parquet, Table
+from pretrainkit.data.readers.text import BOM, LineSource, TextFile, TextLines
 from pretrainkit.errors import RequestError
 from pretrainkit.files import read_json
 from pretrainkit.logs import get_logger
 
 LOGGER = get_logger(__name__)
-COMPRESSIONS = {".gz": "gz", ".zst": "zst", ".zstd": "zst", ".xz": "xz", ".bz2": "bz2"}
-FORMATS = {
-    ".jsonl": "jsonl",
-    ".json": "jsonl",
-    ".ndjson": "jsonl",
-    ".txt": "txt",
-    ".text": "txt",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
+FORMATS: dict[str, type[LineSource] | type[TextFile] | type[Table]] = {
+    ".jsonl": JsonLines,
+    ".json": JsonLines,
+    ".ndjson": JsonLines,
+    ".txt": TextLines,
+    ".text": TextLines,
+    ".parquet": Parquet,
+    ".arrow": Arrow,
 }
-MAGICS = {b"\x1f\x8b": "gz", b"\x28\xb5\x2f\xfd": "zst", b"\xfd7zXZ\x00": "xz", b"BZh": "bz2"}
 SUPPORTED = ".jsonl, .json (a record a line), .txt, each also .gz, .zst, .xz or .bz2; .parquet; saved Arrow datasets"
 
 
-@dataclass(frozen=True)
-class Source:
-    """One input file."""
-
-    path: str
-    format: str
-    """`jsonl`, `txt` (a document a line), `txt-file` (a document a file), `parquet` or `arrow`."""
-    compression: str
-    """`gz`, `zst`, `xz`, `bz2` or empty."""
-    num_bytes: int
-    """On disk."""
-    modified_ns: int
-    relative: str
-    """Path below the folder that was named as input, or the file's name."""
-
-    @property
-    def is_stream(self) -> bool:
-        """Whether it can only be read from its beginning."""
-        return bool(self.compression)
-
-    @property
-    def stem(self) -> str:
-        """Relative path without the suffixes of format and compression."""
-        stem = Path(self.relative)
-        while stem.suffix in COMPRESSIONS or stem.suffix in FORMATS:
-            stem = stem.with_suffix("")
-        return str(stem)
+def natural_key(name: str) -> list[tuple[int, int, str]]:
+    """Sort key by which part2 comes before part10; digits before letters, equal numbers by their spelling."""
+    pieces = re.split(r"(\d+)", name)
+    return [(0, int(piece), piece) if piece.isdigit() else (1, 0, piece) for piece in pieces if piece]
 
 
 def resolve_inputs(inputs: tuple[str, ...], text_documents: str = "line") -> list[Source]:
     """All files that files, folders and globs mean, in natural order of their paths.
 
     `text_documents` says what a document is in a text file: a `line` or the whole `file`.
-    Raises RequestError for an input that is not there, empty folders, unknown formats, a file meant twice.
+    Raises RequestError for an input that is not there, empty folders, unknown formats, a file that is named twice.
     """
     found: list[tuple[Path, Path]] = []
     problems: list[RequestError] = []
@@ -96,6 +76,14 @@ def resolve_inputs(inputs: tuple[str, ...], text_documents: str = "line") -> lis
     return sources
 
 
+def stem_of(source: Source) -> str:
+    """A file's relative path without the suffixes of format and compression."""
+    stem = Path(source.relative)
+    while stem.suffix in compressed.SUFFIXES or stem.suffix in FORMATS:
+        stem = stem.with_suffix("")
+    return str(stem)
+
+
 def _files_of(path: Path) -> list[tuple[Path, Path]]:
     """The input files at a path, each with the folder that its relative path starts from."""
     if path.is_file():
@@ -108,17 +96,18 @@ def _files_of(path: Path) -> list[tuple[Path, Path]]:
         )
     if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
         return [(file, path.parent) for file in _arrow_files(path)]
-    files, others = [], 0
+    files, num_others = [], 0
     for folder, subfolders, names in os.walk(path, followlinks=True):
         subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
         for name in names:
-            file = Path(folder) / name
-            if name.startswith(".") or _suffixes(name)[0] is None:
-                others += not name.startswith(".")
+            if name.startswith("."):
+                continue
+            if _format_of(name) is None:
+                num_others += 1
             else:
-                files.append((file, path))
-    if others:
-        LOGGER.info("%s: %d other files there are not input", path, others)
+                files.append((Path(folder) / name, path))
+    if num_others:
+        LOGGER.info("%s: %d other files in this folder are not input", path, num_others)
     return files
 
 
@@ -133,30 +122,32 @@ def _arrow_files(folder: Path) -> list[Path]:
     return [folder / entry["filename"] for entry in state["_data_files"]]
 
 
-def _suffixes(name: str) -> tuple[str | None, str]:
-    """Format and compression that a file name announces; no format if it announces none."""
+def _format_of(name: str) -> type[LineSource] | type[TextFile] | type[Table] | None:
+    """The format that a file name announces, inside its compression if it announces one."""
     path = Path(name.lower())
-    compression = COMPRESSIONS.get(path.suffix, "")
-    if compression:
-        path = path.with_suffix("")
-    return FORMATS.get(path.suffix), compression
+    return FORMATS.get(path.with_suffix("").suffix if path.suffix in compressed.SUFFIXES else path.suffix)
 
 
 def _describe(path: Path, base: Path, text_documents: str) -> Source:
-    kind, _ = _suffixes(path.name)
+    kind = _format_of(path.name)
     with path.open("rb") as file:
         start = file.read(8)
-    status = path.stat()
-    compression = next((name for magic, name in MAGICS.items() if start.startswith(magic)), "")
+    compression = next((name for magic, name in compressed.MAGICS.items() if start.startswith(magic)), "")
     if kind is None:
-        if not compression and not start.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{"):
+        if not compression and not start.removeprefix(BOM).lstrip().startswith(b"{"):
             raise RequestError(f"unknown kind of file, it starts with {start!r}", where=str(path), needed=SUPPORTED)
-        kind = "jsonl"
-    if kind in ("jsonl", "txt") and start[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        kind = JsonLines
+    status = path.stat()
+    facts = str(path), status.st_size, status.st_mtime_ns, str(path.relative_to(base))
+    if issubclass(kind, Table):
+        if compression:
+            raise RequestError(
+                f"a {kind.kind} file inside {compression}", where=str(path), action="decompress it first"
+            )
+        return kind(*facts)
+    if start[:2] in (b"\xff\xfe", b"\xfe\xff"):
         raise RequestError("text in UTF-16", where=str(path), needed="UTF-8", action="convert it, e.g. with iconv")
-    if kind in ("parquet", "arrow") and compression:
-        raise RequestError(f"a {kind} file inside {compression}", where=str(path), action="unpack it first")
-    if kind == "txt" and text_documents == "file":
-        kind = "txt-file"
-    relative = str(path.relative_to(base))
-    return Source(str(path), kind, compression, status.st_size, status.st_mtime_ns, relative)
+    if kind is TextLines and text_documents == "file":
+        kind = TextFile
+    text = kind(*facts)
+    return Compressed(*facts, text, compression) if compression else text

@@ -6,14 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from pretrainkit.data.readers.documents import Batch, RecordRules, parse_text, read_lines_between
-from pretrainkit.data.readers.sources import Source
+from pretrainkit.data.readers.jsonl import JsonLines
+from pretrainkit.data.readers.records import Batch, RecordRules
+from pretrainkit.data.readers.source import Source
+from pretrainkit.data.readers.text import TextFile, TextLines, lines_between
 
 RULES = RecordRules(("text",))
+KINDS: dict[str, type[Source]] = {"jsonl": JsonLines, "txt": TextLines, "txt-file": TextFile}
 
 
 def parse(data: bytes, kind: str = "jsonl", rules: RecordRules = RULES, at_start: bool = True) -> Batch:
-    (batch,) = parse_text(Source("in", kind, "", len(data), 0, "in"), data, at_start, rules)
+    (batch,) = KINDS[kind]("in", len(data), 0, "in").parse(data, at_start, rules)
     return batch
 
 
@@ -27,8 +30,8 @@ def test_pieces_of_any_size_hold_every_line_once_and_in_order(tmp_path: Path, se
     step = generator.randrange(1, 50)
     pieces, ranges = [], []
     for begin in range(0, len(data), step):
-        text, nominal, offset = read_lines_between(str(path), begin, min(begin + step, len(data)))
-        assert not text or data[offset : offset + len(text)] == text
+        with path.open("rb") as file:
+            text, nominal = lines_between(file.fileno(), begin, min(begin + step, len(data)))
         pieces.append(text)
         ranges.append(nominal)
     assert b"".join(pieces) == b"".join(ranges) == data
@@ -42,9 +45,9 @@ def test_batches_of_any_size_hold_what_one_batch_holds(kind: str, end: bytes, ba
     records = [b'{"text": "%d"}' % number for number in range(9)]
     mixed = b"\xef\xbb\xbf" + b"\n".join([*records, b"", b'{"text": "\xff"}', b"  ", b'{"text": "end"}']) + end
     for data in (mixed, b"", b"\n"):
-        source = Source("in", kind, "", len(data), 0, "in")
-        (whole,) = parse_text(source, data, True, RULES)
-        parts = list(parse_text(source, data, True, RULES, batch_bytes))
+        source = KINDS[kind]("in", len(data), 0, "in")
+        (whole,) = source.parse(data, True, RULES)
+        parts = list(source.parse(data, True, RULES, batch_bytes))
         assert [text for part in parts for text in part.texts[0]] == whole.texts[0]
         assert [line for part in parts for line in part.lines] == whole.lines
         assert [reject for part in parts for reject in part.rejects] == whole.rejects

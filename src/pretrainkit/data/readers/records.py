@@ -1,0 +1,83 @@
+"""What a reader gives: batches of records whose texts are good, and what is wrong with the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+MAX_ERROR_EXCERPT = 500
+"""Characters of a message about a bad record: a key in it may be a megabyte."""
+
+
+@dataclass(frozen=True)
+class RecordRules:
+    """Which records are good."""
+
+    keys: tuple[str, ...]
+    replace_bad_characters: bool = False
+    """Put U+FFFD for invalid bytes, lone surrogates and NUL, instead of rejecting the record."""
+    max_document_bytes: int = 0
+    """Longer texts are rejected; 0 for no limit."""
+
+
+@dataclass(frozen=True)
+class Reject:
+    """A bad record."""
+
+    line: int
+    """Counted from 0 within the piece."""
+    found: str
+    raw: bytes
+
+
+@dataclass
+class Batch:
+    """Some records in order; a row of `texts` is a key, a column a good record."""
+
+    texts: list[list[str]]
+    lines: list[int] = field(default_factory=list)
+    """Line of each good record, counted from 0 within the piece."""
+    rejects: list[Reject] = field(default_factory=list)
+    num_blank: int = 0
+    num_lines: int = 0
+    """Lines of the piece up to the end of this batch."""
+    num_replaced: int = 0
+    raw: Callable[[int], bytes] = bytes
+    """The bytes of a line."""
+
+
+class BadText(Exception):
+    """Why a record is bad."""
+
+
+def check_text(key: str, text: Any, rules: RecordRules) -> tuple[str, bool]:
+    """The text, repaired if the rules say so, and whether it was. Raises BadText if it is no text or too long."""
+    if not isinstance(text, str):
+        raise BadText(f"{key!r} is {json_type(text)}, a string is needed")
+    is_repaired = False
+    if "\0" in text:
+        if not rules.replace_bad_characters:
+            raise BadText(f"{key!r} holds a NUL character at character {text.index(chr(0))}")
+        text, is_repaired = text.replace("\0", "\ufffd"), True
+    try:
+        num_bytes = len(text.encode()) if rules.max_document_bytes or not text.isascii() else 0
+    except UnicodeEncodeError as error:
+        if not rules.replace_bad_characters:
+            raise BadText(f"{key!r} holds a lone surrogate at character {error.start}") from None
+        text, is_repaired = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"), True
+        num_bytes = len(text.encode())
+    if rules.max_document_bytes and num_bytes > rules.max_document_bytes:
+        raise BadText(f"{key!r} has {num_bytes} bytes, more than the {rules.max_document_bytes} allowed")
+    return text, is_repaired
+
+
+def json_type(value: Any) -> str:
+    """What JSON calls the type of a value."""
+    names = {dict: "object", list: "list", str: "string", int: "number", float: "number", bool: "boolean"}
+    return "null" if value is None else names.get(type(value), type(value).__name__)
+
+
+def invalid_utf8(line: bytes, error: UnicodeDecodeError) -> str:
+    """Where a line is not UTF-8."""
+    return f"invalid UTF-8: byte 0x{line[error.start]:02x} at byte {error.start} of the line"
