@@ -162,6 +162,28 @@ def test_the_line_of_a_bad_record_is_right_far_inside_a_file(tool: Tool, tmp_pat
     assert json.loads((tmp_path / "out.rejects.jsonl").read_text())["line"] == 11_001
 
 
+def test_a_job_of_an_array_that_begins_inside_a_line_counts_lines_from_the_files_start(
+    tool: Tool, tmp_path: Path
+) -> None:
+    lines = [lines_of(f"{number} word " * 150) for number in range(9_000)]
+    lines[7_000] = b'{"txt": 1}\n'
+    (tmp_path / "in.jsonl").write_bytes(b"".join(lines))
+    assert "in.jsonl:7001" in tool("--input", "in.jsonl", "--shard", "1/2").stderr
+    assert tool("--input", "in.jsonl", "--shard", "1/2", "--on-error", "skip").returncode == 0
+    assert json.loads((tmp_path / "out.shard-00001-of-00002.rejects.jsonl").read_text())["line"] == 7_001
+
+
+def test_rows_of_a_table_are_counted_over_its_row_groups(tool: Tool, tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = ["word " * 1_000_000, "word " * 1_000_000, None, "end"]  # groups of 5 MB, and yet a file of a few kB
+    pq.write_table(pa.table({"text": rows}), tmp_path / "in.parquet", row_group_size=1)
+    assert "in.parquet:3" in tool("--input", "in.parquet").stderr
+    assert books(tool("--input", "in.parquet", "--on-error", "skip", "--json"))[:4] == (4, 3, 0, 1)
+    assert json.loads((tmp_path / "out.rejects.jsonl").read_text())["line"] == 3
+
+
 def test_every_wrapping_gives_the_same_pair(tool: Tool, tmp_path: Path) -> None:
     import zstandard
 
