@@ -204,7 +204,8 @@ class EncodePool:
     def _compare(self, reference: _Child, sample: ParitySample, future: Future[str]) -> None:
         try:
             answers = self._exchange(reference, sample)
-            reference.connection.close()  # it exits; its tokenizer is not needed again
+            reference.connection.close()
+            self._ask_server("stop", [reference.pid])  # its tokenizer is not needed again
             future.set_result(self.submit(answers).result())
         except Exception as error:
             future.set_exception(error)
