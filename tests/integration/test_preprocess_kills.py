@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import os
 import random
 import signal
@@ -121,6 +122,23 @@ def test_a_killed_process_is_named_and_its_work_is_done_again(
     code, errors = finish(start("--input", corpus))
     assert (code, digest(tmp_path)) == (0, undisturbed)
     assert "continuing unfinished work" in errors
+
+
+def test_streams_are_continued_inside(start: Start, tmp_path: Path, corpus: Path) -> None:
+    data = (corpus / "a.jsonl").read_bytes()
+    for name in ("in/a.jsonl.gz", "in/b.jsonl.gz"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(gzip.compress(data, 1))
+    assert finish(start("--input", "in"))[0] == 0
+    undisturbed = digest(tmp_path)
+    for _ in range(3):
+        process = start("--input", "in", "--overwrite")
+        wait_for(lambda: journal_lines(tmp_path) > 1)
+        process.kill()
+        finish(process)
+        code, errors = finish(start("--input", "in", "--overwrite"))
+        assert (code, digest(tmp_path)) == (0, undisturbed), errors
+        assert "continuing unfinished work" in errors
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])

@@ -80,28 +80,29 @@ class Assembly:
         self._take_part_files()
 
     def _take_part_files(self) -> None:
+        for path in self._state.path.glob("*.tmp"):
+            path.unlink()
         remaining = set(self._queue)
-        for path in (*self._state.path.glob("*.part"), *self._state.path.glob("*.tmp")):
+        for path in self._state.path.glob("*.part"):
             try:
                 part = PartFile(path)
-                chunk = part.chunk
-                if chunk.item in remaining and chunk.order not in self.done and part.is_undamaged():
-                    self._pending[chunk.order] = chunk
-                    self.done.add(chunk.order)
-                    continue
             except ValueError:
-                pass
-            path.unlink()
+                part = None
+            if part and part.chunk.item in remaining and part.chunk.order not in self.done and part.is_undamaged():
+                self._pending[part.chunk.order] = part.chunk
+                self.done.add(part.chunk.order)
+            else:
+                path.unlink()
 
     def remaining(self) -> dict[int, WorkItem]:
         """The items of which something is not done."""
-        num_blocks = dict.fromkeys(self._queue, 1) | {c.item: c.block + 1 for c in self._pending.values() if c.is_last}
-        ends = {number for number, _ in self.done}
-        return {
-            number: self._items[number]
-            for number in self._queue
-            if number not in ends or any((number, block) not in self.done for block in range(num_blocks[number]))
-        }
+        last_blocks = {chunk.item: chunk.block for chunk in self._pending.values() if chunk.is_last}
+
+        def is_done(number: int) -> bool:
+            is_end_known = number in last_blocks
+            return is_end_known and all((number, block) in self.done for block in range(last_blocks[number] + 1))
+
+        return {number: self._items[number] for number in self._queue if not is_done(number)}
 
     def _next_order(self) -> Order | None:
         """The chunk of the current output whose turn it is."""
