@@ -3,8 +3,8 @@
 
     python tools/prefetch.py --dir /group/me/offline --model meta-llama/Llama-3.1-8B
 
-A model lies in DIR/models/OWNER/NAME, a tokenizer with its config in DIR/tokenizers/OWNER/NAME. What was stopped goes
-on; what is there is verified. Gated models need HF_TOKEN, or `hf auth login`.
+A model lies in DIR/models/OWNER/NAME, a tokenizer with its config in DIR/tokenizers/OWNER/NAME. An interrupted download
+resumes; what exists is verified. Gated models need HF_TOKEN, or `hf auth login`.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ def build_parser() -> Parser:
         prog="prefetch.py",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description=__doc__,
-        epilog="Exit codes: 0 all is there and verified; 1 failed; 2 wrong request.",
+        epilog="Exit codes: 0 everything exists and is verified; 1 failed; 2 wrong request.",
     )
     parser.add_argument("--dir", type=Path, required=True, help="folder on a group disk")
     parser.add_argument("--model", action="append", default=[], metavar="ID", help="OWNER/NAME[@REVISION]")
     parser.add_argument("--tokenizer", action="append", default=[], metavar="ID", help="OWNER/NAME[@REVISION]")
-    parser.add_argument("--size", action="store_true", help="print how many bytes would come, and stop")
+    parser.add_argument("--size", action="store_true", help="print how many bytes would be downloaded, and stop")
     return parser
 
 
 def command(arguments: argparse.Namespace) -> int:
     """Fetch everything; print the folders."""
-    from pretrainkit.data.prefetch import FOLDERS, fetch, list_files, parse_source
+    from pretrainkit.data.hub import FOLDERS, fetch, list_files, parse_repository
 
-    sources = [parse_source(kind, text) for kind in FOLDERS for text in getattr(arguments, kind)]
+    wanted = [parse_repository(kind, text) for kind in FOLDERS for text in getattr(arguments, kind)]
     base = arguments.dir.expanduser().absolute()
     if arguments.size:
-        absent = [source for source in sources if not source.folder(base).exists()]
-        print(sum(file.size for source in absent for file in list_files(source)[1]))
+        missing = [repository for repository in wanted if not repository.folder(base).exists()]
+        print(sum(file.size for repository in missing for file in list_files(repository)[1]))
         return EXIT_DONE
-    for source in sources:
-        print(fetch(source, base))
+    for repository in wanted:
+        print(fetch(repository, base))
     return EXIT_DONE
 
 

@@ -1,15 +1,29 @@
-"""From a Hugging Face model id or folder to a local folder with its config and tokenizer."""
+"""Downloads from the Hugging Face hub: config and tokenizer to its cache, or models to a folder on a group disk.
+
+`local_folder` is for every command that takes a model id. `fetch` is for nodes without internet: a model goes to
+DIR/models/OWNER/NAME, a tokenizer with its config to DIR/tokenizers/OWNER/NAME, plain folders for --hf_model_id,
+--nemo_model and --tokenizer-model. Such a folder appears when every file has the size and the hash that the hub
+gives; prefetched.json in it holds the commit and those hashes. huggingface_hub resumes an interrupted download and
+finds the token: HF_TOKEN, or that of `hf auth login`.
+"""
 
 from __future__ import annotations
 
+import fnmatch
+import hashlib
 import os
 import re
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from pretrainkit.errors import RequestError
-from pretrainkit.logs import masked
+from pretrainkit import files
+from pretrainkit.errors import DataError, PretrainkitError, RequestError, one_line
+from pretrainkit.logs import get_logger, masked
+from pretrainkit.units import format_bytes
 
 CONFIG_AND_TOKENIZER = (
     "config.json",
@@ -24,16 +38,23 @@ CONFIG_AND_TOKENIZER = (
     "chat_template*",
 )
 """Files of a model repository that are not weights."""
+OTHER_WEIGHTS = ("original/*", "*.bin", "*.pth", "*.pt", "*.h5", "*.msgpack", "*.onnx", "*.gguf", "*.ot")
+"""Weights in other formats, left out where there are safetensors."""
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(?<!\.json)")
-"""The form of a model's name on the hub; one that ends like a file is none."""
+"""The form of a model's name on the hub; a name that ends like a file is none."""
+RECORD = "prefetched.json"
+FOLDERS = {"model": "models", "tokenizer": "tokenizers"}
+"""Folder below the base, by what is fetched."""
+_BLOCK = 8 * 2**20
+
+LOGGER = get_logger(__name__)
 
 
 def local_folder(hf_model_id: str, *, where: str = "--hf_model_id") -> Path:
     """The absolute folder of a model: the folder itself, or its config and tokenizer from the hub's cache.
 
-    Only what is missing in the cache is downloaded, never weights; a hub that can't be reached is tried once.
-    HF_TOKEN and HF_HUB_OFFLINE are respected.
-    Raises RequestError when there is no such folder or repository, or it can't be reached.
+    Only what is missing in the cache is downloaded, never weights. HF_TOKEN and HF_HUB_OFFLINE are respected.
+    Raises RequestError when there is no such folder or repository, or the hub can't be reached.
     """
     folder = Path(hf_model_id).expanduser()
     if folder.is_dir():
@@ -44,23 +65,44 @@ def local_folder(hf_model_id: str, *, where: str = "--hf_model_id") -> Path:
             needed="a local folder, or an id of the form owner/name",
             where=where,
         )
-    return _snapshot(hf_model_id, where)
+    return _download(hf_model_id, CONFIG_AND_TOKENIZER, where=where)
 
 
-def _snapshot(model_id: str, where: str) -> Path:
+def _download(
+    repository: str,
+    patterns: Sequence[str],
+    *,
+    where: str,
+    revision: str | None = None,
+    folder: Path | None = None,
+    force: bool = False,
+) -> Path:
+    """Download the files of a repository that match to `folder`, or to the hub's cache; gives where they are."""
     from huggingface_hub import snapshot_download
 
-    with hub_errors(model_id, where=where):
+    with _hub_errors(repository, where=where):
         return Path(
-            snapshot_download(model_id, allow_patterns=list(CONFIG_AND_TOKENIZER), token=os.environ.get("HF_TOKEN"))
+            snapshot_download(
+                repository,
+                revision=revision,
+                local_dir=folder,
+                allow_patterns=list(patterns),
+                force_download=force,
+                endpoint=os.environ.get("HF_ENDPOINT"),
+            )
         )
 
 
+class _InterruptedDownload(RequestError):
+    """The connection or the disk failed."""
+
+
 @contextmanager
-def hub_errors(model_id: str, *, where: str) -> Iterator[None]:
-    """Turns what goes wrong with the hub into a RequestError that says what to do."""
+def _hub_errors(repository: str, *, where: str) -> Iterator[None]:
+    """Turn errors of the hub's client into a RequestError that says what to do."""
     from huggingface_hub.errors import (
         GatedRepoError,
+        HfHubHTTPError,
         LocalEntryNotFoundError,
         OfflineModeIsEnabled,
         RepositoryNotFoundError,
@@ -72,25 +114,195 @@ def hub_errors(model_id: str, *, where: str) -> Iterator[None]:
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
         offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("0", "")
         raise RequestError(
-            f"{model_id} is no local folder and not in the hub's cache"
+            f"{repository} is no local folder and not in the hub's cache"
             + (", and HF_HUB_OFFLINE is set" if offline else ", and the hub can't be reached"),
-            action=f"fetch it on a machine with network: scripts/prefetch.sh --dir FOLDER --model {model_id}, then use "
-            f"FOLDER/models/{model_id}",
+            action=f"fetch it on a machine with network: scripts/prefetch.sh --dir FOLDER --model {repository}, then "
+            f"use FOLDER/models/{repository}",
             where=where,
         ) from error
     except GatedRepoError as error:
         raise RequestError(
-            f"{model_id} is gated and this account has no access to it",
+            f"{repository} is gated and this account has no access to it",
             action="ask for access on its page on the hub, and set HF_TOKEN to a token of that account",
             where=where,
         ) from error
     except RepositoryNotFoundError as error:
         raise RequestError(
-            f"no model {model_id} on the hub, or it is private",
+            f"no model {repository} on the hub, or it is private",
             action="check the spelling; for a private model set HF_TOKEN; for a folder check the path",
             where=where,
         ) from error
     except RevisionNotFoundError as error:
-        raise RequestError(f"{model_id} has no such revision", needed="a branch, tag or commit", where=where) from error
+        raise RequestError(
+            f"{repository} has no such revision", needed="a branch, tag or commit", where=where
+        ) from error
     except (OSError, ValueError) as error:
-        raise RequestError(masked(f"{model_id} can't be had: {error}"), where=where) from error
+        is_answer = isinstance(error, HfHubHTTPError | ValueError)  # the client has retried where that could help
+        kind = RequestError if is_answer else _InterruptedDownload
+        raise kind(masked(f"{repository} can't be downloaded: {error}"), where=where) from error
+
+
+@dataclass(frozen=True)
+class HubFile:
+    """A file as the hub describes it."""
+
+    name: str
+    size: int
+    sha256: str
+    """Empty for small files, which the hub keeps in git."""
+    git_sha1: str
+
+    def matches(self, path: Path) -> bool:
+        """Whether a file on disk has this size and hash."""
+        if not path.is_file() or path.stat().st_size != self.size:
+            return False
+        digest = hashlib.sha256() if self.sha256 else hashlib.sha1(b"blob %d\0" % self.size)
+        with path.open("rb") as file:
+            while block := file.read(_BLOCK):
+                digest.update(block)
+        return digest.hexdigest() == (self.sha256 or self.git_sha1)
+
+
+@dataclass(frozen=True)
+class Repository:
+    """A repository to fetch, as a model or as a tokenizer."""
+
+    kind: str
+    """model: everything that transformers loads; tokenizer: that and the config, without weights."""
+    name: str
+    revision: str | None
+
+    def folder(self, base: Path) -> Path:
+        """Its folder below `base`."""
+        return base / FOLDERS[self.kind] / self.name
+
+
+def parse_repository(kind: str, text: str) -> Repository:
+    """A repository from OWNER/NAME[@REVISION]. Raises RequestError for anything else."""
+    name, _, revision = text.partition("@")
+    if not HUB_ID.fullmatch(name):
+        raise RequestError(repr(text), needed="OWNER/NAME or OWNER/NAME@REVISION", where=f"--{kind}")
+    return Repository(kind, name, revision or None)
+
+
+def list_files(repository: Repository) -> tuple[str, list[HubFile]]:
+    """A repository's commit and the files to fetch, as the hub lists them. Raises RequestError if it can't be asked."""
+    from huggingface_hub import HfApi
+
+    with _hub_errors(repository.name, where=f"--{repository.kind}"):
+        info = HfApi(endpoint=os.environ.get("HF_ENDPOINT")).model_info(
+            repository.name, revision=repository.revision, files_metadata=True
+        )
+    by_name: dict[str, Any] = {str(sibling.rfilename): sibling for sibling in info.siblings or ()}
+    names = wanted_names(list(by_name), repository.kind)
+    if not any(name == "config.json" or name.startswith("tokenizer") for name in names):
+        raise RequestError(f"{repository.name} has neither config nor tokenizer", where=f"--{repository.kind}")
+    return str(info.sha), [
+        HubFile(
+            name,
+            size=int(by_name[name].size),
+            sha256=str(by_name[name].lfs["sha256"]) if by_name[name].lfs else "",
+            git_sha1=str(by_name[name].blob_id or ""),
+        )
+        for name in names
+    ]
+
+
+def wanted_names(names: Sequence[str], kind: str) -> list[str]:
+    """The names of a repository's files that are needed, sorted."""
+    if kind == "tokenizer":
+        return sorted(name for name in names if _matches_any(name, CONFIG_AND_TOKENIZER))
+    unwanted = OTHER_WEIGHTS if any(name.endswith(".safetensors") for name in names) else ("original/*",)
+    return sorted(name for name in names if not _matches_any(name, unwanted))
+
+
+def _matches_any(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+
+
+def fetch(repository: Repository, base: Path) -> Path:
+    """The folder of a repository below `base`, complete and verified; downloads what is missing.
+
+    Raises RequestError when the hub has no such repository for this account, or the disk has too little space;
+    DataError when the files that arrive differ twice from what the hub describes.
+    """
+    folder = repository.folder(base)
+    if folder.exists():
+        return verify(repository, folder)
+    commit, wanted = list_files(repository)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    lock = folder.with_name(f".{folder.name}.lock")
+    try:
+        with files.locked(lock):
+            if folder.exists():
+                return verify(repository, folder)
+            _fetch_all(repository, commit, wanted, folder)
+    except files.LockHeldError as error:
+        raise PretrainkitError(f"another process fetches {repository.name}: {error}") from None
+    lock.unlink(missing_ok=True)  # whoever locks another file of this name now finds the folder complete
+    return folder
+
+
+def _fetch_all(repository: Repository, commit: str, wanted: list[HubFile], folder: Path) -> None:
+    # The same name every time, so that the next start resumes.
+    partial = folder.with_name(f".{folder.name}.partial")
+    partial.mkdir(exist_ok=True)
+    missing = sum(file.size for file in wanted if not (partial / file.name).is_file())
+    if (free := shutil.disk_usage(partial).free) < missing:
+        raise RequestError(
+            f"{format_bytes(free)} free",
+            needed=f"{format_bytes(missing)} for {repository.name}",
+            where=str(folder.parent),
+        )
+    LOGGER.info("%s: %d files, %s to download", repository.name, len(wanted), format_bytes(missing))
+    wrong = _download_and_hash(repository, commit, wanted, partial)
+    if wrong:
+        wrong = _download_and_hash(repository, commit, wrong, partial, force=True)
+    if wrong:
+        raise DataError(
+            f"{', '.join(file.name for file in wrong)} of {repository.name}: not what the hub describes, twice",
+            action="check the disk and the proxy; the same command fetches them again",
+        )
+    shutil.rmtree(partial / ".cache", ignore_errors=True)
+    record = {"repository": repository.name, "commit": commit, "files": [asdict(file) for file in wanted]}
+    files.write_json(partial / RECORD, record)
+    files.commit(partial, folder)
+
+
+def _download_and_hash(
+    repository: Repository, commit: str, wanted: list[HubFile], folder: Path, *, force: bool = False
+) -> list[HubFile]:
+    """Download files to a folder; gives those that are not what the hub describes. A failed connection is retried."""
+    patterns = [file.name.replace("[", "[[]") for file in wanted]  # names, so brackets have no meaning
+    for is_last in (False, True):
+        try:
+            _download(
+                repository.name,
+                patterns,
+                where=f"--{repository.kind}",
+                revision=commit,
+                folder=folder,
+                force=force,
+            )
+            break
+        except _InterruptedDownload as error:
+            if is_last:
+                raise
+            LOGGER.warning("%s: interrupted, resuming: %s", repository.name, one_line(error))
+    return [file for file in wanted if not file.matches(folder / file.name)]
+
+
+def verify(repository: Repository, folder: Path) -> Path:
+    """A folder that exists, if its files match its record; needs no network. Raises DataError otherwise."""
+    action = f"remove {folder} and fetch it again"
+    if not (folder / RECORD).is_file():
+        raise RequestError(f"{folder} exists without {RECORD}", action=action, where=f"--{repository.kind}")
+    record = files.read_json(folder / RECORD)
+    revision, commit = repository.revision, str(record["commit"])
+    if revision and not commit.startswith(revision):
+        LOGGER.warning("%s has commit %s; not checked whether that is %s", folder, commit, revision)
+    wrong = [file["name"] for file in record["files"] if not HubFile(**file).matches(folder / file["name"])]
+    if wrong:
+        raise DataError(f"{folder}: not as fetched: {', '.join(wrong)}", action=action)
+    LOGGER.info("%s exists: %d files as the hub described them", folder, len(record["files"]))
+    return folder

@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 
-from pretrainkit.data import prefetch
-from pretrainkit.data.prefetch import Source
+from pretrainkit.data import hub as downloads
+from pretrainkit.data.hub import Repository
 from pretrainkit.errors import DataError, RequestError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -126,7 +126,6 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-    monkeypatch.setattr(prefetch, "PAUSE_S", 0)
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
     yield server
@@ -134,7 +133,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     server.server_close()
 
 
-MODEL = Source("model", "someone/model", None)
+MODEL = Repository("model", "someone/model", None)
 
 
 def names_in(folder: Path) -> set[str]:
@@ -143,43 +142,43 @@ def names_in(folder: Path) -> set[str]:
 
 
 def test_a_model_comes_whole_once_and_is_verified_again(hub: Hub, tmp_path: Path) -> None:
-    folder = prefetch.fetch(MODEL, tmp_path)
+    folder = downloads.fetch(MODEL, tmp_path)
     assert folder == tmp_path / "models" / "someone" / "model"
     assert names_in(folder) == WANTED | {"prefetched.json"}, "weights in another form aren't wanted"
     assert all((folder / name).read_bytes() == FILES[name] for name in WANTED)
     assert json.loads((folder / "prefetched.json").read_text())["commit"] == COMMIT
     assert names_in(tmp_path) == {f"models/someone/model/{name}" for name in WANTED | {"prefetched.json"}}
     hub.served.clear()
-    assert prefetch.fetch(MODEL, tmp_path) == folder and hub.served == []
+    assert downloads.fetch(MODEL, tmp_path) == folder and hub.served == []
     (folder / "config.json").write_bytes(FILES["config.json"].replace(b"Llama", b"llama"))
     with pytest.raises(DataError, match=r"not as fetched: config\.json"):
-        prefetch.fetch(MODEL, tmp_path)
+        downloads.fetch(MODEL, tmp_path)
 
 
 def test_a_tokenizer_comes_without_weights(hub: Hub, tmp_path: Path) -> None:
-    folder = prefetch.fetch(Source("tokenizer", "someone/model", None), tmp_path)
+    folder = downloads.fetch(Repository("tokenizer", "someone/model", None), tmp_path)
     assert names_in(folder) == {"config.json", "tokenizer.json", "prefetched.json"}
     assert folder == tmp_path / "tokenizers" / "someone" / "model"
 
 
 def test_what_was_broken_off_goes_on_where_it_was(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def then_end(*words: Any) -> None:
-        download(*words)
+    def then_end(*words: Any, **settings: Any) -> None:
+        download(*words, **settings)
         raise KeyboardInterrupt
 
-    download = prefetch._download
+    download = downloads._download
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(prefetch, "_download", then_end)
-        prefetch.fetch(MODEL, tmp_path)
+        patch.setattr(downloads, "_download", then_end)
+        downloads.fetch(MODEL, tmp_path)
     assert not (tmp_path / "models" / "someone" / "model").exists()
     hub.served.clear()
-    folder = prefetch.fetch(MODEL, tmp_path)
+    folder = downloads.fetch(MODEL, tmp_path)
     assert names_in(folder) == WANTED | {"prefetched.json"} and hub.served == [], "nothing comes twice"
 
 
 def test_a_connection_that_breaks_is_taken_up_again(hub: Hub, tmp_path: Path) -> None:
     hub.break_off = {"model.safetensors"}
-    folder = prefetch.fetch(MODEL, tmp_path)
+    folder = downloads.fetch(MODEL, tmp_path)
     assert (folder / "model.safetensors").read_bytes() == FILES["model.safetensors"]
     starts = [begin for name, begin in hub.served if name == "model.safetensors"]
     assert len(starts) == 2 and starts[1] > 0, starts
@@ -188,29 +187,29 @@ def test_a_connection_that_breaks_is_taken_up_again(hub: Hub, tmp_path: Path) ->
 def test_other_bytes_than_the_hub_describes_are_refused(hub: Hub, tmp_path: Path) -> None:
     hub.changed = {"model.safetensors", "config.json"}
     with pytest.raises(DataError, match=r"config\.json, model\.safetensors .* twice"):
-        prefetch.fetch(MODEL, tmp_path)
+        downloads.fetch(MODEL, tmp_path)
     assert not (tmp_path / "models" / "someone" / "model").exists()
     hub.changed = set()
-    assert prefetch.fetch(MODEL, tmp_path).is_dir()
+    assert downloads.fetch(MODEL, tmp_path).is_dir()
 
 
 def test_a_model_that_is_not_for_us_or_not_there_is_told(hub: Hub, tmp_path: Path) -> None:
     hub.is_gated = True
     with pytest.raises(RequestError, match="is gated"):
-        prefetch.fetch(MODEL, tmp_path)
+        downloads.fetch(MODEL, tmp_path)
     hub.is_gated = False
     with pytest.raises(RequestError, match="no model someone/other on the hub"):
-        prefetch.fetch(Source("model", "someone/other", None), tmp_path)
+        downloads.fetch(Repository("model", "someone/other", None), tmp_path)
     with pytest.raises(RequestError, match="OWNER/NAME"):
-        prefetch.parse_source("model", "../etc/passwd")
+        downloads.parse_repository("model", "../etc/passwd")
     assert names_in(tmp_path) == set()
 
 
 def test_too_little_room_is_said_first(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = prefetch.shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(prefetch.shutil, "disk_usage", lambda path: usage._replace(free=100))
+    usage = downloads.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(downloads.shutil, "disk_usage", lambda path: usage._replace(free=100))
     with pytest.raises(RequestError, match=r"3\.0 MiB for someone/model"):
-        prefetch.fetch(MODEL, tmp_path)
+        downloads.fetch(MODEL, tmp_path)
     assert hub.served == []
 
 
