@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def run_show(arguments: argparse.Namespace) -> int:
     """Print documents."""
-    from pretrainkit.data.indexed.show import show
+    from pretrainkit.data.indexed.inspect import show
 
     for document in show(Path(arguments.prefix), arguments.documents, arguments.tokenizer_model):
         if arguments.json:
@@ -81,7 +81,7 @@ def run_show(arguments: argparse.Namespace) -> int:
 
 def run_stats(arguments: argparse.Namespace) -> int:
     """Print and draw lengths."""
-    from pretrainkit.data.indexed.statistics import format_statistics, plot, read_statistics
+    from pretrainkit.data.indexed.inspect import format_statistics, plot, read_statistics
 
     statistics = [read_statistics(prefix) for prefix in _prefixes(arguments.data)]
     if arguments.plot:
@@ -137,7 +137,7 @@ def run_merge(arguments: argparse.Namespace) -> int:
 
 def run_count(arguments: argparse.Namespace) -> int:
     """Print what an epoch is."""
-    from pretrainkit.data.indexed.epoch import count_epoch
+    from pretrainkit.data.indexed.inspect import count_epoch
 
     prefixes = _prefixes(arguments.data)
     epochs = count_epoch(prefixes, arguments.split, arguments.sequence_length, arguments.global_batch_size)

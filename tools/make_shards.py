@@ -60,13 +60,13 @@ def build_parser() -> Parser:
 
 def run(arguments: argparse.Namespace) -> int:
     """Make or list shards as asked."""
-    from pretrainkit.data.lustre import set_stripe
-    from pretrainkit.data.shards import request, status
-    from pretrainkit.data.shards.build import make_shards
+    from pretrainkit.data.job_array import parse_shard_id
+    from pretrainkit.data.shards import request
+    from pretrainkit.data.shards.build import make_shards, print_records, print_status
 
     shard_id = None
     if not (arguments.all or arguments.status):
-        shard_id = request.parse_shard_id(arguments.shard_id, arguments.shard_offset, os.environ)
+        shard_id = parse_shard_id(arguments.shard_id, arguments.shard_offset, os.environ)
     plan = request.make_shard_plan(
         request.ShardRequest(
             inputs=tuple(arguments.input_dir),
@@ -90,13 +90,12 @@ def run(arguments: argparse.Namespace) -> int:
         )
     )
     if arguments.status:
-        return status.print_status(plan, as_json=arguments.json)
+        return print_status(plan, as_json=arguments.json)
     if shard_id is not None:
         request.check_shard_id(shard_id, plan)
-    if arguments.stripe:
-        set_stripe(arguments.output_dir, arguments.stripe)
-    records = make_shards(plan, list(range(plan.num_shards)) if shard_id is None else [shard_id])
-    status.print_records(records, as_json=arguments.json)
+    shard_ids = list(range(plan.num_shards)) if shard_id is None else [shard_id]
+    records = make_shards(plan, shard_ids, stripe_count=arguments.stripe)
+    print_records(records, as_json=arguments.json)
     return 0
 
 

@@ -65,10 +65,8 @@ def build_parser() -> Parser:
 
 def run(arguments: argparse.Namespace) -> int:
     """Pack, or wait until it is done."""
-    from pretrainkit.data.machine_defaults import machine_settings
-    from pretrainkit.data.packed.build import pack_dataset
-    from pretrainkit.data.packed.report import print_packed
-    from pretrainkit.data.packed.request import PackRequest, make_pack_plan
+    from pretrainkit.data.packed.build import pack_dataset, print_packed
+    from pretrainkit.data.packed.request import PackRequest, machine_settings, make_pack_plan
 
     request = PackRequest(
         inputs=tuple(arguments.input),

@@ -231,8 +231,12 @@ def read_json(path: Path) -> Any:
 
 def sha256_file(path: Path) -> str:
     """The SHA-256 of a file's bytes, in hex."""
-    with path.open("rb") as file:
-        digest = hashlib.sha256()
-        while block := file.read(1 << 20):
+    return hash_file(path, hashlib.sha256())
+
+
+def hash_file(path: Path, digest: Any) -> str:
+    """The hash of a file's bytes, in hex; `digest` is a new hash object of hashlib or xxhash."""
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(1 << 22):
             digest.update(block)
-    return digest.hexdigest()
+    return str(digest.hexdigest())

@@ -28,7 +28,7 @@ from pretrainkit.config.schema import (
     TrackingConfig,
     TrainingConfig,
 )
-from pretrainkit.data.indexed.epoch import count_epoch
+from pretrainkit.data.indexed.inspect import count_epoch
 from pretrainkit.models.registry import read_shape
 from pretrainkit.run.metrics import read_metrics
 

@@ -155,7 +155,7 @@ import os, sys, time
 from pathlib import Path
 from pretrainkit import logs
 from pretrainkit.data.packed import build as pack_writer
-from pretrainkit.data.machine_defaults import machine_settings
+from pretrainkit.data.packed.request import machine_settings
 from pretrainkit.data.packed.request import PackRequest, make_pack_plan
 from pretrainkit.data.packed.format import PackedDataset
 logs.configure()

@@ -169,7 +169,10 @@ def test_a_second_task_for_a_shard_is_refused_and_the_first_goes_on(
     before = left(tmp_path / "out")
     code, errors = finish(start_task(large, "--workers", 1))
     assert code == 2, errors
-    assert f"process {first.pid} of this host is making this shard" in errors and "What to do: let it finish" in errors
+    assert (
+        f"process {first.pid} of this host is making this shard" in errors
+        and "What to do: wait until it ends" in errors
+    )
     assert left(tmp_path / "out") == before
     first.send_signal(signal.SIGTERM)
     first.send_signal(signal.SIGCONT)

@@ -17,10 +17,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from pretrainkit.data.machine_defaults import machine_settings
 from pretrainkit.data.packed.build import pack_dataset
 from pretrainkit.data.packed.format import PackedDataset, is_packed_folder
-from pretrainkit.data.packed.request import PackRequest, make_pack_plan
+from pretrainkit.data.packed.request import PackRequest, machine_settings, make_pack_plan
 from pretrainkit.data.shards.build import make_shards
 from pretrainkit.data.shards.request import ShardRequest, make_shard_plan
 from pretrainkit.data.shards.shard_set import open_shards

@@ -45,7 +45,6 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(?<!\.json)")
 RECORD = "prefetched.json"
 FOLDERS = {"model": "models", "tokenizer": "tokenizers"}
 """Folder below the base, by what is fetched."""
-_BLOCK = 8 * 2**20
 
 LOGGER = get_logger(__name__)
 
@@ -157,10 +156,7 @@ class HubFile:
         if not path.is_file() or path.stat().st_size != self.size:
             return False
         digest = hashlib.sha256() if self.sha256 else hashlib.sha1(b"blob %d\0" % self.size)
-        with path.open("rb") as file:
-            while block := file.read(_BLOCK):
-                digest.update(block)
-        return digest.hexdigest() == (self.sha256 or self.git_sha1)
+        return files.hash_file(path, digest) == (self.sha256 or self.git_sha1)
 
 
 @dataclass(frozen=True)

@@ -1,39 +1,55 @@
-"""Which part of the work is this process's, in a scheduler's job array."""
+"""Which part of the work is this process's, by the scheduler's job-array variables."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from pretrainkit.errors import RequestError
 
-ARRAYS = (
-    # id, first, last, step
-    ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_MIN", "SLURM_ARRAY_TASK_MAX", "SLURM_ARRAY_TASK_STEP"),
-    ("SGE_TASK_ID", "SGE_TASK_FIRST", "SGE_TASK_LAST", "SGE_TASK_STEPSIZE"),
-    ("PBS_ARRAY_INDEX", "", "", ""),
-    ("PBS_ARRAYID", "", "", ""),
+
+@dataclass(frozen=True)
+class _Scheduler:
+    """The variables of an array's task in one scheduler; empty names where it has none."""
+
+    task_id: str
+    first: str = ""
+    last: str = ""
+    step: str = ""
+    base: int = 0
+    """The id of the first task of a whole array."""
+
+
+SCHEDULERS = (
+    _Scheduler("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_MIN", "SLURM_ARRAY_TASK_MAX", "SLURM_ARRAY_TASK_STEP"),
+    # There is no task 0, and outside an array the variable is 'undefined'.
+    _Scheduler("SGE_TASK_ID", "SGE_TASK_FIRST", "SGE_TASK_LAST", "SGE_TASK_STEPSIZE", base=1),
+    _Scheduler("PBS_ARRAY_INDEX"),
+    _Scheduler("PBS_ARRAYID"),
 )
-"""Slurm, Grid Engine, PBS Pro, Torque. Outside an array Grid Engine sets its variable to 'undefined'."""
+"""Slurm, Grid Engine, PBS Pro, Torque."""
+OWN_INDEX, OWN_COUNT = "PRETRAINKIT_ARRAY_INDEX", "PRETRAINKIT_ARRAY_COUNT"
+"""Set in arrays that our --array submitted: counted from 0 in all schedulers, also where only some tasks run again."""
 FORM = "I/N with 0 <= I < N, `array` in a Slurm or Grid Engine job array, or `array/N` in any"
 
 
 def parse_shard(text: str, environment: Mapping[str, str]) -> tuple[int, int]:
     """Part I of N that a --shard value means: `I/N`, or `array[/N]` from the scheduler's variables.
 
-    Array tasks are counted from their first one, so an array that runs some tasks again can't be told from a whole
-    one: it is refused where N shows it, unless it was submitted with our --array. PBS doesn't tell how many there
-    are, so it needs `array/N`, with an array that begins with 0.
+    Array tasks are counted from their first one, so an array that reruns some tasks looks like a complete one: it is
+    refused where N shows the difference, unless our --array submitted it. PBS doesn't give the number of tasks, so it
+    needs `array/N`, with an array that begins with 0.
     Raises RequestError.
     """
     which, _, count_text = text.partition("/")
     try:
         count = int(count_text) if count_text else None
-        index, found = (_array(environment, count)) if which == "array" else (int(which), count)
+        index, found = (_task(environment, count)) if which == "array" else (int(which), count)
     except ValueError:
         raise RequestError(f"{text!r}", where="--shard", needed=FORM) from None
     if found is None:
         raise RequestError(
-            f"task {index} of an array, but its scheduler doesn't tell how many tasks there are",
+            f"task {index} of an array, but its scheduler doesn't give the number of tasks",
             where="--shard array",
             needed="the number of parts: --shard array/N, with an array that begins with 0",
         )
@@ -42,17 +58,18 @@ def parse_shard(text: str, environment: Mapping[str, str]) -> tuple[int, int]:
     return index, found
 
 
-def _array(environment: Mapping[str, str], count: int | None) -> tuple[int, int | None]:
-    own = environment.get("PRETRAINKIT_ARRAY_INDEX", "")
-    if own.isdigit():  # a job of ours: counted from 0 in all schedulers, also where only some tasks run again
-        return int(own), count or int(environment["PRETRAINKIT_ARRAY_COUNT"])
-    for id_name, first_name, last_name, step_name in ARRAYS:
-        value = environment.get(id_name, "")
+def _task(environment: Mapping[str, str], count: int | None) -> tuple[int, int | None]:
+    """Index of this task, counted from 0, and the number of tasks if it is known."""
+    own = environment.get(OWN_INDEX, "")
+    if own.isdigit():
+        return int(own), count or int(environment[OWN_COUNT])
+    for scheduler in SCHEDULERS:
+        value = environment.get(scheduler.task_id, "")
         if not value.isdigit():
             continue
-        first = int(environment.get(first_name) or 0)
-        step = int(environment.get(step_name) or 1)
-        last = environment.get(last_name)
+        first = int(environment.get(scheduler.first) or 0)
+        step = int(environment.get(scheduler.step) or 1)
+        last = environment.get(scheduler.last)
         found = (int(last) - first) // step + 1 if last else None
         if count and found and count != found:
             raise RequestError(
@@ -62,3 +79,26 @@ def _array(environment: Mapping[str, str], count: int | None) -> tuple[int, int 
             )
         return (int(value) - first) // step, count or found
     raise RequestError("no job array's variable is set", where="--shard array", needed=FORM)
+
+
+def parse_shard_id(value: str | None, offset: int, environment: Mapping[str, str]) -> int:
+    """The shard that --shard_id or the scheduler's array variable means.
+
+    Slurm's and PBS's task ids are shard ids; Grid Engine's task 1 makes shard 0. `offset` is added to an array's id,
+    for sets with more shards than the scheduler allows tasks.
+    Raises RequestError when neither is given: no shard is made by default.
+    """
+    if value is not None:
+        if not value.isdigit():
+            raise RequestError(f"{value!r}", where="--shard_id", needed="a number, 0 or larger")
+        return int(value)
+    bases = {OWN_INDEX: 0} | {scheduler.task_id: scheduler.base for scheduler in SCHEDULERS}
+    for name, base in bases.items():
+        found = environment.get(name, "")
+        if found.isdigit():
+            return int(found) - base + offset
+    raise RequestError(
+        "no shard is given, and no job array's variable is set",
+        where="--shard_id",
+        needed=f"--shard_id N, --all, or one of {', '.join(bases)}",
+    )

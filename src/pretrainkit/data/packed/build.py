@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from dataclasses import asdict, replace
@@ -81,7 +82,7 @@ def _prepare(plan: PackPlan, pool: EncodePool) -> bool:
         if old != plan.staging:
             shutil.rmtree(old, ignore_errors=True)
     plan.staging.mkdir(parents=True, exist_ok=True)
-    LOGGER.info("%s", plan.machine.told)
+    LOGGER.info("%s", plan.machine.origins)
     prefix, documents = _encode(plan, pool)
     pair = IndexedDataset(prefix)
     packing = pack(pair.sequence_lengths, plan.request.sequence_length, plan.request.packing)
@@ -194,33 +195,16 @@ def _write_files(plan: PackPlan, packing: Packing, pair: IndexedDataset, folder:
         with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_stream(sink, schema) as writer:
             for first in range(begin, end, batch):
                 last = min(first + batch, end)
-                ids = _sequences(packing, pair.tokens, first, last, plan.tokenizer.eod_id or 0)
+                ids = packing.sequences(pair.tokens, first, last, plan.tokenizer.eod_id or 0)
                 for row in range(first, last, rows):
                     count = min(rows, last - row)
                     writer.write_batch(_record_batch(pa, schema, packing, ids[row - first : row - first + count], row))
                 pair.release()
                 progress.add(last - first)
-        written.append(PackedFile(path.name, path.stat().st_size, _hash(path), end - begin))
+        digest = files.hash_file(path, xxhash.xxh3_128())
+        written.append(PackedFile(path.name, path.stat().st_size, digest, end - begin))
     progress.close()
     return written
-
-
-def _sequences(packing: Packing, tokens: NDArray[Any], first: int, last: int, padding_id: int) -> NDArray[np.int32]:
-    """[last - first, sequence_length] ids, padded."""
-    length = packing.sequence_length
-    begin, end = packing.first_piece[first], packing.first_piece[last]
-    begins, lengths = packing.begins[begin:end], packing.lengths[begin:end]
-    if packing.num_padding == 0 and np.array_equal(begins[:-1] + lengths[:-1], begins[1:]):
-        start = int(begins[0])
-        return tokens[start : start + (last - first) * length].astype(np.int32, copy=False).reshape(-1, length)
-    out = np.full((last - first, length), padding_id, np.int32)
-    counts = np.diff(packing.first_piece[first : last + 1])
-    rows = np.repeat(np.arange(last - first), counts).tolist()
-    before = np.cumsum(lengths) - lengths
-    columns = (before - np.repeat(before[np.cumsum(counts) - counts], counts)).tolist()
-    for row, column, start, size in zip(rows, columns, begins.tolist(), lengths.tolist(), strict=True):
-        out[row, column : column + size] = tokens[start : start + size]
-    return out
 
 
 def _record_batch(pa: Any, schema: Any, packing: Packing, ids: NDArray[np.int32], first: int) -> Any:
@@ -238,14 +222,6 @@ def _lists(pa: Any, offsets: NDArray[np.int32], values: NDArray[np.int32]) -> An
     items = pa.Array.from_buffers(pa.int32(), len(values), [None, pa.py_buffer(values)])
     lists = pa.list_(pa.int32())
     return pa.Array.from_buffers(lists, len(offsets) - 1, [None, pa.py_buffer(offsets)], children=[items])
-
-
-def _hash(path: Path) -> str:
-    digest = xxhash.xxh3_128()
-    with path.open("rb", buffering=0) as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _lengths_within(lengths: NDArray[np.int32], num_tokens: int) -> NDArray[np.int32]:
@@ -294,4 +270,19 @@ def _manifest(
         elapsed_s=round(elapsed_s, 3),
         finished_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         pretrainkit_version=version("pretrainkit"),
+    )
+
+
+def print_packed(folder: Path, manifest: PackedManifest, *, prepared: bool, as_json: bool) -> None:
+    """Print one line, or the manifest as JSON."""
+    if as_json:
+        print(json.dumps(manifest_to_json(manifest), indent=2, ensure_ascii=False))
+        return
+    counts = manifest.documents
+    print(
+        f"{folder}: {counts['num_records']} records in = {counts['num_documents']} documents +"
+        f" {counts['num_empty']} empty + {counts['num_rejected']} rejected;"
+        f" {manifest.num_sequences} sequences of {manifest.sequence_length},"
+        f" {manifest.num_tokens} tokens, {manifest.num_padding} padding, {manifest.num_dropped} dropped at the end;"
+        f" {f'prepared in {manifest.elapsed_s:.1f} s' if prepared else 'was ready'}"
     )

@@ -1,7 +1,7 @@
-"""Documents cut and put together into sequences of one length. Pure: works on lengths, gives places.
+"""Packing: documents cut and joined into sequences of one length. Pure arithmetic on lengths and offsets.
 
 `concat` writes all documents one after the other and cuts every `sequence_length` tokens. `bestfit` cuts only
-documents that are longer than a sequence, and puts the pieces, longest first, each where the least room is left
+documents that are longer than a sequence, and puts the pieces, longest first, each where the least space is left
 that holds it (best-fit packing, Ding et al. 2024, https://arxiv.org/abs/2404.10830): documents stay whole, and a
 sequence may end in padding.
 """
@@ -9,6 +9,7 @@ sequence may end in padding.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,6 +45,23 @@ class Packing:
     def num_padding(self) -> int:
         """Places that hold no token."""
         return self.num_sequences * self.sequence_length - self.num_tokens
+
+    def sequences(self, tokens: NDArray[Any], first: int, last: int, padding_id: int) -> NDArray[np.int32]:
+        """[last - first, sequence_length] ids of these sequences out of the stream's `tokens`, padded."""
+        length = self.sequence_length
+        begin, end = self.first_piece[first], self.first_piece[last]
+        begins, lengths = self.begins[begin:end], self.lengths[begin:end]
+        if self.num_padding == 0 and np.array_equal(begins[:-1] + lengths[:-1], begins[1:]):
+            start = int(begins[0])
+            return tokens[start : start + (last - first) * length].astype(np.int32, copy=False).reshape(-1, length)
+        out = np.full((last - first, length), padding_id, np.int32)
+        counts = np.diff(self.first_piece[first : last + 1])
+        rows = np.repeat(np.arange(last - first), counts).tolist()
+        before = np.cumsum(lengths) - lengths
+        columns = (before - np.repeat(before[np.cumsum(counts) - counts], counts)).tolist()
+        for row, column, start, size in zip(rows, columns, begins.tolist(), lengths.tolist(), strict=True):
+            out[row, column : column + size] = tokens[start : start + size]
+        return out
 
 
 def pack(lengths: NDArray[np.int32], sequence_length: int, method: str) -> Packing:
@@ -91,22 +109,22 @@ def bestfit(lengths: NDArray[np.int32], sequence_length: int) -> Packing:
 def _fit(sizes: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
     """The sequence that each piece goes to; `sizes` descend."""
     found = np.empty(len(sizes), np.int64)
-    rooms: list[list[int]] = [[] for _ in range(capacity + 1)]
-    has_room = 0  # bit r: some sequence has r places left
+    sequences_by_space: list[list[int]] = [[] for _ in range(capacity + 1)]
+    spaces = 0  # bit n is set: some sequence has space for n tokens
     num_sequences = 0
     for place, size in enumerate(sizes.tolist()):
-        fitting = has_room >> size
+        fitting = spaces >> size
         if fitting:
-            room = size + (fitting & -fitting).bit_length() - 1
-            sequence = rooms[room].pop()
-            if not rooms[room]:
-                has_room &= ~(1 << room)
+            space = size + (fitting & -fitting).bit_length() - 1
+            sequence = sequences_by_space[space].pop()
+            if not sequences_by_space[space]:
+                spaces &= ~(1 << space)
         else:
-            room, sequence = capacity, num_sequences
+            space, sequence = capacity, num_sequences
             num_sequences += 1
         found[place] = sequence
-        left = room - size
+        left = space - size
         if left:
-            rooms[left].append(sequence)
-            has_room |= 1 << left
+            sequences_by_space[left].append(sequence)
+            spaces |= 1 << left
     return found

@@ -4,20 +4,82 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pretrainkit.data.machine_defaults import MachineSettings
 from pretrainkit.data.packed.format import FORMAT, PackedManifest, read_packed_manifest
 from pretrainkit.data.readers.input_content import InputState, hash_file, stat_input, unchanged_since
 from pretrainkit.data.readers.inputs import resolve_inputs
 from pretrainkit.data.tokens import encoder
 from pretrainkit.data.tokens.tokenizer import TokenizerFile, load_tokenizer
 from pretrainkit.errors import DataError, RequestError
+from pretrainkit.units import format_bytes
 
 HUB = "hub:"
 """Begins the name of a dataset on the Hugging Face hub."""
+WORKER_BYTES = 1 << 30
+"""Memory to have for a worker: a large tokenizer's tables and caches take about half of it."""
+SIZES = (
+    # name, cores and memory from which it holds, sequences assembled at once, sequences in a record batch
+    ("large", 64, 256 << 30, 16_384, 4_096),
+    ("normal", 8, 32 << 30, 4_096, 1_024),
+    ("small", 0, 0, 1_024, 256),
+)
+
+
+@dataclass(frozen=True)
+class MachineSettings:
+    """Processes and batch sizes of a packing run."""
+
+    num_proc: int
+    """Processes that tokenise."""
+    batch_size: int
+    """Sequences that are assembled in memory at once."""
+    writer_batch_size: int
+    """Sequences in a record batch of the Arrow file."""
+    origins: str
+    """Where each value comes from, for the log."""
+
+
+def machine_settings(
+    environment: Mapping[str, str],
+    *,
+    num_proc: int | None = None,
+    batch_size: int | None = None,
+    writer_batch_size: int | None = None,
+    cores: int | None = None,
+    memory_bytes: int | None = None,
+) -> MachineSettings:
+    """From flags, else DATASET_NUM_PROC, DATASET_BATCH_SIZE and DATASET_WRITER_BATCH_SIZE, else the machine's size.
+
+    Raises RequestError for a value that is not a number above 0.
+    """
+    cores = cores or len(os.sched_getaffinity(0))
+    memory_bytes = memory_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    name, _, _, batch, writer_batch = next(size for size in SIZES if cores >= size[1] and memory_bytes >= size[2])
+    chosen, origins = [], []
+    for variable, flag, default in (
+        ("DATASET_NUM_PROC", num_proc, max(1, min(cores, memory_bytes // WORKER_BYTES))),
+        ("DATASET_BATCH_SIZE", batch_size, batch),
+        ("DATASET_WRITER_BATCH_SIZE", writer_batch_size, writer_batch),
+    ):
+        given = environment.get(variable, "")
+        value, origin = (
+            (flag, "flag") if flag is not None else (given, "environment") if given else (default, "default")
+        )
+        try:
+            number = int(value)
+        except ValueError:
+            number = 0
+        if number < 1:
+            raise RequestError(f"{value!r}", where=variable, needed="a number above 0")
+        chosen.append(number)
+        origins.append(f"{variable}={number} ({origin})")
+    machine = f"{name} machine: {cores} cores, {format_bytes(memory_bytes)}"
+    return MachineSettings(chosen[0], chosen[1], chosen[2], f"{machine}; {', '.join(origins)}")
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,22 @@
-"""Makes token shards: one tar each, with its samples' table and record; whole or not at all.
+"""Makes token shards, each atomically: a tar, its table of samples and its record.
 
-The parent reads the input in order and hands out blocks of it; workers give back pieces of the tar, which the
-parent joins in that order. A shard's bytes depend on its input and settings alone, not on the number of workers.
+The parent process reads the input in order and hands out blocks of it; workers return encoded members of the tar,
+which the parent joins in that order. A shard's bytes depend on its input and settings alone, not on the number of
+workers.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
+import subprocess
 import time
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -19,35 +24,37 @@ import xxhash
 from pretrainkit import files
 from pretrainkit.data.byte_progress import ByteProgress
 from pretrainkit.data.indexed.manifest import TokenizerRecord
-from pretrainkit.data.readers.source import Source
-from pretrainkit.data.shards.format import SAMPLE, ShardRecord, record_to_json, shard_name
+from pretrainkit.data.shards.format import SAMPLE, ShardRecord, end_of_archive, record_to_json, shard_name
 from pretrainkit.data.shards.inputs import ShardReader
 from pretrainkit.data.shards.request import ShardPlan, check_set
-from pretrainkit.data.shards.tar import end_of_archive
 from pretrainkit.data.shards.task import Block, Piece
 from pretrainkit.data.shards.workers import ShardWorkers
 from pretrainkit.data.tokens import encoder
 from pretrainkit.errors import DataError, RequestError
 from pretrainkit.logs import get_logger
 from pretrainkit.signals import stopped_by_signals
-from pretrainkit.units import format_duration
+from pretrainkit.units import format_bytes, format_count, format_duration
 
 LOGGER = get_logger(__name__)
+COUNTS = ("num_records", "num_empty", "num_blank_lines", "num_replaced", "num_text_bytes")
+"""Fields of a record that are sums over its pieces."""
 
 
-def make_shards(plan: ShardPlan, shard_ids: list[int]) -> list[ShardRecord]:
-    """Make these shards, except those that are there and current; gives their records.
+def make_shards(plan: ShardPlan, shard_ids: list[int], *, stripe_count: int | None = None) -> list[ShardRecord]:
+    """Make these shards, except those that exist and are current; gives their records.
 
-    Raises RequestError before any work: a set made otherwise, or shards made of other input without `overwrite`; and
-    before work on a shard that another process makes. Raises DataError when an input is bad or the machine fails,
-    StoppedError on SIGTERM and Ctrl-C; a shard is then as it was before.
+    `stripe_count` spreads the files of the output folder over several Lustre targets.
+
+    Raises RequestError before any work: a set made with other settings, or shards made of other input without
+    `overwrite`; and before work on a shard that another process makes. Raises DataError when an input is bad or the
+    machine fails, StoppedError on SIGTERM and Ctrl-C; a shard is then as it was before.
     """
     finished = check_set(plan)
     current = {number for number in shard_ids if number in finished and plan.is_current(finished[number])}
     stale = [number for number in shard_ids if number in finished and number not in current]
     if stale and not plan.request.overwrite:
         raise RequestError(
-            f"{shard_name(stale[0])} is there, made from input that has changed since",
+            f"{shard_name(stale[0])} was made from input that has changed since",
             where=str(plan.request.output_dir),
             action="give --overwrite to replace it once the new one is complete, or another --output_dir",
         )
@@ -55,7 +62,7 @@ def make_shards(plan: ShardPlan, shard_ids: list[int]) -> list[ShardRecord]:
     for number in sorted(current):
         LOGGER.info("%s is complete already", shard_name(number))
     if wanted:
-        _make_folder(plan.request.output_dir)
+        _make_folder(plan.request.output_dir, stripe_count)
         again = "run the same task again; finished shards stay"
         # Twice a context: signals neither keep it from its end, nor does a second one cut the end short.
         with ShardWorkers(plan, wanted) as workers, stopped_by_signals(again), workers:
@@ -65,7 +72,7 @@ def make_shards(plan: ShardPlan, shard_ids: list[int]) -> list[ShardRecord]:
     return [finished[number] for number in shard_ids]
 
 
-def _make_folder(folder: Path) -> None:
+def _make_folder(folder: Path, stripe_count: int | None) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
@@ -75,39 +82,38 @@ def _make_folder(folder: Path) -> None:
         ) from error
     except OSError as error:
         raise RequestError(
-            error.strerror or str(error), where=str(error.filename), action="make it, or room"
+            error.strerror or str(error), where=str(error.filename), action="make it, or free disk space"
         ) from error
+    if stripe_count:
+        _set_stripe(folder, stripe_count)
 
 
-def _clear(path: Path) -> None:
-    """Remove what killed tasks left beside a file. Raises RequestError if a living process of this host writes it.
-
-    What tasks of other hosts left is removed, too: nearly always they were killed and this is their rerun elsewhere.
-    One that lives then fails before it has changed anything.
-    """
-    for rest in files.remove_leftovers(path):
-        process = files.owner_of(rest)
-        if process not in (None, os.getpid()):
-            raise RequestError(
-                f"process {process} of this host is making this shard",
-                where=str(path),
-                needed="one task for each shard",
-                action=f"let it finish, or end it; if that process does something else, remove {rest.name}",
-            )
-        rest.unlink(missing_ok=True)
+def _set_stripe(folder: Path, stripe_count: int) -> None:
+    lfs = shutil.which("lfs")
+    if lfs is None:
+        LOGGER.warning("--stripe has no effect: this machine has no lfs command")
+        return
+    done = subprocess.run([lfs, "setstripe", "-c", str(stripe_count), str(folder)], capture_output=True, text=True)
+    if done.returncode:
+        LOGGER.warning("--stripe has no effect: lfs setstripe says: %s", done.stderr.strip())
 
 
 def _make_shard(plan: ShardPlan, shard_id: int, workers: ShardWorkers) -> ShardRecord:
     began = time.monotonic()
-    for suffix in (".tar", ".samples", ".json", ".rejects.jsonl"):
-        _clear(plan.path(shard_id, suffix))
     try:
-        record = _write(plan, shard_id, workers, began)
+        with _ShardWriter(plan, shard_id) as writer:
+            reader = ShardReader(plan.sources, plan.units(shard_id), plan.rules)
+            with contextlib.closing(ByteProgress(reader.total_bytes, shard_name(shard_id))) as progress:
+                for block, piece in workers.pieces(reader.blocks(f"sample_{shard_id}_")):
+                    check_sizes(piece, block, reader)
+                    writer.add(piece, block, reader.lines_before(block.source) if piece.rejects else 0)
+                    progress.add(block.disk_bytes)
+            record = writer.commit(reader, workers.engine, time.monotonic() - began)
     except OSError as error:
         raise DataError(
             error.strerror or str(error),
             where=str(error.filename or plan.path(shard_id, ".tar")),
-            action="mend it and run the same task again; nothing of this shard was committed",
+            action="fix it and run the same task again; nothing of this shard was committed",
         ) from error
     LOGGER.info(
         "%s: %d records in = %d samples + %d empty + %d rejected, %d tokens, %s, %s",
@@ -123,66 +129,107 @@ def _make_shard(plan: ShardPlan, shard_id: int, workers: ShardWorkers) -> ShardR
     return record
 
 
-def _write(plan: ShardPlan, shard_id: int, workers: ShardWorkers, began: float) -> ShardRecord:
-    tar, samples, mark = (plan.path(shard_id, suffix) for suffix in (".tar", ".samples", ".json"))
-    rejects = plan.path(shard_id, ".rejects.jsonl")
-    temporary = {path: files.temporary_name(path) for path in (tar, samples, rejects)}
-    reader = ShardReader(plan.sources, plan.units(shard_id), plan.rules)
-    totals = Piece()
-    tar_hash, table_hash = xxhash.xxh3_128(), xxhash.xxh3_128()
-    num_samples = num_tokens = num_rejected = 0
-    progress = ByteProgress(reader.total_bytes, shard_name(shard_id))
-    try:
-        with (
-            files.WrittenThrough(temporary[tar]) as tar_file,
-            files.WrittenThrough(temporary[samples]) as table_file,
-            temporary[rejects].open("wb") as rejects_file,
-        ):
-            for block, piece in workers.pieces(reader.blocks(f"sample_{shard_id}_")):
-                if piece.rejects and plan.request.on_error == "stop":
-                    bad = min(piece.rejects, key=lambda reject: reject.line)
-                    raise DataError(
-                        bad.found,
-                        where=f"{block.format_of.path}:{reader.lines_before(block.source) + bad.line + 1}",
-                        action="mend the record, or set bad ones aside with --on_error skip",
-                    )
-                for bad in sorted(piece.rejects, key=lambda reject: reject.line):
-                    line = reader.lines_before(block.source) + bad.line
-                    rejects_file.write(_reject_line(block.format_of, line, bad.found, bad.raw))
-                check_sizes(piece, block, reader)
-                table = np.empty(len(piece.offsets), SAMPLE)
-                table["offset"] = piece.offsets + tar_file.num_bytes
-                table["num_bytes"], table["num_tokens"] = piece.sizes, piece.num_tokens
-                for members in piece.members:
-                    tar_file.write(members)
-                    tar_hash.update(members)
-                table_file.write(table.tobytes())
-                table_hash.update(table.tobytes())
-                num_samples += len(table)
-                num_tokens += int(piece.num_tokens.sum())
-                num_rejected += len(piece.rejects)
-                for name in ("num_records", "num_empty", "num_blank", "num_replaced", "num_text_bytes"):
-                    setattr(totals, name, getattr(totals, name) + getattr(piece, name))
-                progress.add(block.disk_bytes)
-            end = end_of_archive(tar_file.num_bytes) if num_samples else b""
-            tar_file.write(end)
-            tar_hash.update(end)
-        elapsed_s = time.monotonic() - began
-        request, tokenizer = plan.request, plan.tokenizer
-        record = ShardRecord(
-            shard_id=shard_id,
+class _HashedFile(files.WrittenThrough):
+    """A new file and the hash of what is written to it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.hash = xxhash.xxh3_128()
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append all of `data`."""
+        self.hash.update(data)
+        super().write(data)
+
+
+class _ShardWriter:
+    """Writes a shard's files under temporary names; `commit` gives them their final ones. Use as a context."""
+
+    def __init__(self, plan: ShardPlan, shard_id: int) -> None:
+        self._plan, self._shard_id = plan, shard_id
+        self._record_path = plan.path(shard_id, ".json")
+        self._finals = [plan.path(shard_id, suffix) for suffix in (".tar", ".samples", ".rejects.jsonl")]
+        self._temporaries = [files.temporary_name(path) for path in self._finals]
+        self._counts: dict[str, Any] = dict.fromkeys(COUNTS, 0)
+        self._num_samples = self._num_tokens = self._num_rejected = 0
+
+    def __enter__(self) -> _ShardWriter:
+        for path in (*self._finals, self._record_path):
+            _remove_leftovers(path)
+        with contextlib.ExitStack() as stack:
+            for path in self._temporaries:
+                stack.callback(path.unlink, missing_ok=True)
+            tar, samples, rejects = self._temporaries
+            self._tar, self._samples = _HashedFile(tar), _HashedFile(samples)
+            stack.enter_context(self._tar)
+            stack.enter_context(self._samples)
+            self._rejects = stack.enter_context(rejects.open("wb"))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def add(self, piece: Piece, block: Block, lines_before: int) -> None:
+        """Append a block's samples and rejected records; `lines_before` of its source belong to earlier shards.
+
+        Raises DataError at a rejected record if the request says to stop there.
+        """
+        path = block.format_of.path
+        for bad in sorted(piece.rejects, key=lambda reject: reject.line):
+            line = lines_before + bad.line + 1
+            if self._plan.request.on_error == "stop":
+                raise DataError(
+                    bad.found,
+                    where=f"{path}:{line}",
+                    action="correct the record, or set bad ones aside with --on_error skip",
+                )
+            record = bad.raw.decode(errors="backslashreplace")
+            entry = {"path": path, "line": line, "found": bad.found, "record": record}
+            self._rejects.write(json.dumps(entry, ensure_ascii=False).encode() + b"\n")
+        table = np.empty(len(piece.offsets), SAMPLE)
+        table["offset"] = piece.offsets + self._tar.num_bytes
+        table["num_bytes"], table["num_tokens"] = piece.sizes, piece.num_tokens
+        for members in piece.members:
+            self._tar.write(members)
+        self._samples.write(table.tobytes())
+        self._num_samples += len(table)
+        self._num_tokens += int(piece.num_tokens.sum())
+        self._num_rejected += len(piece.rejects)
+        for name in COUNTS:
+            self._counts[name] += getattr(piece, name)
+
+    def commit(self, reader: ShardReader, engine: str, elapsed_s: float) -> ShardRecord:
+        """Finish the files and give them their names, the record last: it marks the shard as complete."""
+        if self._num_samples:
+            self._tar.write(end_of_archive(self._tar.num_bytes))
+        self._rejects.flush()
+        record = self._record(reader, engine, elapsed_s)
+        for path in self._temporaries:
+            files.fsync_path(path)
+        self._record_path.unlink(missing_ok=True)  # without a record the shard counts as not made
+        files.fsync_path(self._record_path.parent)
+        is_wanted = (self._num_samples > 0, self._num_samples > 0, self._num_rejected > 0)
+        for temporary, final, wanted in zip(self._temporaries, self._finals, is_wanted, strict=True):
+            if wanted:
+                files.commit(temporary, final)
+            else:
+                final.unlink(missing_ok=True)
+        files.write_json(self._record_path, record_to_json(record))
+        return record
+
+    def _record(self, reader: ShardReader, engine: str, elapsed_s: float) -> ShardRecord:
+        plan, request, tokenizer = self._plan, self._plan.request, self._plan.tokenizer
+        return ShardRecord(
+            shard_id=self._shard_id,
             num_shards=plan.num_shards,
-            num_samples=num_samples,
-            num_tokens=num_tokens,
-            num_records=totals.num_records,
-            num_empty=totals.num_empty,
-            num_rejected=num_rejected,
-            num_blank_lines=totals.num_blank,
-            num_replaced=totals.num_replaced,
-            num_text_bytes=totals.num_text_bytes,
-            tar_bytes=tar_file.num_bytes,
-            tar_xxh3_128=tar_hash.hexdigest(),
-            samples_xxh3_128=table_hash.hexdigest(),
+            num_samples=self._num_samples,
+            num_tokens=self._num_tokens,
+            num_rejected=self._num_rejected,
+            **self._counts,
+            tar_bytes=self._tar.num_bytes,
+            tar_xxh3_128=self._tar.hash.hexdigest(),
+            samples_xxh3_128=self._samples.hash.hexdigest(),
             ids_format=request.ids_format,
             has_text=request.has_text,
             settings=plan.settings,
@@ -192,34 +239,37 @@ def _write(plan: ShardPlan, shard_id: int, workers: ShardWorkers, began: float) 
                 largest_id=tokenizer.largest_id,
                 eod_id=tokenizer.eod_id,
                 bos_id=tokenizer.bos_id,
-                engine=workers.engine,
+                engine=engine,
                 versions=encoder.versions(),
-                verified=request.verify_tokens if workers.engine == "fastokens" else "",
+                verified=request.verify_tokens if engine == "fastokens" else "",
             ),
             inputs=reader.inputs(),
             elapsed_s=round(elapsed_s, 3),
             finished_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             pretrainkit_version=version("pretrainkit"),
         )
-        for path in temporary.values():
-            files.fsync_path(path)
-        mark.unlink(missing_ok=True)  # from here until the new mark is there, the shard counts as not made
-        files.fsync_path(mark.parent)
-        for path, is_wanted in ((tar, num_samples > 0), (samples, num_samples > 0), (rejects, num_rejected > 0)):
-            if is_wanted:
-                files.commit(temporary[path], path)
-            else:
-                path.unlink(missing_ok=True)
-        files.write_json(mark, record_to_json(record))
-        return record
-    finally:
-        progress.close()
-        for path in temporary.values():
-            path.unlink(missing_ok=True)
+
+
+def _remove_leftovers(path: Path) -> None:
+    """Remove what killed tasks left next to a file. Raises RequestError if a living process of this host writes it.
+
+    What tasks of other hosts left is removed, too: nearly always they were killed and this is their rerun elsewhere.
+    One that is alive then fails before it has changed anything.
+    """
+    for leftover in files.remove_leftovers(path):
+        process = files.owner_of(leftover)
+        if process not in (None, os.getpid()):
+            raise RequestError(
+                f"process {process} of this host is making this shard",
+                where=str(path),
+                needed="one task for each shard",
+                action=f"wait until it ends, or end it; if it does something else, remove {leftover.name}",
+            )
+        leftover.unlink(missing_ok=True)
 
 
 def check_sizes(piece: Piece, block: Block, reader: ShardReader) -> None:
-    """Raises DataError for a sample whose ids take more bytes than its row of `.samples` can tell."""
+    """Raises DataError for a sample whose ids take more bytes than its row of `.samples` can hold."""
     limit = np.iinfo(SAMPLE["num_bytes"]).max
     for number in np.flatnonzero(piece.sizes > limit)[:1]:
         line = reader.lines_before(block.source) + int(piece.lines[number]) + 1
@@ -231,6 +281,49 @@ def check_sizes(piece: Piece, block: Block, reader: ShardReader) -> None:
         )
 
 
-def _reject_line(source: Source, line: int, found: str, raw: bytes) -> bytes:
-    record = {"path": source.path, "line": line + 1, "found": found, "record": raw.decode(errors="backslashreplace")}
-    return json.dumps(record, ensure_ascii=False).encode() + b"\n"
+def print_records(records: list[ShardRecord], *, as_json: bool) -> None:
+    """Print a line per shard, or all records as a JSON list."""
+    if as_json:
+        print(json.dumps([record_to_json(record) for record in records], indent=2, ensure_ascii=False))
+        return
+    for record in records:
+        print(
+            f"{shard_name(record.shard_id)}: {record.num_records} records in = {record.num_samples} samples +"
+            f" {record.num_empty} empty + {record.num_rejected} rejected; {format_count(record.num_tokens)} tokens"
+            f" ({record.num_tokens}), {format_bytes(record.tar_bytes)}, {record.elapsed_s:.1f} s,"
+            f" {record.tokenizer.engine}"
+        )
+
+
+def print_status(plan: ShardPlan, *, as_json: bool) -> int:
+    """Print what is complete, missing and stale; gives exit code 1 unless all shards are complete."""
+    records = check_set(plan)
+    missing = [number for number in range(plan.num_shards) if number not in records]
+    stale = [number for number, record in sorted(records.items()) if not plan.is_current(record)]
+    if as_json:
+        status = {
+            "num_shards": plan.num_shards,
+            "missing": missing,
+            "stale": stale,
+            "num_samples": sum(record.num_samples for record in records.values()),
+            "num_tokens": sum(record.num_tokens for record in records.values()),
+        }
+        print(json.dumps(status))
+    else:
+        print(f"{plan.num_shards - len(missing) - len(stale)} of {plan.num_shards} shards are complete")
+        if missing:
+            print(f"missing: {_ranges(missing)}")
+        if stale:
+            print(f"made from input that has changed since: {_ranges(stale)}")
+    return 1 if missing or stale else 0
+
+
+def _ranges(numbers: list[int]) -> str:
+    """`0-3,7`, as schedulers take it for `--array`."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and ranges[-1][1] == number - 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)

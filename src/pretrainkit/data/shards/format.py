@@ -1,4 +1,16 @@
-"""What lies beside a token shard: `shard-00003.json`, its record and commit mark, and `shard-00003.samples`.
+"""The format of a token shard: `shard-00003.tar`, `shard-00003.samples`, and `shard-00003.json`, its record.
+
+The record is written last, so it also marks the shard as complete. The tar holds samples byte for byte as
+WebDataset's TarWriter writes them with `mtime=0`. A member is a USTAR header of 512 bytes and its content, filled
+up with zeros to a multiple of 512:
+
+    offset  bytes  field
+    0       100    name: `<key>.<extension>`
+    124     12     size, octal
+    148     8      checksum: sum of the header's bytes with this field as spaces, octal
+
+The other fields are the same for all members (mode 0444, user and group `bigdata`), so headers are made for
+many samples at once. Members of a sample are in the order of their extensions, as the writer sorts them.
 
 `.samples` has 16 bytes for each sample, little-endian, in the order of the tar:
 
@@ -10,20 +22,37 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import re
+import tarfile
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import orjson
+from numpy.typing import NDArray
 
 from pretrainkit.data.indexed.manifest import TokenizerRecord, decode_record
 from pretrainkit.errors import DataError
 from pretrainkit.files import read_json
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+
 FORMAT = "pretrainkit-shard-1"
 NAME = re.compile(r"shard-\d{5}\.(tar|json)")
 SAMPLE = np.dtype([("offset", "<i8"), ("num_bytes", "<i4"), ("num_tokens", "<i4")])
+BLOCK = tarfile.BLOCKSIZE
+TEXT_EXTENSION = "text.txt"
+IDS_EXTENSIONS = {"json": "token_ids.json", "npy": "token_ids.npy", "msgpack": "token_ids.msgpack"}
+MAX_TABLE = 1 << 20
+"""Largest number whose text is looked up; larger vocabularies are rare, and their table would be large too."""
+_PADDING = [bytes(count) for count in range(BLOCK)]
+_NAME, _SIZE, _CHECKSUM = 0, 124, 148
 
 
 @dataclass(frozen=True)
@@ -79,7 +108,7 @@ def shard_name(shard_id: int) -> str:
 
 
 def record_to_json(record: ShardRecord) -> dict[str, Any]:
-    """For the file beside the shard."""
+    """The content of `shard-*.json`."""
     return {"format": FORMAT, **asdict(record)}
 
 
@@ -94,18 +123,150 @@ def record_from_json(value: Any, where: str) -> ShardRecord:
 def read_record(path: Path) -> ShardRecord:
     """Read `shard-*.json`. Raises DataError."""
     try:
-        value = read_json(path)
+        return record_from_json(read_json(path), str(path))
     except (ValueError, OSError) as error:
         raise DataError(f"not a readable record of a shard: {error}", where=str(path)) from error
-    return record_from_json(value, str(path))
 
 
 def read_records(folder: Path) -> dict[int, ShardRecord]:
     """The records of all finished shards in a folder, by shard."""
-    records = {}
-    for path in sorted(folder.glob("shard-*.json")):
-        if not NAME.fullmatch(path.name):
-            continue
-        record = read_record(path)
-        records[record.shard_id] = record
-    return records
+    paths = sorted(path for path in folder.glob("shard-*.json") if NAME.fullmatch(path.name))
+    return {record.shard_id: record for record in map(read_record, paths)}
+
+
+def end_of_archive(num_bytes: int) -> bytes:
+    """What ends a tar whose members have `num_bytes`: two empty blocks, filled up to a whole record."""
+    total = num_bytes + 2 * BLOCK
+    return bytes(2 * BLOCK + -total % tarfile.RECORDSIZE)
+
+
+def _json(ids: list[NDArray[np.int32]]) -> list[bytes]:
+    """As the json package writes them. The texts of all numbers are looked up at once: half the time of a dump for each
+    sample."""
+    import pyarrow as pa
+
+    if not ids:
+        return []
+    whole = np.concatenate(ids)
+    largest = int(whole.max(initial=0))
+    if largest >= MAX_TABLE:
+        return [orjson.dumps(some, option=orjson.OPT_SERIALIZE_NUMPY).replace(b",", b", ") for some in ids]
+    _, text_ends, text = _numbers(largest.bit_length()).take(pa.array(whole)).buffers()
+    ends = np.frombuffer(text_ends, np.int64)[np.cumsum([0, *map(len, ids)])].tolist()
+    characters = memoryview(text)
+    spans = ((begin, max(begin, end - len(", "))) for begin, end in itertools.pairwise(ends))
+    return [b"".join((b"[", characters[begin:end], b"]")) for begin, end in spans]
+
+
+@lru_cache(maxsize=2)
+def _numbers(num_bits: int) -> pa.LargeBinaryArray:
+    """The text of all numbers of so many bits, each with `, ` after it."""
+    import pyarrow as pa
+
+    return pa.array([b"%d, " % number for number in range(2**num_bits)], pa.large_binary())
+
+
+@lru_cache(maxsize=1 << 14)
+def _npy_header(num_tokens: int) -> bytes:
+    stream = io.BytesIO()
+    np.lib.format.write_array(stream, np.zeros(num_tokens, np.int32))
+    return stream.getvalue()[: -4 * num_tokens or None]
+
+
+def _npy(ids: list[NDArray[np.int32]]) -> list[bytes]:
+    return [_npy_header(len(some)) + some.tobytes() for some in ids]
+
+
+def _msgpack(ids: list[NDArray[np.int32]]) -> list[bytes]:
+    import msgpack
+
+    return [msgpack.packb(some.tolist()) for some in ids]
+
+
+_ENCODE: dict[str, Callable[[list[NDArray[np.int32]]], list[bytes]]] = {"json": _json, "npy": _npy, "msgpack": _msgpack}
+
+
+def decode_ids(content: bytes | memoryview, kind: str) -> NDArray[np.int32]:
+    """The ids of a `token_ids` member; `kind` is `json`, `npy` or `msgpack`. ValueError if it is none."""
+    if kind == "json":
+        return np.array(orjson.loads(content), dtype=np.int32)
+    if kind == "npy":
+        return np.load(io.BytesIO(content), allow_pickle=False)
+    import msgpack
+
+    return np.array(msgpack.unpackb(content), dtype=np.int32)
+
+
+def pack_samples(
+    prefix: str, lines: NDArray[np.int64], ids: list[NDArray[np.int32]], texts: list[bytes] | None, kind: str
+) -> tuple[bytes, NDArray[np.int64], NDArray[np.int64]]:
+    """Samples `<prefix><line:08d>` as tar members.
+
+    Args:
+        prefix: first part of every key.
+        lines: [N], ascending.
+        ids: token ids of each sample.
+        texts: UTF-8 text of each sample; None leaves `text.txt` out.
+        kind: form of the ids: `json`, `npy` or `msgpack`.
+
+    Returns:
+        The members, and for each sample the offset in them and the number of bytes of its ids.
+    """
+    contents = _ENCODE[kind](ids)
+    sizes = np.fromiter(map(len, contents), np.int64, len(contents))
+    id_headers = _headers(prefix, lines, IDS_EXTENSIONS[kind], sizes)
+    parts: list[bytes] = []
+    if texts is None:
+        text_sizes = np.zeros(0, np.int64)
+        for header, content in zip(id_headers, contents, strict=True):
+            parts += (header, content, _PADDING[-len(content) % BLOCK])
+        text_span: NDArray[np.int64] = np.zeros(len(lines), np.int64)
+    else:
+        text_sizes = np.fromiter(map(len, texts), np.int64, len(texts))
+        text_headers = _headers(prefix, lines, TEXT_EXTENSION, text_sizes)
+        for text_header, text, header, content in zip(text_headers, texts, id_headers, contents, strict=True):
+            parts += (text_header, text, _PADDING[-len(text) % BLOCK])
+            parts += (header, content, _PADDING[-len(content) % BLOCK])
+        text_span = BLOCK + _padded(text_sizes)
+    spans = text_span + BLOCK + _padded(sizes)
+    offsets = np.cumsum(spans) - spans + text_span + BLOCK
+    return b"".join(parts), offsets, sizes
+
+
+def _padded(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    return -(-sizes // BLOCK) * BLOCK
+
+
+def _headers(prefix: str, lines: NDArray[np.int64], extension: str, sizes: NDArray[np.int64]) -> list[bytes]:
+    """USTAR headers of members `<prefix><line:08d>.<extension>`."""
+    width = max(8, len(str(int(lines[-1])))) if len(lines) else 8
+    if len(lines) and max(8, len(str(int(lines[0])))) != width:
+        split = int(np.searchsorted(lines, 10 ** (width - 1)))
+        return _headers(prefix, lines[:split], extension, sizes[:split]) + _headers(
+            prefix, lines[split:], extension, sizes[split:]
+        )
+    headers = np.tile(_template(prefix, width, extension), (len(lines), 1))
+    number_at = _NAME + len(prefix.encode())
+    headers[:, number_at : number_at + width] = _digits(lines, 10, width)
+    headers[:, _SIZE : _SIZE + 11] = _digits(sizes, 8, 11)
+    checksums = headers.sum(axis=1, dtype=np.int64)
+    headers[:, _CHECKSUM : _CHECKSUM + 6] = _digits(checksums, 8, 6)
+    headers[:, _CHECKSUM + 6] = 0
+    flat = headers.tobytes()
+    return [flat[begin : begin + BLOCK] for begin in range(0, len(flat), BLOCK)]
+
+
+@lru_cache(maxsize=16)
+def _template(prefix: str, width: int, extension: str) -> NDArray[np.uint8]:
+    """A header with zeros for the number, and spaces for the checksum."""
+    info = tarfile.TarInfo(f"{prefix}{'0' * width}.{extension}")
+    info.mode, info.uname, info.gname = 0o444, "bigdata", "bigdata"
+    header = np.frombuffer(info.tobuf(tarfile.USTAR_FORMAT), np.uint8).copy()
+    header[_CHECKSUM : _CHECKSUM + 8] = ord(" ")
+    return header
+
+
+def _digits(values: NDArray[np.int64], base: int, width: int) -> NDArray[np.uint8]:
+    """[N, width] ASCII digits, with leading zeros."""
+    powers = base ** np.arange(width - 1, -1, -1, dtype=np.int64)
+    return (values[:, None] // powers % base + ord("0")).astype(np.uint8)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,18 +14,9 @@ from pretrainkit.data.readers.records import RecordRules
 from pretrainkit.data.readers.source import Source
 from pretrainkit.data.readers.work_items import WorkItem
 from pretrainkit.data.shards.format import ShardRecord, read_records, shard_name
-from pretrainkit.data.shards.task import template_ids
 from pretrainkit.data.tokens.tokenizer import TokenizerFile, load_tokenizer
 from pretrainkit.errors import RequestError
 
-ARRAY_VARIABLES = {
-    "PRETRAINKIT_ARRAY_INDEX": 0,
-    "SLURM_ARRAY_TASK_ID": 0,
-    "PBS_ARRAY_INDEX": 0,
-    "PBS_ARRAYID": 0,
-    "SGE_TASK_ID": 1,
-}
-"""Variable that holds a task's id, and the id of the first shard's task. Grid Engine has no task 0."""
 MAX_SHARDS = 100_000
 """As many as names of five digits."""
 
@@ -166,6 +157,36 @@ def _special_ids(request: ShardRequest, tokenizer: TokenizerFile) -> tuple[tuple
     return first, last
 
 
+def template_ids(post_processor: dict | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The ids that a tokenizer.json's `post_processor` puts before and after a single text.
+
+    Raises ValueError for a kind that can't be told from the file.
+    """
+    if post_processor is None or post_processor["type"] == "ByteLevel":
+        return (), ()
+    kind = post_processor["type"]
+    if kind == "Sequence":
+        first: tuple[int, ...] = ()
+        last: tuple[int, ...] = ()
+        for part in post_processor["processors"]:
+            before, after = template_ids(part)
+            first, last = (*before, *first), (*last, *after)
+        return first, last
+    if kind in ("BertProcessing", "RobertaProcessing"):
+        return (int(post_processor["cls"][1]),), (int(post_processor["sep"][1]),)
+    if kind != "TemplateProcessing":
+        raise ValueError(kind)
+    known = post_processor["special_tokens"]
+    found: Sequence[list[int]] = ([], [])
+    after_text = False
+    for piece in post_processor["single"]:
+        if "Sequence" in piece:
+            after_text = True
+        else:
+            found[after_text].extend(known[piece["SpecialToken"]["id"]]["ids"])
+    return tuple(found[0]), tuple(found[1])
+
+
 def check_set(plan: ShardPlan) -> dict[int, ShardRecord]:
     """The finished shards in the output folder. Raises RequestError when they belong to another set."""
     records = read_records(plan.request.output_dir)
@@ -184,28 +205,6 @@ def check_set(plan: ShardPlan) -> dict[int, ShardRecord]:
             action="make the whole set again in another --output_dir, or ask for the same as before",
         )
     return records
-
-
-def parse_shard_id(value: str | None, offset: int, environment: Mapping[str, str]) -> int:
-    """The shard that --shard_id or the scheduler's array variable means.
-
-    Slurm's and PBS's task ids are shards' numbers; Grid Engine's task 1 makes shard 0. `offset` is added to an
-    array's id, for sets with more shards than the scheduler allows tasks.
-    Raises RequestError when neither is there: one of several shards is never made by default.
-    """
-    if value is not None:
-        if not value.isdigit():
-            raise RequestError(f"{value!r}", where="--shard_id", needed="a number from 0 on")
-        return int(value)
-    for name, first in ARRAY_VARIABLES.items():
-        found = environment.get(name, "")
-        if found.isdigit():
-            return int(found) - first + offset
-    raise RequestError(
-        "which shard is not said, and no job array's variable is set",
-        where="--shard_id",
-        needed=f"--shard_id N, --all, or one of {', '.join(ARRAY_VARIABLES)}",
-    )
 
 
 def check_shard_id(shard_id: int, plan: ShardPlan) -> None:

@@ -17,12 +17,12 @@ from pretrainkit.data.shards.format import (
     NAME,
     SAMPLE,
     ShardRecord,
+    decode_ids,
     read_record,
     read_records,
     record_from_json,
     shard_name,
 )
-from pretrainkit.data.shards.tar import decode_ids
 from pretrainkit.data.shards.urls import beside, expand, fetch, is_url
 from pretrainkit.errors import DataError, RequestError
 

@@ -7,7 +7,6 @@ import multiprocessing.connection
 import os
 import signal
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 
@@ -16,7 +15,7 @@ from numpy.typing import NDArray
 
 from pretrainkit.data.readers.records import Batch, RecordRules, Reject
 from pretrainkit.data.readers.source import Source
-from pretrainkit.data.shards.tar import pack_samples
+from pretrainkit.data.shards.format import pack_samples
 from pretrainkit.data.tokens.encoder import Encoder, EngineSpec, load_encoder, one_thread
 from pretrainkit.errors import DataError, PretrainkitError
 
@@ -67,7 +66,7 @@ class Piece:
     num_tokens: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     num_records: int = 0
     num_empty: int = 0
-    num_blank: int = 0
+    num_blank_lines: int = 0
     num_replaced: int = 0
     num_text_bytes: int = 0
     lines: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -92,7 +91,7 @@ class ShardEncoder:
             # What to reject is known in the block; where it was is said with the source's own line numbers.
             rejects = [replace(bad, line=bad.line + block.first_line_in_source) for bad in batch.rejects]
             piece.num_records += len(batch.lines) + len(rejects)
-            piece.num_blank += batch.num_blank
+            piece.num_blank_lines += batch.num_blank
             piece.num_replaced += batch.num_replaced
             piece.rejects += rejects
             if batch.lines:
@@ -169,33 +168,3 @@ def _end_with_parent() -> None:
     assert parent is not None
     multiprocessing.connection.wait([parent.sentinel])
     os._exit(1)
-
-
-def template_ids(post_processor: dict | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The ids that a tokenizer.json's `post_processor` puts before and after a single text.
-
-    Raises ValueError for a kind that can't be told from the file.
-    """
-    if post_processor is None or post_processor["type"] == "ByteLevel":
-        return (), ()
-    kind = post_processor["type"]
-    if kind == "Sequence":
-        first: tuple[int, ...] = ()
-        last: tuple[int, ...] = ()
-        for part in post_processor["processors"]:
-            before, after = template_ids(part)
-            first, last = (*before, *first), (*last, *after)
-        return first, last
-    if kind in ("BertProcessing", "RobertaProcessing"):
-        return (int(post_processor["cls"][1]),), (int(post_processor["sep"][1]),)
-    if kind != "TemplateProcessing":
-        raise ValueError(kind)
-    known = post_processor["special_tokens"]
-    found: Sequence[list[int]] = ([], [])
-    after_text = False
-    for piece in post_processor["single"]:
-        if "Sequence" in piece:
-            after_text = True
-        else:
-            found[after_text].extend(known[piece["SpecialToken"]["id"]]["ids"])
-    return tuple(found[0]), tuple(found[1])

@@ -13,12 +13,10 @@ import pytest
 
 from pretrainkit.data.indexed.blend import dataset_path, make_blend, read_blend, write_blend
 from pretrainkit.data.indexed.crc import crc32
-from pretrainkit.data.indexed.epoch import count_epoch
 from pretrainkit.data.indexed.format import IndexedDataset, bin_path, idx_path
+from pretrainkit.data.indexed.inspect import count_epoch, plot, read_statistics, show
 from pretrainkit.data.indexed.manifest import Manifest, TokenizerRecord, manifest_path, read_manifest, write_manifest
 from pretrainkit.data.indexed.merge import merge
-from pretrainkit.data.indexed.show import show
-from pretrainkit.data.indexed.statistics import plot, read_statistics
 from pretrainkit.data.indexed.verify import verify
 from pretrainkit.data.tokens.tokenizer import load_tokenizer
 from pretrainkit.errors import DataError, RequestError

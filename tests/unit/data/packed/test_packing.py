@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pretrainkit.data.machine_defaults import machine_settings
 from pretrainkit.data.packed.packing import Packing, pack
+from pretrainkit.data.packed.request import machine_settings
 from pretrainkit.errors import RequestError
 
 CASES = {
@@ -72,9 +72,9 @@ def test_defaults_follow_the_machine(cores: int, gib: int, wanted: tuple[int, in
     assert (found.num_proc, found.batch_size, found.writer_batch_size) == wanted
 
 
-def test_flags_go_before_the_environment_and_both_are_told() -> None:
+def test_flags_go_before_the_environment_and_both_are_logged() -> None:
     found = machine_settings({"DATASET_NUM_PROC": "7", "DATASET_BATCH_SIZE": "50"}, batch_size=60)
     assert (found.num_proc, found.batch_size) == (7, 60)
-    assert "DATASET_NUM_PROC=7 (environment), DATASET_BATCH_SIZE=60 (flag)" in found.told
+    assert "DATASET_NUM_PROC=7 (environment), DATASET_BATCH_SIZE=60 (flag)" in found.origins
     with pytest.raises(RequestError, match="DATASET_NUM_PROC"):
         machine_settings({"DATASET_NUM_PROC": "many"})

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, processors
 
-from pretrainkit.data.shards.request import ShardRequest, check_shard_id, make_shard_plan, parse_shard_id
-from pretrainkit.data.shards.task import template_ids
+from pretrainkit.data.job_array import parse_shard_id
+from pretrainkit.data.shards.request import ShardRequest, check_shard_id, make_shard_plan, template_ids
 from pretrainkit.errors import RequestError
 
 TEMPLATES = {

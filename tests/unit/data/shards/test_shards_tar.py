@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import webdataset
 
-from pretrainkit.data.shards.tar import decode_ids, end_of_archive, pack_samples
+from pretrainkit.data.shards.format import decode_ids, end_of_archive, pack_samples
 
 KINDS = ["json", "npy", "msgpack"]
 

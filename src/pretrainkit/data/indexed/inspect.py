@@ -1,0 +1,188 @@
+"""What prepared datasets hold: documents as text, their lengths, and the samples and steps of one epoch.
+
+All but `show` reads the index and the manifest only. tools/inspect_data.py prints it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pretrainkit.config.split import SPLIT_NAMES, num_samples, parse_split, split_bounds
+from pretrainkit.data.indexed.format import IndexedDataset
+from pretrainkit.data.indexed.manifest import read_manifest
+from pretrainkit.data.tokens.tokenizer import load_tokenizer
+from pretrainkit.errors import RequestError
+
+QUANTILES = {"shortest": 0.0, "10%": 0.1, "median": 0.5, "90%": 0.9, "99%": 0.99, "longest": 1.0}
+
+
+@dataclass(frozen=True)
+class ShownDocument:
+    """One document."""
+
+    number: int
+    ids: list[int]
+    text: str
+
+
+def show(prefix: Path, documents: str, tokenizer_model: str | None = None) -> Iterator[ShownDocument]:
+    """Decode documents `N` or `N:M` (N included, M not) with the manifest's tokenizer, or the one given.
+
+    Raises RequestError for a range that is not there, or an unknown tokenizer.
+    """
+    dataset = IndexedDataset(prefix)
+    begin, end = _range(documents, dataset.num_documents)
+    manifest = read_manifest(prefix)
+    if tokenizer_model is None:
+        if manifest is None:
+            raise RequestError("no manifest names the tokenizer", where=str(prefix), action="give --tokenizer-model")
+        tokenizer_model = manifest.tokenizer.name
+    file = load_tokenizer(tokenizer_model)
+    if manifest is not None and file.sha256 != manifest.tokenizer.sha256:
+        raise RequestError(
+            f"{tokenizer_model} is not the tokenizer that made this data",
+            where=str(prefix),
+            needed=f"{manifest.tokenizer.name} with SHA-256 {manifest.tokenizer.sha256[:12]}...",
+        )
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(file.json_path))
+    for number in range(begin, end):
+        ids = dataset.document(number).tolist()
+        yield ShownDocument(number, ids, tokenizer.decode(ids, skip_special_tokens=False))
+
+
+def _range(text: str, count: int) -> tuple[int, int]:
+    first, colon, last = text.partition(":")
+    try:
+        begin = int(first or 0)
+        end = (int(last) if last else count) if colon else begin + 1
+    except ValueError:
+        raise RequestError(repr(text), where="--documents", needed="N or N:M") from None
+    if not 0 <= begin < end <= count:
+        raise RequestError(f"{text}; there are {count} documents", where="--documents", needed=f"0 to {count - 1}")
+    return begin, end
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """The statistics of one dataset."""
+
+    prefix: Path
+    num_documents: int
+    num_tokens: int
+    quantiles: dict[str, int]
+    """Tokens of the shortest document, of that at 10%, 50%, 90% and 99%, and of the longest."""
+    histogram: list[tuple[int, int, int]]
+    """Documents and their tokens by length: in [2^i, 2^(i + 1)), as (2^i, documents, tokens)."""
+    sources: list[tuple[str, int]]
+    """Input files and their tokens; empty without a manifest."""
+
+
+def document_lengths(dataset: IndexedDataset) -> NDArray[np.int64]:
+    """[D] tokens of each document."""
+    ends = np.concatenate([[0], np.cumsum(dataset.sequence_lengths, dtype=np.int64)])
+    return np.diff(ends[dataset.document_indices])
+
+
+def read_statistics(prefix: Path | str) -> Statistics:
+    """Read a pair's index and manifest; the .bin is not read."""
+    dataset = IndexedDataset(prefix)
+    manifest = read_manifest(prefix)
+    lengths = document_lengths(dataset)
+    histogram = []
+    if lengths.size:
+        bins = np.frexp(np.maximum(lengths, 1))[1] - 1
+        documents, tokens = np.bincount(bins), np.bincount(bins, weights=lengths)
+        histogram = [(1 << i, int(documents[i]), int(tokens[i])) for i in range(len(documents)) if documents[i]]
+    found = np.quantile(lengths, [*QUANTILES.values()], method="lower") if lengths.size else np.zeros(len(QUANTILES))
+    return Statistics(
+        Path(prefix),
+        dataset.num_documents,
+        dataset.num_tokens,
+        {name: int(value) for name, value in zip(QUANTILES, found, strict=True)},
+        histogram,
+        [(entry.path, entry.num_tokens) for entry in manifest.inputs] if manifest else [],
+    )
+
+
+def format_statistics(statistics: Statistics) -> str:
+    """The statistics as text for a terminal."""
+    lines = [
+        f"{statistics.prefix}: {statistics.num_documents} documents, {statistics.num_tokens} tokens",
+        "  tokens a document: " + ", ".join(f"{name} {value}" for name, value in statistics.quantiles.items()),
+    ]
+    most = max((tokens for _, _, tokens in statistics.histogram), default=1) or 1
+    for least, documents, tokens in statistics.histogram:
+        bar = "#" * round(40 * tokens / most)
+        lines.append(f"  {least:>9} to {2 * least - 1:>9}: {documents:>10} documents {tokens:>13} tokens {bar}")
+    for path, tokens in statistics.sources:
+        lines.append(f"  {tokens:>13} tokens ({100 * tokens / max(statistics.num_tokens, 1):5.1f}%) from {path}")
+    return "\n".join(lines)
+
+
+def plot(statistics: list[Statistics], path: Path) -> None:
+    """Draw the tokens by length of document to a .png (or .pdf, .svg)."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5))
+    for one in statistics:
+        total = max(one.num_tokens, 1)
+        lengths = [least for least, _, _ in one.histogram]
+        axes.step(lengths, [tokens / total for _, _, tokens in one.histogram], where="post", label=one.prefix.name)
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("tokens in a document")
+    axes.set_ylabel("share of tokens")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path)
+    pyplot.close(figure)
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """One split of one or several datasets; samples don't cross from one dataset to the next."""
+
+    split: str
+    num_documents: int
+    num_tokens: int
+    num_samples: int
+    num_steps: int
+    """Whole batches."""
+
+
+def count_epoch(prefixes: list[Path], split: str, sequence_length: int, global_batch_size: int) -> list[Epoch]:
+    """Documents, tokens, samples and steps of each split with a share.
+
+    Raises RequestError when a split that is wanted gets less than one sample: training on it would not start.
+    """
+    shares = parse_split(split)
+    documents, tokens, samples = ([0] * len(SPLIT_NAMES) for _ in range(3))
+    for prefix in prefixes:
+        lengths = IndexedDataset(prefix).sequence_lengths
+        for i, (begin, end) in enumerate(itertools.pairwise(split_bounds(shares, len(lengths)))):
+            found = int(lengths[begin:end].sum(dtype=np.int64))
+            documents[i], tokens[i] = documents[i] + end - begin, tokens[i] + found
+            samples[i] += num_samples(found, sequence_length)
+    for name, share, found, count in zip(SPLIT_NAMES, shares, tokens, samples, strict=True):
+        if share and not count:
+            raise RequestError(
+                f"the {name} split of {split} has {found} tokens",
+                where="--split",
+                needed=f"at least {sequence_length + 1}: one sample of {sequence_length} and the token after it",
+                action=f"give the {name} split a larger share, or none",
+            )
+    return [
+        Epoch(name, documents[i], tokens[i], samples[i], samples[i] // global_batch_size)
+        for i, name in enumerate(SPLIT_NAMES)
+        if shares[i]
+    ]
