@@ -1,7 +1,13 @@
-"""What the files of a dataset say, before a run starts: read from the indexes and manifests alone."""
+"""The one place that knows what --dataset_path means: .bin/.idx pairs, token shards, packed sets and blends of them.
+
+`read_dataset` reads what is known of a dataset before a run starts, from indexes and manifests alone; `open_documents`
+opens one part of it for training. So all that follows (split, order of samples, one epoch, resume) is the same for
+every format, and the same documents give the same training.
+"""
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import itertools
 import math
@@ -20,15 +26,47 @@ from pretrainkit.data.indexed.format import IndexedDataset, bin_path, idx_path
 from pretrainkit.data.indexed.manifest import Manifest, read_manifest
 from pretrainkit.data.indexed.pairs import find_pairs
 from pretrainkit.data.indexed.verify import eod_problem
+from pretrainkit.data.packed.format import PackedDocuments, PackedRows, is_packed_folder, open_packed
+from pretrainkit.data.shards.shard_set import ShardDocuments, is_shard_folder
 from pretrainkit.data.shards.urls import is_url, names_shards
-from pretrainkit.data.token_documents import PackedRows, is_token_folder, open_token_folder
 from pretrainkit.errors import DataError, RequestError
 
 _EDGE_BYTES = 1 << 20
-"""Bytes hashed at either end of a .bin that has no manifest: enough to tell two files apart, never slow."""
-
+"""Bytes hashed at either end of a .bin that has no manifest: enough to distinguish two files, never slow."""
 _EOD_DOCUMENTS = 200
-"""Documents, evenly spread, whose end is looked at: a read each, so few."""
+"""Documents, evenly spread, whose end is checked: one read each, so few."""
+
+
+class DatasetKind(enum.Enum):
+    """The formats that training reads."""
+
+    INDEXED = "a .bin/.idx pair, or a folder of them"
+    SHARDS = "token shards: a folder, or their names"
+    PACKED = "a packed set: a folder"
+
+
+def kind_of(path: Path | str) -> DatasetKind:
+    """What one path of --dataset_path means. Raises RequestError for a folder that holds two kinds."""
+    if names_shards(path):
+        return DatasetKind.SHARDS
+    kind = DatasetKind.PACKED if is_packed_folder(path) else DatasetKind.SHARDS if is_shard_folder(path) else None
+    if kind is None:
+        return DatasetKind.INDEXED
+    if any(Path(path).glob("*.idx")):
+        raise RequestError(
+            "both .bin/.idx pairs and token shards or a packed set are here",
+            where=str(path),
+            action="keep them in separate folders, or name the pairs by their prefixes",
+        )
+    return kind
+
+
+def open_documents(path: Path | str) -> ShardDocuments | PackedDocuments | PackedRows:
+    """Token shards or a packed set for training. Raises RequestError when they are incomplete or damaged.
+
+    Megatron's own IndexedDataset opens pairs.
+    """
+    return open_packed(path) if kind_of(path) is DatasetKind.PACKED else ShardDocuments(str(path))
 
 
 @dataclass(frozen=True)
@@ -58,7 +96,7 @@ def read_dataset(dataset_path: str, split: str) -> DatasetReading:
         RequestError: no complete pair there, damaged files, wrong weights, a prefix named twice, data that changed
             since its blend file was written.
     """
-    parts = [part for weight, path in _parse_blend(dataset_path) for part in _weighted_pairs(weight, path)]
+    parts = [part for weight, path in _parse_blend(dataset_path) for part in _weighted_parts(weight, path)]
     prefixes = [prefix for prefix, _ in parts]
     if twice := sorted({str(prefix) for prefix in prefixes if prefixes.count(prefix) > 1}):
         raise RequestError(
@@ -66,7 +104,7 @@ def read_dataset(dataset_path: str, split: str) -> DatasetReading:
             action="name it once, with its weights added",
             where="--dataset_path",
         )
-    readings = [_read_pair(prefix, split) for prefix in prefixes]
+    readings = [_read_part(prefix, split) for prefix in prefixes]
     # Megatron gives a blend without weights one epoch and no more; the numbers of tokens mean the same mixture.
     weights = [
         float(reading.num_tokens) if weight is None else weight
@@ -93,7 +131,7 @@ def read_dataset(dataset_path: str, split: str) -> DatasetReading:
     )
 
 
-def _row_length(readings: list[_PairReading]) -> int | None:
+def _row_length(readings: list[_PartReading]) -> int | None:
     lengths = {reading.row_length for reading in readings if reading.row_length is not None}
     if len(lengths) > 1:
         raise RequestError(
@@ -130,17 +168,12 @@ def _parse_blend(dataset_path: str) -> list[tuple[float | None, str]]:
     return parts
 
 
-def _weighted_pairs(weight: float | None, path: str) -> list[tuple[Path | str, float | None]]:
+def _weighted_parts(weight: float | None, path: str) -> list[tuple[Path | str, float | None]]:
     """The prefixes at a path, with their parts of the path's weight, in proportion to their tokens."""
+    kind = kind_of(path)
     if names_shards(path):
         return [(path if is_url(path) else str(Path(path.removeprefix("file:")).absolute()), weight)]
-    if is_token_folder(path):
-        if any(Path(path).glob("*.idx")):
-            raise RequestError(
-                "both .bin/.idx pairs and token shards or a packed set are here",
-                where=str(path),
-                action="keep them in folders of their own, or name the pairs by their prefixes",
-            )
+    if kind is not DatasetKind.INDEXED:
         return [(Path(path).resolve(), weight)]
     prefixes = [prefix.resolve() for prefix in find_pairs(path)]
     if weight is None or len(prefixes) == 1:
@@ -151,7 +184,7 @@ def _weighted_pairs(weight: float | None, path: str) -> list[tuple[Path | str, f
 
 
 @dataclass(frozen=True)
-class _PairReading:
+class _PartReading:
     num_tokens: int
     num_documents: int
     split_tokens: tuple[int, int, int] | None
@@ -161,9 +194,26 @@ class _PairReading:
     row_length: int | None = None
 
 
-def _read_pair(prefix: Path | str, split: str) -> _PairReading:
-    if is_token_folder(prefix):
-        return _read_token_folder(prefix, split)
+def _read_part(path: Path | str, split: str) -> _PartReading:
+    if kind_of(path) is DatasetKind.INDEXED:
+        return _read_pair(path, split)
+    documents = open_documents(path)
+    split_tokens = _split_tokens(documents.sequence_lengths, split)
+    if documents.row_length is not None and split_tokens is not None:
+        # Samples out of a stream need a token more than they have, the label of their last; rows don't.
+        split_tokens = (split_tokens[0] + 1, split_tokens[1] + 1, split_tokens[2] + 1)
+    return _PartReading(
+        num_tokens=documents.num_tokens,
+        num_documents=len(documents),
+        split_tokens=split_tokens,
+        largest_id=documents.tokenizer.largest_id,
+        tokenizer_sha256=documents.tokenizer.sha256,
+        digest=documents.data_hash,
+        row_length=documents.row_length,
+    )
+
+
+def _read_pair(prefix: Path | str, split: str) -> _PartReading:
     try:
         dataset = IndexedDataset(prefix)
         manifest = read_manifest(prefix)
@@ -171,7 +221,7 @@ def _read_pair(prefix: Path | str, split: str) -> _PairReading:
         raise RequestError(error.found, where=error.where, needed=error.needed, action=error.action) from error
     if manifest:
         _check_manifest(prefix, dataset, manifest)
-    return _PairReading(
+    return _PartReading(
         num_tokens=dataset.num_tokens,
         num_documents=dataset.num_documents,
         split_tokens=_split_tokens(dataset.sequence_lengths, split),
@@ -182,11 +232,11 @@ def _read_pair(prefix: Path | str, split: str) -> _PairReading:
 
 
 def _check_manifest(prefix: Path | str, dataset: IndexedDataset, manifest: Manifest) -> None:
-    told = manifest.num_documents, manifest.bin_bytes, manifest.dtype
+    recorded = manifest.num_documents, manifest.bin_bytes, manifest.dtype
     found = dataset.num_documents, bin_path(prefix).stat().st_size, dataset.dtype.name
-    if told != found:
+    if recorded != found:
         raise RequestError(
-            "its manifest tells of {} documents, {} bytes and {}, the pair has {}, {} and {}".format(*told, *found),
+            "its manifest says {} documents, {} bytes and {}, the pair has {}, {} and {}".format(*recorded, *found),
             action="the manifest is of other data: preprocess again, or copy all three files",
             where=str(prefix),
         )
@@ -201,30 +251,10 @@ def _check_manifest(prefix: Path | str, dataset: IndexedDataset, manifest: Manif
             )
 
 
-def _read_token_folder(folder: Path | str, split: str) -> _PairReading:
-    documents = open_token_folder(folder)
-    num_tokens, row_length = int(documents.sequence_lengths.sum(dtype=np.int64)), None
-    split_tokens = _split_tokens(documents.sequence_lengths, split)
-    if isinstance(documents, PackedRows):
-        num_tokens, row_length = documents.num_tokens, documents.row_length
-        # Samples out of a stream need a token more than they have, the label of their last; rows don't.
-        if split_tokens is not None:
-            split_tokens = (split_tokens[0] + 1, split_tokens[1] + 1, split_tokens[2] + 1)
-    return _PairReading(
-        num_tokens=num_tokens,
-        num_documents=len(documents),
-        split_tokens=split_tokens,
-        largest_id=documents.tokenizer.largest_id,
-        tokenizer_sha256=documents.tokenizer.sha256,
-        digest=documents.data_hash,
-        row_length=row_length,
-    )
-
-
 def _split_tokens(lengths: NDArray[np.int32], split: str) -> tuple[int, int, int] | None:
     try:
         shares = parse_split(split)
-    except RequestError:  # told by the checks of the request
+    except RequestError:  # reported by the checks of the request
         return None
     bounds = split_bounds(shares, len(lengths))
     training, validation, test = (
@@ -240,7 +270,7 @@ def _manifest_digest(manifest: Manifest) -> str:
 
 
 def _files_digest(prefix: Path | str) -> str:
-    """The same for a pair that tells nothing about itself: of its index, and the ends of its tokens."""
+    """The same for a pair without a manifest: of its index, and the ends of its tokens."""
     digest = hashlib.sha256(files.sha256_file(idx_path(prefix)).encode())
     with bin_path(prefix).open("rb") as tokens:
         digest.update(tokens.read(_EDGE_BYTES))

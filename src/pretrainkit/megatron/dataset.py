@@ -16,14 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pretrainkit.config.schema import ResolvedRun
+from pretrainkit.data.dataset import DatasetKind, kind_of, open_documents
+from pretrainkit.data.packed.format import PackedDocuments, PackedRows
 from pretrainkit.data.shards.mirror import local_shards
-from pretrainkit.data.token_documents import (
-    PackedDocuments,
-    PackedRows,
-    ShardDocuments,
-    is_token_folder,
-    open_token_folder,
-)
+from pretrainkit.data.shards.shard_set import ShardDocuments
 from pretrainkit.megatron.index_files import wait_until_seen
 
 Documents: TypeAlias = IndexedDataset | ShardDocuments | PackedDocuments | PackedRows
@@ -69,9 +65,9 @@ class EpochDataset(GPTDataset):
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> Documents:
         """The documents at a path: a .bin/.idx pair, token shards or a packed dataset."""
-        if is_token_folder(dataset_path):
-            return open_token_folder(dataset_path)
-        return GPTDataset.build_low_level_dataset(dataset_path, config)
+        if kind_of(dataset_path) is DatasetKind.INDEXED:
+            return GPTDataset.build_low_level_dataset(dataset_path, config)
+        return open_documents(dataset_path)
 
     def _build_document_sample_shuffle_indices(self) -> tuple[Any, ...]:
         if not isinstance(self.dataset, PackedRows):

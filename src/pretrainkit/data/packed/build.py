@@ -21,11 +21,10 @@ from pretrainkit.data.indexed.build import preprocess_with
 from pretrainkit.data.indexed.format import IndexedDataset
 from pretrainkit.data.indexed.manifest import Manifest, read_manifest
 from pretrainkit.data.indexed.request import Request
-from pretrainkit.data.packed.format import MARK, PackedFile, PackedManifest, manifest_to_json
+from pretrainkit.data.packed.format import DOCUMENTS, MARK, PackedFile, PackedManifest, manifest_to_json
 from pretrainkit.data.packed.once import build_once
 from pretrainkit.data.packed.packing import Packing, pack
 from pretrainkit.data.packed.request import HUB, PackPlan
-from pretrainkit.data.token_documents import DOCUMENTS
 from pretrainkit.data.tokens.encode_pool import EncodePool
 from pretrainkit.errors import DataError, RequestError
 from pretrainkit.logs import get_logger

@@ -8,6 +8,7 @@ have `documents.npy`: the lengths (int32) of the documents of their stream, of t
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,10 +20,12 @@ from numpy.typing import NDArray
 from pretrainkit.data.indexed.manifest import TokenizerRecord, decode_record
 from pretrainkit.data.readers.input_content import InputState
 from pretrainkit.errors import DataError, RequestError
-from pretrainkit.files import read_json
+from pretrainkit.files import read_json, sha256_file
 
 FORMAT = "pretrainkit-packed-1"
 MARK = "packed.json"
+DOCUMENTS = "documents.npy"
+"""In sets made by `concat`: the lengths of the documents in their stream."""
 IGNORED_LABEL = -100
 
 
@@ -186,3 +189,81 @@ class PackedDataset:
         """The tokens of all sequences in order, without padding."""
         for number in range(len(self)):
             yield self.input_ids(number)[: int(self.document_lengths(number).sum())]
+
+
+class _PackedSet:
+    """What both ways to train from a packed set have in common."""
+
+    row_length: int | None = None
+
+    def __init__(self, packed: PackedDataset) -> None:
+        self._set, self.path_prefix = packed, str(packed.folder)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all documents, without padding."""
+        return self._set.manifest.num_tokens
+
+    @property
+    def tokenizer(self) -> TokenizerRecord:
+        """Which tokenizer gave the ids."""
+        return self._set.manifest.tokenizer
+
+
+class PackedDocuments(_PackedSet):
+    """The documents of the stream that a `concat` set was cut from, as Megatron's IndexedDataset gives documents."""
+
+    def __init__(self, packed: PackedDataset) -> None:
+        super().__init__(packed)
+        path = packed.folder / DOCUMENTS
+        try:
+            self.sequence_lengths: NDArray[np.int32] = np.load(path, mmap_mode="r")
+        except (OSError, ValueError) as error:
+            raise RequestError(f"not readable: {error}", where=str(path)) from error
+        self._begins = np.cumsum(self.sequence_lengths, dtype=np.int64) - self.sequence_lengths
+        if int(self.sequence_lengths.sum(dtype=np.int64)) != self.num_tokens:
+            raise RequestError("its documents are not those of the sequences", where=str(path))
+
+    def __len__(self) -> int:
+        return len(self.sequence_lengths)
+
+    @property
+    def data_hash(self) -> str:
+        """Changes when the content does, not its place."""
+        content = [entry.xxh3_128 for entry in self._set.manifest.files] + [sha256_file(self._set.folder / DOCUMENTS)]
+        return hashlib.sha256(" ".join(content).encode()).hexdigest()
+
+    def get(self, idx: int, offset: int = 0, length: int | None = None) -> NDArray[np.int32]:
+        """Ids of a document from `offset` on, `length` of them or all that follow."""
+        count = int(self.sequence_lengths[idx]) - int(offset)
+        if length is not None:
+            count = min(count, int(length))
+        return self._set.tokens(int(self._begins[idx]) + int(offset), count)
+
+
+class PackedRows(_PackedSet):
+    """The rows of a set packed by `bestfit`: each is a sample, split and counted like a document."""
+
+    def __init__(self, packed: PackedDataset) -> None:
+        super().__init__(packed)
+        self.row_length: int = packed.manifest.sequence_length
+        self.sequence_lengths: NDArray[np.int32] = np.full(len(packed), self.row_length, np.int32)
+
+    def __len__(self) -> int:
+        return len(self._set)
+
+    @property
+    def data_hash(self) -> str:
+        """Changes when the content does, not its place."""
+        content = [entry.xxh3_128 for entry in self._set.manifest.files]
+        return hashlib.sha256(" ".join(["rows", *content]).encode()).hexdigest()
+
+    def row(self, number: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """The ids [row_length] of a row, and the lengths of the documents in it; padding follows them."""
+        return self._set.input_ids(number), self._set.document_lengths(number)
+
+
+def open_packed(folder: Path | str) -> PackedDocuments | PackedRows:
+    """A packed set as training reads it. Raises RequestError when it is incomplete or damaged."""
+    packed = PackedDataset(folder)
+    return PackedDocuments(packed) if packed.manifest.packing == "concat" else PackedRows(packed)

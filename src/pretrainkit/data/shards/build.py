@@ -61,8 +61,8 @@ def make_shards(plan: ShardPlan, shard_ids: list[int], *, stripe_count: int | No
     wanted = [number for number in shard_ids if number not in current]
     for number in sorted(current):
         LOGGER.info("%s is complete already", shard_name(number))
+    _make_folder(plan.request.output_dir, stripe_count)
     if wanted:
-        _make_folder(plan.request.output_dir, stripe_count)
         again = "run the same task again; finished shards stay"
         # Twice a context: signals neither keep it from its end, nor does a second one cut the end short.
         with ShardWorkers(plan, wanted) as workers, stopped_by_signals(again), workers:

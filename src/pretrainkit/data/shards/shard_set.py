@@ -13,6 +13,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from pretrainkit.data.indexed.manifest import TokenizerRecord
 from pretrainkit.data.shards.format import (
     NAME,
     SAMPLE,
@@ -28,6 +29,8 @@ from pretrainkit.errors import DataError, RequestError
 
 OPEN_STREAMS = 32
 """Remote shards that one process keeps open."""
+KEPT_SAMPLES = 256
+"""Decoded samples that ShardDocuments keeps: a long one is asked for several times."""
 RETRIES = 3
 """Times that a broken remote stream is opened again."""
 
@@ -251,3 +254,52 @@ def _close_early(stream: Any) -> None:
         stream.close()
     except Exception:  # its exit code says that nobody listened
         return
+
+
+class ShardDocuments:
+    """A set of shards as documents, with the part of Megatron's IndexedDataset that training uses.
+
+    Every sample is a document, in the order of the shards. Raises RequestError when the set is incomplete or damaged.
+    """
+
+    row_length = None
+
+    def __init__(self, shards: str) -> None:
+        self.path_prefix = shards
+        self._set = open_shards(shards)
+        if not self._set.num_samples:
+            raise RequestError("no sample in any shard", where=shards)
+        self._reader = ShardReader(self._set.shards)
+        tables = [shard.table["num_tokens"] for shard in self._set.shards]
+        self.sequence_lengths: NDArray[np.int32] = np.concatenate(tables).astype(np.int32)
+        self._first = np.concatenate([np.zeros(1, np.int64), np.cumsum([len(table) for table in tables])])
+        self._kept: OrderedDict[int, NDArray[np.int32]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self.sequence_lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all documents."""
+        return self._set.num_tokens
+
+    @property
+    def tokenizer(self) -> TokenizerRecord:
+        """Which tokenizer gave the ids."""
+        return self._set.records[0].tokenizer
+
+    @property
+    def data_hash(self) -> str:
+        """Changes when the content does, not its place."""
+        return self._set.data_hash
+
+    def get(self, idx: int, offset: int = 0, length: int | None = None) -> NDArray[np.int32]:
+        """Ids of a document from `offset` on, `length` of them or all that follow."""
+        number = int(idx)
+        ids = self._kept.get(number)
+        if ids is None:
+            shard = int(np.searchsorted(self._first, number, side="right")) - 1
+            ids = self._kept[number] = self._reader.read(shard, number - int(self._first[shard]))
+            if len(self._kept) > KEPT_SAMPLES:
+                self._kept.popitem(last=False)
+        return ids[offset : None if length is None else offset + length]
