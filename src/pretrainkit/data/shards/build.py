@@ -27,9 +27,11 @@ from pretrainkit.data.indexed.manifest import TokenizerRecord
 from pretrainkit.data.shards.format import SAMPLE, ShardRecord, end_of_archive, record_to_json, shard_name
 from pretrainkit.data.shards.inputs import ShardReader
 from pretrainkit.data.shards.request import ShardPlan, check_set
-from pretrainkit.data.shards.task import Block, Piece
-from pretrainkit.data.shards.workers import ShardWorkers
+from pretrainkit.data.shards.task import Block, Piece, ShardTask
 from pretrainkit.data.tokens import encoder
+from pretrainkit.data.tokens.encode_pool import EncodePool
+from pretrainkit.data.tokens.encoder import EngineSpec
+from pretrainkit.data.tokens.parity import EnginesDiffer, ParitySample
 from pretrainkit.errors import DataError, RequestError
 from pretrainkit.logs import get_logger
 from pretrainkit.signals import stopped_by_signals
@@ -64,11 +66,11 @@ def make_shards(plan: ShardPlan, shard_ids: list[int], *, stripe_count: int | No
     _make_folder(plan.request.output_dir, stripe_count)
     if wanted:
         again = "run the same task again; finished shards stay"
-        # Twice a context: signals neither keep it from its end, nor does a second one cut the end short.
-        with ShardWorkers(plan, wanted) as workers, stopped_by_signals(again), workers:
-            workers.start()
+        # The pool is closed inside and outside of the signals' context, so no signal can cut that short.
+        with EncodePool(plan.request.workers) as pool, stopped_by_signals(again), contextlib.closing(pool):
+            engine = _start(pool, plan, wanted)
             for number in wanted:
-                finished[number] = _make_shard(plan, number, workers)
+                finished[number] = _make_shard(plan, number, pool, engine)
     return [finished[number] for number in shard_ids]
 
 
@@ -98,17 +100,53 @@ def _set_stripe(folder: Path, stripe_count: int) -> None:
         LOGGER.warning("--stripe has no effect: lfs setstripe says: %s", done.stderr.strip())
 
 
-def _make_shard(plan: ShardPlan, shard_id: int, workers: ShardWorkers) -> ShardRecord:
+def _start(pool: EncodePool, plan: ShardPlan, shard_ids: list[int]) -> str:
+    """Start the workers, with fastokens if it gives the ids of tokenizers on a sample of these shards' input.
+
+    Gives the name of the library that encodes.
+    """
+    request = plan.request
+    task = ShardTask(
+        first_ids=plan.first_ids,
+        last_ids=plan.last_ids,
+        num_ids=plan.tokenizer.num_ids,
+        ids_format=request.ids_format,
+        has_text=request.has_text,
+        rules=plan.rules,
+    )
+    fast = EngineSpec("fastokens", str(plan.tokenizer.json_path), request.special_tokens_in_text == "encode")
+    if request.engine == "auto" and encoder.has_fastokens():
+        is_verified = request.verify_tokens != "off"
+        try:
+            pool.load(fast, with_reference=is_verified)
+            pool.start(task, fast, request.workers)
+            difference = ""
+            if is_verified:
+                units = [unit for number in shard_ids for unit in plan.units(number)]
+                sample = ParitySample.about(plan.tokenizer.special_tokens, plan.sources, units, plan.rules)
+                difference = pool.compare(fast, sample).result()
+        except EnginesDiffer as error:
+            difference = str(error)
+        if not difference:
+            if is_verified:
+                LOGGER.info("fastokens gives the ids of tokenizers on hard strings and a sample of this input")
+            return "fastokens"
+        LOGGER.warning("fastokens is not used, tokenizers encodes instead (slower): %s", difference)
+    pool.start(task, fast.reference, request.workers)
+    return "tokenizers"
+
+
+def _make_shard(plan: ShardPlan, shard_id: int, pool: EncodePool, engine: str) -> ShardRecord:
     began = time.monotonic()
     try:
         with _ShardWriter(plan, shard_id) as writer:
             reader = ShardReader(plan.sources, plan.units(shard_id), plan.rules)
             with contextlib.closing(ByteProgress(reader.total_bytes, shard_name(shard_id))) as progress:
-                for block, piece in workers.pieces(reader.blocks(f"sample_{shard_id}_")):
+                for block, piece in pool.ordered(reader.blocks(f"sample_{shard_id}_")):
                     check_sizes(piece, block, reader)
                     writer.add(piece, block, reader.lines_before(block.source) if piece.rejects else 0)
                     progress.add(block.disk_bytes)
-            record = writer.commit(reader, workers.engine, time.monotonic() - began)
+            record = writer.commit(reader, engine, time.monotonic() - began)
     except OSError as error:
         raise DataError(
             error.strerror or str(error),
@@ -124,7 +162,7 @@ def _make_shard(plan: ShardPlan, shard_id: int, workers: ShardWorkers) -> ShardR
         record.num_rejected,
         record.num_tokens,
         format_duration(record.elapsed_s),
-        workers.engine,
+        engine,
     )
     return record
 

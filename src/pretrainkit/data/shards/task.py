@@ -1,14 +1,9 @@
-"""One block of records turned into a piece of a shard. Runs in worker processes, or in the only one."""
+"""What workers do for token shards: turn a block of records into encoded members of the tar."""
 
 from __future__ import annotations
 
-import multiprocessing
-import multiprocessing.connection
-import os
-import signal
-import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +11,8 @@ from numpy.typing import NDArray
 from pretrainkit.data.readers.records import Batch, RecordRules, Reject
 from pretrainkit.data.readers.source import Source
 from pretrainkit.data.shards.format import pack_samples
-from pretrainkit.data.tokens.encoder import Encoder, EngineSpec, load_encoder, one_thread
-from pretrainkit.errors import DataError, PretrainkitError
+from pretrainkit.data.tokens.encoder import Encoder
+from pretrainkit.errors import DataError
 
 BATCH_BYTES = 1 << 19
 """Text that is parsed, encoded and packed at once: it stays in a core's cache, and the vocabulary's tables are brought
@@ -25,8 +20,8 @@ there less often than for a quarter as much (14% faster)."""
 
 
 @dataclass(frozen=True)
-class ShardSetup:
-    """What all blocks of a shard have in common."""
+class ShardTask:
+    """The task of an EncodePool's workers, for all blocks of all shards."""
 
     first_ids: tuple[int, ...]
     """Put before every sample."""
@@ -35,6 +30,10 @@ class ShardSetup:
     ids_format: str
     has_text: bool
     rules: RecordRules
+
+    def open(self, encoder: Encoder, _: int) -> Callable[[Block], Piece]:
+        """The function that encodes a block. It raises DataError for an id that the tokenizer doesn't announce."""
+        return _BlockEncoder(self, encoder).encode
 
 
 @dataclass(frozen=True)
@@ -74,21 +73,19 @@ class Piece:
     rejects: list[Reject] = field(default_factory=list)
 
 
-class ShardEncoder:
-    """Holds a tokenizer and turns blocks into pieces."""
+class _BlockEncoder:
+    def __init__(self, task: ShardTask, encoder: Encoder) -> None:
+        self.task, self.encoder = task, encoder
 
-    def __init__(self, setup: ShardSetup, encoder: Encoder) -> None:
-        self.setup, self.encoder = setup, encoder
-
-    def piece(self, block: Block) -> Piece:
-        """Parse, encode and pack. Raises DataError for an id that the tokenizer doesn't announce."""
+    def encode(self, block: Block) -> Piece:
+        """Parse, encode and pack."""
         piece = Piece()
         tables: list[NDArray[np.int64]] = []
-        rules = self.setup.rules
+        rules = self.task.rules
         parse = block.format_of.parse
         batches = [block.batch] if block.batch else parse(block.data, block.at_start, rules, BATCH_BYTES)
         for batch in batches:
-            # What to reject is known in the block; where it was is said with the source's own line numbers.
+            # Lines are counted in the block here, in the shard's part of the source in the piece.
             rejects = [replace(bad, line=bad.line + block.first_line_in_source) for bad in batch.rejects]
             piece.num_records += len(batch.lines) + len(rejects)
             piece.num_blank_lines += batch.num_blank
@@ -102,10 +99,10 @@ class ShardEncoder:
 
     def _pack(self, batch: Batch, block: Block, piece: Piece) -> NDArray[np.int64]:
         """Add a batch's samples to a piece; gives their offsets in it, sizes, numbers of tokens and lines."""
-        setup, texts = self.setup, batch.texts[0]
+        task, texts = self.task, batch.texts[0]
         ids, offsets = self.encoder.encode(texts)
-        if ids.size and int(ids.max()) >= setup.num_ids:
-            raise DataError(f"token id {int(ids.max())}, but the tokenizer has ids up to {setup.num_ids - 1}")
+        if ids.size and int(ids.max()) >= task.num_ids:
+            raise DataError(f"token id {int(ids.max())}, but the tokenizer has ids up to {task.num_ids - 1}")
         lengths = np.diff(offsets)
         kept = np.flatnonzero(lengths)
         piece.num_empty += len(texts) - len(kept)
@@ -115,16 +112,16 @@ class ShardEncoder:
         piece.num_text_bytes += sum(map(len, encoded))
         before = sum(map(len, piece.members))
         members, places, sizes = pack_samples(
-            block.key_prefix, lines, samples, encoded if setup.has_text else None, setup.ids_format
+            block.key_prefix, lines, samples, encoded if task.has_text else None, task.ids_format
         )
         piece.members.append(members)
-        num_tokens = lengths[kept] + len(setup.first_ids) + len(setup.last_ids)
+        num_tokens = lengths[kept] + len(task.first_ids) + len(task.last_ids)
         return np.stack([places + before, sizes, num_tokens, lines - block.first_line + block.first_line_in_source])
 
     def _samples(
         self, ids: NDArray[np.uint32], offsets: NDArray[np.int64], kept: NDArray[np.int64]
     ) -> list[NDArray[np.int32]]:
-        first, last = self.setup.first_ids, self.setup.last_ids
+        first, last = self.task.first_ids, self.task.last_ids
         lengths = np.diff(offsets)[kept]
         whole = np.empty(len(ids) + (len(first) + len(last)) * len(kept), np.int32)
         is_text = np.ones(len(whole), bool)
@@ -136,35 +133,3 @@ class ShardEncoder:
                 is_text[places + position] = False
         whole[is_text] = ids.view(np.int32)
         return [whole[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
-
-
-def run_worker(connection: Connection, setup: ShardSetup, engine: EngineSpec, encoder: Encoder | None) -> None:
-    """Give a piece, or an error of ours, for every block that comes. A forked worker has the encoder of its parent.
-
-    Schedulers signal all processes of a job: what that means is the parent's to say, and it ends its workers.
-    """
-    threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    if encoder is None:
-        one_thread()
-        encoder = load_encoder(engine)
-    worker = ShardEncoder(setup, encoder)
-    while True:
-        try:
-            block: Block = connection.recv()
-        except EOFError:
-            return
-        try:
-            reply: Piece | PretrainkitError = worker.piece(block)
-        except PretrainkitError as error:
-            reply = error
-        connection.send(reply)
-
-
-def _end_with_parent() -> None:
-    """End this worker when its parent is killed: nothing else tells it, and it would wait for work for ever."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    multiprocessing.connection.wait([parent.sentinel])
-    os._exit(1)
