@@ -4,10 +4,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
-from typing import Any
 
 from pretrainkit.cli import Parser, run_command
 
@@ -52,135 +50,36 @@ def build_parser() -> Parser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run one of the commands."""
-    command = {
-        "show": run_show,
-        "stats": run_stats,
-        "verify": run_verify,
-        "merge": run_merge,
-        "count": run_count,
-        "blend": run_blend,
-    }[arguments.command]
-    return command(arguments)
+    """Run one of the commands, print its result, and give the exit code."""
+    from pretrainkit.data.indexed import reports
 
-
-def run_show(arguments: argparse.Namespace) -> int:
-    """Print documents."""
-    from pretrainkit.data.indexed.inspect import show
-
-    for document in show(Path(arguments.prefix), arguments.documents, arguments.tokenizer_model):
-        if arguments.json:
-            print(json.dumps(vars(document), ensure_ascii=False))
-            continue
-        print(f"--- document {document.number}, {len(document.ids)} tokens")
-        if arguments.ids:
-            print(*document.ids)
-        print(document.text)
-    return 0
-
-
-def run_stats(arguments: argparse.Namespace) -> int:
-    """Print and draw lengths."""
-    from pretrainkit.data.indexed.inspect import format_statistics, plot, read_statistics
-
-    statistics = [read_statistics(prefix) for prefix in _prefixes(arguments.data)]
-    if arguments.plot:
-        plot(statistics, arguments.plot)
-    if arguments.json:
-        _print_json([vars(one) for one in statistics])
-    else:
-        print("\n".join(format_statistics(one) for one in statistics))
-    return 0
-
-
-def run_verify(arguments: argparse.Namespace) -> int:
-    """Verify; exit code 1 when anything is wrong."""
-    from pretrainkit.data.indexed.verify import verify
-    from pretrainkit.data.tokens.tokenizer import load_tokenizer
-
-    num_ids = load_tokenizer(arguments.tokenizer_model).num_ids if arguments.tokenizer_model else None
-    found = [verify(prefix, num_ids) for prefix in _prefixes(arguments.data)]
-    if arguments.json:
-        _print_json([vars(one) for one in found])
-    else:
-        for one in found:
-            state = "BAD" if one.problems else "good"
-            print(f"{one.prefix}: {state}, {one.num_documents} documents, {one.num_tokens} tokens")
-            for line in (*one.problems, *one.notes):
-                print(f"  {line}")
-    return int(any(one.problems for one in found))
-
-
-def run_merge(arguments: argparse.Namespace) -> int:
-    """Join pairs."""
-    import glob
-
-    from pretrainkit.data.indexed.merge import merge
-    from pretrainkit.data.indexed.pairs import read_counts
-    from pretrainkit.data.readers.inputs import natural_key
-
-    names: list[str] = []
-    for name in arguments.input:
-        for match in sorted(glob.glob(name), key=natural_key) if glob.has_magic(name) else [name]:  # noqa: PTH207
-            prefix = match.removesuffix(".bin").removesuffix(".idx")
-            # A shell's glob names all files of a pair.
-            if not match.endswith(".manifest.json") and (prefix == match or prefix not in names):
-                names.append(prefix)
-    merge(_prefixes(names), arguments.output_prefix, overwrite=arguments.overwrite)
-    counts = read_counts(arguments.output_prefix)
-    if arguments.json:
-        _print_json(vars(counts))
-    else:
-        print(f"{counts.prefix}: {counts.num_documents} documents, {counts.num_tokens} tokens, {counts.dtype}")
-    return 0
-
-
-def run_count(arguments: argparse.Namespace) -> int:
-    """Print what an epoch is."""
-    from pretrainkit.data.indexed.inspect import count_epoch
-
-    prefixes = _prefixes(arguments.data)
-    epochs = count_epoch(prefixes, arguments.split, arguments.sequence_length, arguments.global_batch_size)
-    if arguments.json:
-        _print_json([vars(epoch) for epoch in epochs])
-        return 0
-    for epoch in epochs:
-        print(
-            f"{epoch.split}: {epoch.num_documents} documents, {epoch.num_tokens} tokens = {epoch.num_samples} samples"
-            f" of {arguments.sequence_length} = {epoch.num_steps} steps of {arguments.global_batch_size}"
+    if arguments.command == "show":
+        return reports.show_documents(
+            Path(arguments.prefix),
+            arguments.documents,
+            arguments.tokenizer_model,
+            with_ids=arguments.ids,
+            as_json=arguments.json,
         )
-    return 0
-
-
-def run_blend(arguments: argparse.Namespace) -> int:
-    """Write a blend file."""
-    from pretrainkit.data.indexed.blend import dataset_path, make_blend, write_blend
-    from pretrainkit.errors import RequestError
-
-    if arguments.output.exists() and not arguments.overwrite:
-        raise RequestError(f"{arguments.output} exists", action="give another name, or --overwrite")
-    entries = make_blend(arguments.data, arguments.temperature)
-    write_blend(arguments.output, entries)
-    if arguments.json:
-        _print_json([vars(entry) for entry in entries])
-        return 0
-    for entry in entries:
-        line = f"{entry.weight:8.4f}  {entry.num_tokens:>15} tokens  {entry.name}  {entry.prefix}"
-        if arguments.total_tokens:
-            line += f"  {entry.epochs_of(arguments.total_tokens):.2f} epochs"
-        print(line)
-    print(f"--dataset_path {arguments.output}, or for Megatron itself {dataset_path(entries)!r}")
-    return 0
-
-
-def _prefixes(data: list[str]) -> list[Path]:
-    from pretrainkit.data.indexed.pairs import find_pairs
-
-    return [prefix for path in data for prefix in find_pairs(path)]
-
-
-def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2, ensure_ascii=False, default=str))
+    if arguments.command == "stats":
+        report = reports.report_statistics(arguments.data, arguments.plot)
+    elif arguments.command == "verify":
+        report = reports.report_verification(arguments.data, arguments.tokenizer_model)
+    elif arguments.command == "merge":
+        report = reports.report_merge(arguments.input, arguments.output_prefix, overwrite=arguments.overwrite)
+    elif arguments.command == "count":
+        report = reports.report_epoch(
+            arguments.data, arguments.split, arguments.sequence_length, arguments.global_batch_size
+        )
+    else:
+        report = reports.report_blend(
+            arguments.data,
+            arguments.output,
+            temperature=arguments.temperature,
+            total_tokens=arguments.total_tokens,
+            overwrite=arguments.overwrite,
+        )
+    return report.print(as_json=arguments.json)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -13,21 +13,20 @@ import sys
 from pathlib import Path
 
 from pretrainkit.cli import Parser, run_command
+from pretrainkit.data.flags import DataFlags, shared_settings
 
 
 def build_parser() -> Parser:
     """The command's flags."""
     parser = Parser(description=__doc__.split("\n\n")[0])
+    flags = DataFlags(unit="document")
     what = parser.add_argument_group("input and output")
-    what.add_argument(
-        "--input", nargs="+", required=True, help="saved dataset, .parquet, .jsonl and other files or folders; hub:NAME"
-    )
+    flags.add_input(what, "input", "saved dataset, .parquet, .jsonl and other files or folders; hub:NAME")
     what.add_argument("--output_dir", type=Path, required=True, help="for datasets.load_from_disk, and --dataset_path")
     what.add_argument("--text_column", default="text", help="column or key of the text")
-    what.add_argument("--text_documents", choices=["line", "file"], default="line", help="a document of .txt input")
     what.add_argument("--hub_split", default="train", help="split of a hub dataset")
     what.add_argument("--hub_revision", help="revision of a hub dataset")
-    what.add_argument("--overwrite", action="store_true", help="replace a set made otherwise, once the new is complete")
+    flags.add_overwrite(what, "replace a set made with other settings, once the new one is complete")
     tokens = parser.add_argument_group("tokens and sequences")
     tokens.add_argument("--tokenizer_model", required=True, help="Hugging Face folder, tokenizer.json or hub id")
     tokens.add_argument("--sequence_length", type=int, required=True, help="tokens in a sequence")
@@ -35,31 +34,18 @@ def build_parser() -> Parser:
         "--packing",
         choices=["concat", "bestfit"],
         default="concat",
-        help="concat: cut the stream of documents; bestfit: keep documents whole where they fit, pad the rest",
+        help="concat: cut the stream of documents; bestfit: don't cut documents that fit, pad the rest",
     )
-    tokens.add_argument(
-        "--append_eod", action=argparse.BooleanOptionalAction, default=True, help="end every document with EOD"
-    )
-    tokens.add_argument("--eod_token", help="the token that ends a document, instead of the tokenizer's EOS")
-    tokens.add_argument("--add_bos", action="store_true", help="begin every document with the BOS token")
-    tokens.add_argument(
-        "--special_tokens_in_text", choices=["plain", "encode", "error"], default="plain", help="spelled in a text"
-    )
-    tokens.add_argument(
-        "--verify_tokens", choices=["sample", "all", "off"], default="sample", help="compare with tokenizers"
-    )
-    tokens.add_argument("--engine", choices=["auto", "tokenizers"], default="auto", help="auto: fastokens if equal")
+    flags.add_tokens(tokens, appends_eod=True)
     running = parser.add_argument_group("running")
     running.add_argument("--num_proc", type=int, help="processes; else DATASET_NUM_PROC, else by cores and memory")
     running.add_argument("--batch_size", type=int, help="sequences in memory; else DATASET_BATCH_SIZE, else by machine")
     running.add_argument(
         "--writer_batch_size", type=int, help="sequences in a record batch; else DATASET_WRITER_BATCH_SIZE"
     )
-    running.add_argument("--on_error", choices=["stop", "skip", "replace"], default="stop", help="for bad records")
-    running.add_argument("--max_doc_bytes", type=int, default=0, help="longer texts are bad records; 0: no limit")
-    running.add_argument("--wait_hours", type=float, default=24.0, help="how long to wait for another preparer")
-    running.add_argument("--json", action="store_true", help="print the manifest as JSON")
-    running.add_argument("--quiet", action="store_true", help="only warnings and the result")
+    flags.add_records(running)
+    running.add_argument("--wait_hours", type=float, default=24.0, help="how long to wait for another process's build")
+    flags.add_running(running, has_workers=False, printed="manifest")
     return parser
 
 
@@ -75,18 +61,10 @@ def run(arguments: argparse.Namespace) -> int:
         sequence_length=arguments.sequence_length,
         packing=arguments.packing,
         text_column=arguments.text_column,
-        append_eod=arguments.append_eod,
-        eod_token=arguments.eod_token,
         add_bos=arguments.add_bos,
-        special_tokens_in_text=arguments.special_tokens_in_text,
-        text_documents=arguments.text_documents,
-        on_error=arguments.on_error,
-        max_document_bytes=arguments.max_doc_bytes,
-        verify_tokens=arguments.verify_tokens,
-        engine=arguments.engine,
         hub_split=arguments.hub_split,
         hub_revision=arguments.hub_revision,
-        overwrite=arguments.overwrite,
+        **shared_settings(arguments),
     )
     machine = machine_settings(
         os.environ,

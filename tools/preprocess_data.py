@@ -12,61 +12,38 @@ import os
 import sys
 
 from pretrainkit.cli import Parser, run_command
+from pretrainkit.data.flags import DataFlags, shared_settings
 from pretrainkit.jobs.tool_job import add_job_flags, or_submit
 
 
 def build_parser() -> Parser:
     """The command's flags; those that Megatron's tool has keep their names."""
     parser = Parser(description=__doc__.split("\n\n")[0])
+    flags = DataFlags(unit="document", separator="-")
     what = parser.add_argument_group("input and output")
-    what.add_argument("--input", nargs="+", required=True, help="files, folders or globs, read in natural order")
+    flags.add_input(what, "input", "files, folders or globs, read in natural order")
     what.add_argument("--output-prefix", required=True, help="writes OUTPUT_PREFIX_KEY_document.{bin,idx}")
     what.add_argument("--json-keys", nargs="+", default=["text"], help="keys or columns to encode, a pair each")
-    what.add_argument("--text-documents", choices=["line", "file"], default="line", help="a document of .txt input")
     what.add_argument("--per-file", action="store_true", help="one output per input file, under OUTPUT_PREFIX")
     what.add_argument("--shard", metavar="I/N", help="only part I of N; `array`: from the scheduler's variables")
-    what.add_argument("--overwrite", action="store_true", help="replace existing output once the new one is complete")
+    flags.add_overwrite(what, "replace existing output once the new one is complete")
     tokens = parser.add_argument_group("tokens")
     tokens.add_argument("--tokenizer-model", required=True, help="Hugging Face folder, tokenizer.json or hub id")
     tokens.add_argument(
         "--tokenizer-type", default="HuggingFaceTokenizer", choices=["HuggingFaceTokenizer"], help="the only kind"
     )
-    tokens.add_argument("--append-eod", action="store_true", help="end every document with exactly one EOD token")
-    tokens.add_argument("--eod-token", help="the token that ends a document, instead of the tokenizer's EOS")
-    tokens.add_argument("--add-bos", action="store_true", help="begin every document with the BOS token")
-    tokens.add_argument(
-        "--special-tokens-in-text",
-        choices=["plain", "encode", "error"],
-        default="plain",
-        help="a special token's spelling in a text is ordinary text, that token, or a bad record",
-    )
+    flags.add_tokens(tokens)
     tokens.add_argument("--dtype", choices=["auto", "uint16", "int32"], default="auto", help="auto: as Megatron does")
-    tokens.add_argument(
-        "--verify-tokens",
-        choices=["sample", "all", "off"],
-        default="sample",
-        help="how much is compared with Hugging Face tokenizers",
-    )
-    tokens.add_argument("--engine", choices=["auto", "tokenizers"], default="auto", help="auto: fastokens if equal")
-    records = parser.add_argument_group("bad records")
-    records.add_argument(
-        "--on-error",
-        choices=["stop", "skip", "replace"],
-        default="stop",
-        help="skip: set them aside in OUTPUT_PREFIX.rejects.jsonl; replace: mend bad characters, skip the rest",
-    )
-    records.add_argument("--max-doc-bytes", type=int, default=0, help="longer texts are bad records; 0: no limit")
+    flags.add_records(parser.add_argument_group("bad records"))
     running = parser.add_argument_group("running")
-    running.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)), help="processes")
     running.add_argument(
         "--resume",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="continue unfinished work of this very request",
+        help="continue unfinished work of the same request",
     )
     running.add_argument("--log-interval", type=int, default=1000, help="documents between progress lines, at least")
-    running.add_argument("--json", action="store_true", help="print the manifests as JSON")
-    running.add_argument("--quiet", action="store_true", help="only warnings and the result")
+    flags.add_running(running, printed="manifests")
     for option in ("--split-sentences", "--partitions"):
         parser.add_argument(option, nargs="?", const="1", help=argparse.SUPPRESS)
     # Megatron's flag for what is always so here.
@@ -93,22 +70,15 @@ def run(arguments: argparse.Namespace) -> int:
         output_prefix=arguments.output_prefix,
         tokenizer_model=arguments.tokenizer_model,
         json_keys=tuple(arguments.json_keys),
-        append_eod=arguments.append_eod,
         add_bos=arguments.add_bos,
         eod_token=arguments.eod_token,
-        special_tokens_in_text=arguments.special_tokens_in_text,
         dtype=arguments.dtype,
         workers=arguments.workers,
-        on_error=arguments.on_error,
-        max_document_bytes=arguments.max_doc_bytes,
-        text_documents=arguments.text_documents,
-        verify_tokens=arguments.verify_tokens,
-        engine=arguments.engine,
         per_file=arguments.per_file,
         shard=parse_shard(arguments.shard, os.environ) if arguments.shard else None,
         resume=arguments.resume,
-        overwrite=arguments.overwrite,
         log_interval=arguments.log_interval,
+        **shared_settings(arguments),
     )
     print_manifests(preprocess(request), as_json=arguments.json)
     return 0

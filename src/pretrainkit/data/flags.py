@@ -1,0 +1,96 @@
+"""The flags that the data tools share, each declared once: what text becomes tokens, and what happens to bad records.
+
+preprocess_data.py spells them with dashes, as Megatron's tool does, the others with underscores; all tools accept both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from typing import Any
+
+
+class DataFlags:
+    """Adds shared flags to groups of a tool's parser."""
+
+    def __init__(self, *, unit: str, separator: str = "_") -> None:
+        """`unit` is what the tool calls a text in its output: document or sample."""
+        self._unit, self._separator = unit, separator
+
+    def _add(self, group: Any, name: str, **settings: Any) -> None:
+        group.add_argument(f"--{name.replace('-', self._separator)}", **settings)
+
+    def add_input(self, group: Any, name: str, help: str) -> None:
+        """What to read, and how .txt files are cut."""
+        self._add(group, name, nargs="+", required=True, help=help)
+        self._add(
+            group, "text-documents", choices=["line", "file"], default="line", help=f"a {self._unit} of .txt input"
+        )
+
+    def add_overwrite(self, group: Any, help: str) -> None:
+        """Whether output that exists is replaced."""
+        self._add(group, "overwrite", action="store_true", help=help)
+
+    def add_tokens(
+        self,
+        group: Any,
+        *,
+        spellings: Sequence[str] = ("plain", "encode", "error"),
+        verification: Sequence[str] = ("sample", "all", "off"),
+        appends_eod: bool = False,
+        has_bos: bool = True,
+    ) -> None:
+        """EOD and BOS, special tokens in texts, and the library that encodes."""
+        action: Any = argparse.BooleanOptionalAction if appends_eod else "store_true"
+        end = f"end every {self._unit} with exactly one EOD token"
+        self._add(group, "append-eod", action=action, default=appends_eod, help=end)
+        self._add(group, "eod-token", help=f"the token that ends a {self._unit}, instead of the tokenizer's EOS")
+        if has_bos:
+            self._add(group, "add-bos", action="store_true", help=f"begin every {self._unit} with the BOS token")
+        meanings = {"plain": "ordinary text", "encode": "that token", "error": "a bad record"}
+        self._add(
+            group,
+            "special-tokens-in-text",
+            choices=spellings,
+            default="plain",
+            help="a special token spelled in a text is "
+            + " or ".join(f"{meanings[choice]} ({choice})" for choice in spellings),
+        )
+        self._add(
+            group,
+            "verify-tokens",
+            choices=verification,
+            default="sample",
+            help="how much is compared with Hugging Face tokenizers",
+        )
+        self._add(
+            group, "engine", choices=["auto", "tokenizers"], default="auto", help="auto: fastokens if its ids are equal"
+        )
+
+    def add_records(self, group: Any) -> None:
+        """What happens to bad records."""
+        self._add(
+            group,
+            "on-error",
+            choices=["stop", "skip", "replace"],
+            default="stop",
+            help="skip: set bad records aside in a .rejects.jsonl file; replace: fix bad characters, skip the rest",
+        )
+        self._add(group, "max-doc-bytes", type=int, default=0, help="longer texts are bad records; 0: no limit")
+
+    def add_running(self, group: Any, *, has_workers: bool = True, printed: str) -> None:
+        """Processes and what is printed."""
+        if has_workers:
+            self._add(group, "workers", type=int, default=len(os.sched_getaffinity(0)), help="processes")
+        self._add(group, "json", action="store_true", help=f"print the {printed} as JSON")
+        self._add(group, "quiet", action="store_true", help="only warnings and the result")
+
+
+SHARED = ("append_eod", "eod_token", "special_tokens_in_text", "text_documents", "on_error", "verify_tokens", "engine")
+
+
+def shared_settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The shared flags as fields of a tool's request."""
+    settings = {name: getattr(arguments, name) for name in (*SHARED, "overwrite")}
+    return settings | {"max_document_bytes": arguments.max_doc_bytes}
