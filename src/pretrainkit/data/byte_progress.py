@@ -1,4 +1,4 @@
-"""How far work over a known number of bytes or items is: a bar on a terminal, a line now and then in a log."""
+"""Progress of work over a known number of bytes or items: a bar on a terminal, occasional lines in a log."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pretrainkit.units import format_duration
 
 LOGGER = get_logger(__name__)
 LINE_EVERY_S = 10.0
-"""Least time between two lines in a log."""
+"""Minimum time between two lines in a log."""
 
 
 class ByteProgress:
-    """Counts up to `total`, from `initial` that an earlier process did."""
+    """Counts up to `total`, from `initial`, which an earlier process did."""
 
     def __init__(self, total: int, name: str, unit: str = "B", initial: int = 0) -> None:
         self._total, self._name, self._unit = total, name, unit
@@ -30,11 +30,11 @@ class ByteProgress:
 
     @property
     def elapsed_s(self) -> float:
-        """Since the beginning; never 0."""
+        """Seconds since the beginning; never 0."""
         return max(time.monotonic() - self._began, 1e-9)
 
     def add(self, count: int, note: str = "", *, may_log: bool = True) -> bool:
-        """More is done; a note says more about it. Gives whether a line was logged."""
+        """Count more work as done; `note` is shown with it. Gives whether a line was logged."""
         self._done += count
         if self._bar is not None:
             self._bar.set_postfix_str(note, refresh=False)
@@ -52,6 +52,6 @@ class ByteProgress:
         return True
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         if self._bar is not None:
             self._bar.close()

@@ -264,7 +264,7 @@ def _split_tokens(lengths: NDArray[np.int32], split: str) -> tuple[int, int, int
 
 
 def _manifest_digest(manifest: Manifest) -> str:
-    """What changes when the content of a pair does, wherever it lies and however often it was made."""
+    """Changes when the content of a pair does, not with its path or the number of times it was made."""
     content = f"{manifest.bin_bytes} {manifest.bin_crc32} {manifest.num_documents} {manifest.tokenizer.sha256}"
     return hashlib.sha256(content.encode()).hexdigest()
 

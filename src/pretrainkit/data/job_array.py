@@ -17,7 +17,7 @@ class _Scheduler:
     last: str = ""
     step: str = ""
     base: int = 0
-    """The id of the first task of a whole array."""
+    """The id of the first task of a complete array."""
 
 
 SCHEDULERS = (

@@ -34,7 +34,7 @@ class BlendEntry:
 
 
 def make_blend(parts: list[str], temperature: float = 1.0) -> list[BlendEntry]:
-    """A mixture of `PREFIX`, `NAME=PREFIX` or `NAME=PREFIX:WEIGHT`; a folder stands for all of its pairs.
+    """A mixture of `PREFIX`, `NAME=PREFIX` or `NAME=PREFIX:WEIGHT`; a folder means all of its pairs.
 
     Without any weights, shares are in proportion to tokens^(1 / temperature): 1 mixes everything as it is, more
     lifts small datasets. Raises RequestError for weights that are not positive, given to some only, datasets
@@ -91,7 +91,7 @@ def _check(found: list[tuple[str, Path, float | None]]) -> None:
     ):
         twice = sorted({value for value in values if values.count(value) > 1})
         if twice:
-            raise RequestError(f"a {what} is meant twice: {', '.join(twice)}", action="name it once, weights added")
+            raise RequestError(f"a {what} is named twice: {', '.join(twice)}", action="name it once, weights added")
     weighted = [weight is not None for _, _, weight in found]
     if any(weighted) and not all(weighted):
         raise RequestError("some datasets have a weight, others none", needed="weights for all, or for none")

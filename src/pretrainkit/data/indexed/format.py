@@ -120,7 +120,7 @@ class IndexedDataset:
         """[num_tokens] all ids, memory-mapped."""
 
     def release(self) -> None:
-        """Take the ids that were read out of this process's memory; the system may keep them in its cache."""
+        """Drop the pages that were read from this process's memory; they may stay in the page cache."""
         if isinstance(self.tokens.base, mmap.mmap):
             self.tokens.base.madvise(mmap.MADV_DONTNEED)
 
@@ -135,7 +135,7 @@ class IndexedDataset:
         return self.tokens[begin : begin + int(self.sequence_lengths[sequence])]
 
     def document(self, document: int) -> NDArray:
-        """The ids of one document: all of its sequences, which lie one after the other."""
+        """The ids of one document: all of its sequences, which are consecutive."""
         if not 0 <= document < self.num_documents:
             raise IndexError(f"document {document} of {self.num_documents}")
         first, end = (int(i) for i in self.document_indices[document : document + 2])
@@ -169,7 +169,7 @@ def write_index(
     sequence_lengths: NDArray[np.int32],
     document_indices: NDArray[np.int64] | None = None,
 ) -> None:
-    """Write a whole .idx to `path`, in blocks, so that the lengths may be a memory map larger than memory.
+    """Write an .idx to `path`, in blocks, so that the lengths may be a memory map larger than memory.
 
     Without `document_indices` every sequence is a document.
     """
@@ -250,7 +250,7 @@ class IndexedDatasetWriter:
 
 
 def commit_pair(temporary_bin: Path, temporary_idx: Path, prefix: Path | str) -> None:
-    """Give a finished pair its names: tokens first, index last, so that an .idx never lies beside another .bin.
+    """Give a finished pair its names: tokens first, index last, so that no .idx is next to the .bin of another run.
 
     An old pair under the same name stays until the new one is on disk.
     """

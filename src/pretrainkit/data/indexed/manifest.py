@@ -1,4 +1,4 @@
-"""The record beside a prepared dataset, `<prefix>.manifest.json`: what it was made from and how.
+"""The record next to a prepared dataset, `<prefix>.manifest.json`: what it was made from and how.
 
 It is written last, so it is also the mark that the pair is complete. Data made by Megatron itself has none.
 """
@@ -77,7 +77,7 @@ class Manifest:
     append_eod: bool
     add_bos: bool
     special_tokens_in_text: str
-    """`plain`: spelled as ordinary text; `encode`: given their ids; `error`: such a record is bad."""
+    """`plain`: encoded as ordinary text; `encode`: given their ids; `error`: such a record is bad."""
     tokenizer: TokenizerRecord
     inputs: tuple[InputFile, ...]
     flags: dict[str, Any] = field(default_factory=dict)
@@ -92,7 +92,7 @@ class Manifest:
 
     def __post_init__(self) -> None:
         accounted = self.num_documents + self.num_empty + self.num_rejected
-        assert self.num_records == accounted, f"books do not balance: {self.num_records} != {accounted}"
+        assert self.num_records == accounted, f"record counts do not add up: {self.num_records} != {accounted}"
 
 
 def manifest_path(prefix: Path | str) -> Path:

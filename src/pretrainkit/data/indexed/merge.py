@@ -35,7 +35,7 @@ SHARD_NAME = re.compile(r"\.shard-(\d+)-of-(\d+)_")
 def merge(prefixes: list[Path], output_prefix: Path | str, *, overwrite: bool = False) -> Manifest | None:
     """Write `<output_prefix>.bin` and `.idx` out of complete pairs, in the order given.
 
-    Gives the manifest of the whole, None if the parts have none. Raises RequestError, before it writes, for parts
+    Gives the manifest of the result, None if the parts have none. Raises RequestError, before it writes, for parts
     of different dtype or tokenizer, missing shards, or existing output without `overwrite`.
     """
     parts = _open(prefixes)
@@ -60,9 +60,9 @@ def merge(prefixes: list[Path], output_prefix: Path | str, *, overwrite: bool = 
             path.unlink(missing_ok=True)
     if manifests is None:
         return None
-    whole = _join(manifests)
-    write_manifest(output_prefix, whole)
-    return whole
+    joined = _join(manifests)
+    write_manifest(output_prefix, joined)
+    return joined
 
 
 def _open(prefixes: list[Path]) -> list[tuple[np.dtype, int, int]]:
@@ -98,7 +98,7 @@ def _check(prefixes: list[Path], parts: list[tuple[np.dtype, int, int]]) -> list
     known = [manifest for manifest in manifests if manifest is not None]
     if len(known) < len(manifests):
         if known:
-            LOGGER.warning("some parts have no manifest, so the whole gets none")
+            LOGGER.warning("some parts have no manifest, so the output gets none")
         return None
     for prefix, manifest in zip(prefixes, known, strict=True):
         for name in ("append_eod", "add_bos"):

@@ -1,4 +1,4 @@
-"""Which prepared datasets lie under a path: the complete .bin/.idx pairs, and what they hold."""
+"""The complete .bin/.idx pairs under a path, and their sizes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pretrainkit.errors import DataError, RequestError
 
 @dataclass(frozen=True)
 class PairCounts:
-    """What the index of a pair says; the .bin itself is not read."""
+    """Counts from the index of a pair; the .bin itself is not read."""
 
     prefix: Path
     num_tokens: int
@@ -27,7 +27,7 @@ class PairCounts:
 def find_pairs(path: Path | str) -> list[Path]:
     """The prefixes of all complete pairs at `path`, in natural order: a prefix, one of its files, or a folder.
 
-    A folder without pairs stands for all folders in it, as `preprocess_data.py --per-file` writes them.
+    A folder without pairs means all folders in it, as `preprocess_data.py --per-file` writes them.
     Raises RequestError when there is none, or half of one.
     """
     path = Path(path)

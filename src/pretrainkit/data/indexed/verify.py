@@ -1,4 +1,4 @@
-"""Whether a prepared dataset is whole and what its manifest says: structure, pointers, ids, checksums, EOD.
+"""Whether a prepared dataset is complete and matches its manifest: structure, pointers, ids, checksums, EOD.
 
 The .bin is read once, in order, so the disk's speed is the limit.
 """
@@ -17,13 +17,13 @@ from pretrainkit.data.indexed.manifest import Manifest, read_manifest
 from pretrainkit.errors import DataError
 
 BLOCK = 1 << 20
-"""Index entries looked at together."""
+"""Index entries that are checked at once."""
 READ_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
 class Verification:
-    """What was found."""
+    """The result of verifying one pair."""
 
     prefix: Path
     num_tokens: int = 0
@@ -35,7 +35,7 @@ class Verification:
 
 
 def verify(prefix: Path | str, num_ids: int | None = None) -> Verification:
-    """Look at everything in a pair. `num_ids` bounds the ids where there is no manifest to do so."""
+    """Check everything in a pair. `num_ids` bounds the ids where there is no manifest to do so."""
     prefix = Path(prefix)
     try:
         dataset = IndexedDataset(prefix)
@@ -96,7 +96,7 @@ def _read_tokens(dataset: IndexedDataset) -> tuple[int, int, int]:
     buffer = np.empty(READ_BYTES, dtype=np.uint8)
     with bin_path(dataset.prefix).open("rb", buffering=0) as file:
         while count := file.readinto(buffer.data):
-            # A short read may end inside an id; what follows makes it whole.
+            # A short read may end inside an id; the next read completes it.
             while count % dataset.dtype.itemsize and (more := file.readinto(buffer.data[count:])):
                 count += more
             checksum = crc32(buffer[:count], checksum)

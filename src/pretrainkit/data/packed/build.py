@@ -1,4 +1,4 @@
-"""Prepares a packed set: documents are encoded by the data engine, then cut, put together and written as Arrow."""
+"""Builds a packed set: the data engine encodes documents, which are then packed and written as Arrow files."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FILE_BYTES = 512 << 20
 
 
 def pack_dataset(plan: PackPlan, *, timeout_s: float = 24 * 3600.0) -> tuple[PackedManifest, bool]:
-    """Make sure that the set is there; its manifest, and whether this process prepared it.
+    """Make sure that the set exists; gives its manifest, and whether this process built it.
 
     May be called by all processes of a distributed run at once (see `pretrainkit.data.packed.once`). Raises
     DataError when an input is bad, StoppedError (exit code 85) on SIGTERM; the next call continues what is unfinished.
@@ -46,7 +46,7 @@ def pack_dataset(plan: PackPlan, *, timeout_s: float = 24 * 3600.0) -> tuple[Pac
     pool = EncodePool(plan.machine.num_proc)
 
     def build() -> None:
-        with stopped_by_signals("run the same command again: it continues where it was"):
+        with stopped_by_signals("run the same command again: it continues from there"):
             made.append(_prepare(plan, pool))
 
     build_once(
@@ -63,13 +63,13 @@ def pack_dataset(plan: PackPlan, *, timeout_s: float = 24 * 3600.0) -> tuple[Pac
 
 
 def _unfinished(plan: PackPlan) -> list[Path]:
-    """Folders of work that was not finished or not cleared away, of this request or another with the same output."""
+    """Folders of unfinished work, of this request or another with the same output."""
     final = plan.request.output_dir
     return [*files.leftovers(final), *final.parent.glob(f"{final.name}.staging-*")]
 
 
 def _prepare(plan: PackPlan, pool: EncodePool) -> bool:
-    """Make the set; False when one is there whose inputs were touched but hold the same."""
+    """Build the set; False when it exists and its inputs were touched but have the same content."""
     began = time.monotonic()
     final = plan.request.output_dir
     if found := plan.touched():
@@ -107,7 +107,7 @@ def _prepare(plan: PackPlan, pool: EncodePool) -> bool:
         raise DataError(
             error.strerror or str(error),
             where=str(error.filename or final),
-            action=f"mend it and run the same command again: encoded documents are kept in {plan.staging}",
+            action=f"fix it and run the same command again: encoded documents are kept in {plan.staging}",
         ) from error
     shutil.rmtree(plan.staging, ignore_errors=True)
     LOGGER.info(
@@ -129,7 +129,7 @@ def _prepare(plan: PackPlan, pool: EncodePool) -> bool:
 
 
 def _encode(plan: PackPlan, pool: EncodePool) -> tuple[Path, Manifest]:
-    """The documents as a .bin/.idx pair in the staging folder, made now or by an earlier preparer."""
+    """The documents as a .bin/.idx pair in the staging folder, encoded now or by an earlier process."""
     request = plan.request
     prefix = plan.staging / f"documents_{request.text_column}_document"
     done = read_manifest(prefix)
@@ -153,7 +153,7 @@ def _encode(plan: PackPlan, pool: EncodePool) -> tuple[Path, Manifest]:
             text_documents=request.text_documents,
             verify_tokens=request.verify_tokens,
             engine=request.engine,
-            overwrite=True,  # files without a manifest are of a preparer that died while it committed them
+            overwrite=True,  # files without a manifest were left by a process that died while it committed them
         ),
         plan.tokenizer,
     )
@@ -169,7 +169,7 @@ def _local_inputs(plan: PackPlan) -> tuple[str, ...]:
     name = request.inputs[0].removeprefix(HUB)
     try:
         loaded = datasets.load_dataset(name, split=request.hub_split, revision=request.hub_revision)
-    except Exception as error:  # of whatever kind the hub's client gives
+    except Exception as error:  # the hub's client raises errors of many types
         raise RequestError(
             f"can't be loaded from the hub: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
             where=request.inputs[0],
@@ -231,7 +231,7 @@ def _lengths_within(lengths: NDArray[np.int32], num_tokens: int) -> NDArray[np.i
 
 
 def _write_hugging_face_records(fingerprint: str, folder: Path, names: list[str]) -> None:
-    """What `datasets.load_from_disk` looks for; the columns' types it takes from the Arrow files."""
+    """Write what `datasets.load_from_disk` looks for; it takes the columns' types from the Arrow files."""
     files.write_json(folder / "dataset_info.json", {"description": "Made by pretrainkit.", "citation": ""})
     state: dict[str, Any] = {
         "_data_files": [{"filename": name} for name in names],

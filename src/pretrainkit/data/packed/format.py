@@ -1,6 +1,6 @@
 """Sequences of one length in Arrow files: the format, its manifest, and reading it.
 
-A packed set is a folder that `datasets.load_from_disk` reads, with `packed.json` beside its files. A row is a
+A packed set is a folder that `datasets.load_from_disk` reads, with `packed.json` next to its files. A row is a
 sequence: `input_ids` (list of int32, sequence_length long) and `document_lengths` (list of int32, the lengths of
 the pieces of documents in it, in order; what is left up to sequence_length is padding). Sets made by `concat` also
 have `documents.npy`: the lengths (int32) of the documents of their stream, of the last one only what is in it.
@@ -57,10 +57,10 @@ class PackedManifest:
     """Of documents; padding is none."""
     num_padding: int
     num_dropped: int
-    """Tokens at the end that made no whole sequence."""
+    """Tokens at the end that didn't fill a sequence."""
     padding_id: int
     documents: dict[str, Any]
-    """The manifest of the documents (`pretrainkit.data.indexed.manifest`): inputs, books of records, EOD policy."""
+    """The manifest of the documents (`pretrainkit.data.indexed.manifest`): inputs, counts of records, EOD policy."""
     tokenizer: TokenizerRecord
     files: tuple[PackedFile, ...]
     elapsed_s: float = 0.0
@@ -85,7 +85,7 @@ def read_packed_manifest(folder: Path) -> PackedManifest | None:
         return None
     try:
         return decode_record(PackedManifest, read_json(path), FORMAT)
-    except FileNotFoundError:  # replaced by a new set at this very moment
+    except FileNotFoundError:  # a new set is just replacing it
         return None
     except (ValueError, TypeError, AttributeError) as error:
         raise DataError(f"not a readable record of a packed set: {error}", where=str(path)) from error
@@ -102,7 +102,7 @@ class PackedDataset:
     """A packed set, memory-mapped: what is read is shared by all processes of a machine. Usable as a torch dataset."""
 
     def __init__(self, folder: Path | str) -> None:
-        """Raises RequestError when there is no whole set."""
+        """Raises RequestError when the set is missing or incomplete."""
         self.folder = Path(folder)
         try:
             manifest = read_packed_manifest(self.folder)
@@ -110,7 +110,7 @@ class PackedDataset:
             raise RequestError(error.found, where=error.where) from error
         if manifest is None:
             raise RequestError(
-                "no packed set here", where=str(folder), needed=MARK, action="make one with tools/pack_dataset.py"
+                "no packed set here", where=str(folder), needed=MARK, action="build one with tools/pack_dataset.py"
             )
         self.manifest = manifest
         for entry in manifest.files:
@@ -173,7 +173,7 @@ class PackedDataset:
         return pieces[offsets[row] : offsets[row + 1]]
 
     def __getitem__(self, number: int) -> dict[str, NDArray[np.int64]]:
-        """A sequence with labels (padding ignored) and position ids that begin anew with every document."""
+        """A sequence with labels (padding ignored) and position ids that restart at every document."""
         ids = self.input_ids(number).astype(np.int64)
         lengths = self.document_lengths(number)
         num_tokens = int(lengths.sum())

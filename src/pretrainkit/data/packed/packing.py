@@ -2,8 +2,8 @@
 
 `concat` writes all documents one after the other and cuts every `sequence_length` tokens. `bestfit` cuts only
 documents that are longer than a sequence, and puts the pieces, longest first, each where the least space is left
-that holds it (best-fit packing, Ding et al. 2024, https://arxiv.org/abs/2404.10830): documents stay whole, and a
-sequence may end in padding.
+that holds it (best-fit packing, Ding et al. 2024, https://arxiv.org/abs/2404.10830): such documents are never
+cut, and a sequence may end in padding.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SHUFFLE_SEED = 0
 
 @dataclass(frozen=True)
 class Packing:
-    """Which piece of the stream of all documents lies where. Pieces are in the order of the sequences."""
+    """Where each piece of the documents' stream goes. Pieces are in the order of the sequences."""
 
     begins: NDArray[np.int64]
     """[P] token of the stream that each piece begins with."""
@@ -29,7 +29,7 @@ class Packing:
     """[N + 1] pieces of sequence i are first_piece[i] to first_piece[i + 1]."""
     sequence_length: int
     num_dropped: int
-    """Tokens at the end that make no whole sequence."""
+    """Tokens at the end that don't fill a sequence."""
 
     @property
     def num_sequences(self) -> int:
@@ -38,12 +38,12 @@ class Packing:
 
     @property
     def num_tokens(self) -> int:
-        """Of documents, without padding."""
+        """Tokens of documents, without padding."""
         return int(self.lengths.sum(dtype=np.int64))
 
     @property
     def num_padding(self) -> int:
-        """Places that hold no token."""
+        """Positions without a token."""
         return self.num_sequences * self.sequence_length - self.num_tokens
 
     def sequences(self, tokens: NDArray[Any], first: int, last: int, padding_id: int) -> NDArray[np.int32]:
@@ -70,7 +70,7 @@ def pack(lengths: NDArray[np.int32], sequence_length: int, method: str) -> Packi
 
 
 def concat(lengths: NDArray[np.int32], sequence_length: int) -> Packing:
-    """Concatenate and cut; the tokens after the last whole sequence are dropped."""
+    """Concatenate and cut; the tokens after the last full sequence are dropped."""
     ends = np.cumsum(lengths, dtype=np.int64)
     total = int(ends[-1]) if len(ends) else 0
     num_sequences = total // sequence_length
@@ -87,7 +87,7 @@ def concat(lengths: NDArray[np.int32], sequence_length: int) -> Packing:
 
 
 def bestfit(lengths: NDArray[np.int32], sequence_length: int) -> Packing:
-    """Keep documents whole where they fit; sequences are then shuffled, so that full ones don't come first."""
+    """Cut only documents longer than a sequence; sequences are then shuffled, or full ones would come first."""
     lengths = lengths[lengths > 0].astype(np.int64)
     doc_begins = np.cumsum(lengths) - lengths
     num_pieces = -(-lengths // sequence_length)

@@ -1,4 +1,4 @@
-"""What to pack and how, checked before any work; and the fingerprint that says whether it was done already."""
+"""A request for a packed set, checked before any work, and the fingerprint that shows whether it was built already."""
 
 from __future__ import annotations
 
@@ -116,9 +116,9 @@ class PackPlan:
     tokenizer: TokenizerFile
     settings: dict[str, Any]
     inputs: tuple[InputState, ...]
-    """As they lie on the disk now; of a hub dataset none."""
+    """Their state on the disk now; empty for a hub dataset."""
     paths: tuple[str, ...]
-    """Of the inputs."""
+    """Paths of the inputs."""
 
     @property
     def staging(self) -> Path:
@@ -132,7 +132,7 @@ class PackPlan:
         return _digest([self.settings, [state.content for state in inputs]])
 
     def finished(self) -> PackedManifest | None:
-        """The set, if it is there and of this very request, from files that are untouched since. Reads no input."""
+        """The set, if it exists and was built for this request from files that are unchanged. Reads no input."""
         manifest = read_packed_manifest(self.request.output_dir)
         if manifest is None or manifest.settings != self.settings or not unchanged_since(self.inputs, manifest.inputs):
             return None
@@ -141,7 +141,7 @@ class PackPlan:
     def touched(self) -> tuple[PackedManifest, tuple[InputState, ...]] | None:
         """The set, if it was made by this request, and the inputs, if they hold the same as then: reads them.
 
-        None when no such set is there, or when it is to be replaced. Raises RequestError when the inputs hold
+        None when there is no such set, or when it is to be replaced. Raises RequestError when the inputs hold
         something else and it is not.
         """
         manifest = read_packed_manifest(self.request.output_dir)
@@ -159,7 +159,7 @@ class PackPlan:
 
 
 def make_pack_plan(request: PackRequest, machine: MachineSettings) -> PackPlan:
-    """Check a request. Raises RequestError, also when the output is there and was made otherwise; writes nothing."""
+    """Check a request. Raises RequestError, also when the output exists with other settings; writes nothing."""
     if request.sequence_length < 2:
         raise RequestError(f"{request.sequence_length}", where="--sequence_length", needed="2 or more")
     tokenizer = load_tokenizer(request.tokenizer_model, request.eod_token)
@@ -199,7 +199,7 @@ def _inputs(request: PackRequest) -> tuple[list[Any], tuple[InputState, ...], tu
         names = [[state.name, state.num_bytes] for state in states]
         return names, states, tuple(source.path for source in sources)
     if len(request.inputs) > 1:
-        raise RequestError("a hub dataset among several inputs", where="--input", needed="it alone")
+        raise RequestError("a hub dataset among several inputs", where="--input", needed="only the hub dataset")
     return [[hub[0], request.hub_split, request.hub_revision]], (), ()
 
 
@@ -213,7 +213,7 @@ def _check_output(plan: PackPlan) -> None:
         raise RequestError(error.found, where=error.where, action="remove the folder, or give --overwrite") from error
     if manifest is None:
         if not folder.is_dir() or any(folder.iterdir()):
-            raise RequestError("there, and no packed set", where=str(folder), action="give another --output_dir")
+            raise RequestError("exists, and is not a packed set", where=str(folder), action="give another --output_dir")
         return
     different = [name for name, value in plan.settings.items() if manifest.settings.get(name) != value]
     if different:
@@ -222,7 +222,7 @@ def _check_output(plan: PackPlan) -> None:
 
 def _other_set(folder: Path, difference: str) -> RequestError:
     return RequestError(
-        f"a packed set of other {difference} is here",
+        f"a packed set with other {difference} exists",
         where=str(folder),
         action="give another --output_dir, or --overwrite to replace it once the new one is complete",
     )

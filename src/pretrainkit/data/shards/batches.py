@@ -1,4 +1,4 @@
-"""The batches of an epoch over token shards that are one rank's, each found by its number."""
+"""One rank's batches in an epoch over token shards, each found by its number."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from pretrainkit.data.shards.shard_set import ShardReader, ShardSet
 from pretrainkit.errors import RequestError
 
 IGNORED_LABEL = -100
-"""What Hugging Face models leave out of the loss."""
+"""Label that Hugging Face models leave out of the loss."""
 LANES = 8
-"""Ranges that a rank's batches are dealt from: enough for eight workers that share nothing."""
+"""Ranges that a rank's batches are dealt from: enough for eight workers that read different shards."""
 KEPT_SAMPLES = 64
-"""Decoded samples that are kept, for those whose rest is in the next row."""
+"""Decoded samples that are cached: the rest of a sample may be in the next row."""
 
 
 class TokenBatches(Dataset[dict[str, torch.Tensor]]):
@@ -49,13 +49,13 @@ class TokenBatches(Dataset[dict[str, torch.Tensor]]):
         self._rank, self._world_size, self._split = rank, world_size, split
         self._buffer, self._shuffle, self._seed, self._lanes = shuffle_buffer, shuffle_shards, seed, lanes
         eod = shards.records[0].tokenizer.eod_id if shards.records else None
-        self._padding_id = eod or 0  # never learnt from: its label is ignored
+        self._padding_id = eod or 0  # its label is ignored, so it is never trained on
         self._kept: OrderedDict[tuple[int, int], NDArray[np.int32]] = OrderedDict()
         self._remote: dict[int, dict[int, NDArray[np.int32]]] = {}
         self.set_epoch(0)
         if not len(self):
             raise RequestError(
-                f"{shards.num_tokens} tokens in {shards.num_samples} samples are less than a batch for each rank",
+                f"{shards.num_tokens} tokens in {shards.num_samples} samples don't fill a batch on every rank",
                 needed=f"{world_size} ranks x {batch_size} rows x {sequence_length} tokens",
                 action="take a smaller batch, shorter rows or fewer ranks",
             )
@@ -77,7 +77,7 @@ class TokenBatches(Dataset[dict[str, torch.Tensor]]):
         }
 
     def set_epoch(self, epoch: int) -> None:
-        """Take the order of an epoch."""
+        """Switch to the order of an epoch."""
         self.epoch = epoch
         self._kept.clear()
         self._remote.clear()
@@ -100,7 +100,7 @@ class TokenBatches(Dataset[dict[str, torch.Tensor]]):
             self._num_batches = used // (self.batch_size * self._world_size)
             self._first_row = self._rank * self._num_batches * self.batch_size
         self.num_dropped_rows = used - self._num_batches * self.batch_size * self._world_size
-        """Rows of the epoch that make no whole batch for every rank."""
+        """Rows at the end of the epoch that don't fill a batch on every rank."""
         tables = [self._set.shards[number].table for number in order]
         self._order = EpochOrder(order, tables, self._weigh, shuffle_buffer=self._buffer, seed=seed)
 
@@ -158,7 +158,7 @@ class TokenBatches(Dataset[dict[str, torch.Tensor]]):
         return self._kept[key]
 
     def _remote_window(self, number: int) -> dict[int, NDArray[np.int32]]:
-        """A window's samples, read in the order in which they lie in their shards."""
+        """A window's samples, read in the order of their shards."""
         if number not in self._remote:
             while len(self._remote) > self._lanes:
                 del self._remote[next(iter(self._remote))]

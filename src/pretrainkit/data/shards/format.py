@@ -61,7 +61,7 @@ class ShardInput:
 
     path: str
     num_bytes: int
-    """Of the whole file, on disk."""
+    """Size of the file on disk, all of it."""
     modified_ns: int
     num_bytes_read: int
     """Decompressed, of the part that went into this shard."""
@@ -86,7 +86,7 @@ class ShardRecord:
     num_text_bytes: int
     """Of the samples' texts, UTF-8."""
     tar_bytes: int
-    """0: no sample, and no tar."""
+    """0: there are no samples, and no tar."""
     tar_xxh3_128: str
     samples_xxh3_128: str
     ids_format: str
@@ -135,7 +135,7 @@ def read_records(folder: Path) -> dict[int, ShardRecord]:
 
 
 def end_of_archive(num_bytes: int) -> bytes:
-    """What ends a tar whose members have `num_bytes`: two empty blocks, filled up to a whole record."""
+    """What ends a tar whose members have `num_bytes`: two empty blocks, padded to a full tar record."""
     total = num_bytes + 2 * BLOCK
     return bytes(2 * BLOCK + -total % tarfile.RECORDSIZE)
 
@@ -147,11 +147,11 @@ def _json(ids: list[NDArray[np.int32]]) -> list[bytes]:
 
     if not ids:
         return []
-    whole = np.concatenate(ids)
-    largest = int(whole.max(initial=0))
+    all_ids = np.concatenate(ids)
+    largest = int(all_ids.max(initial=0))
     if largest >= MAX_TABLE:
         return [orjson.dumps(some, option=orjson.OPT_SERIALIZE_NUMPY).replace(b",", b", ") for some in ids]
-    _, text_ends, text = _numbers(largest.bit_length()).take(pa.array(whole)).buffers()
+    _, text_ends, text = _numbers(largest.bit_length()).take(pa.array(all_ids)).buffers()
     ends = np.frombuffer(text_ends, np.int64)[np.cumsum([0, *map(len, ids)])].tolist()
     characters = memoryview(text)
     spans = ((begin, max(begin, end - len(", "))) for begin, end in itertools.pairwise(ends))

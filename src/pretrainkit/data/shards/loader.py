@@ -1,4 +1,4 @@
-"""A PyTorch DataLoader over token shards, as it is used alone or in a training script of one's own.
+"""A PyTorch DataLoader over token shards, for a training script of your own.
 
     from pretrainkit.data.shards import make_loader
     loader = make_loader("data/shards", sequence_length=4096, batch_size=8)
@@ -7,7 +7,7 @@
     loader.state_dict(), loader.load_state_dict(state)
 
 Batch i of an epoch is the same whatever the number of workers, so a run may continue in the middle of an epoch
-with another one; nothing is read again but the samples that the next batches need.
+with another number; only the samples that the next batches need are read again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LOGGER = get_logger(__name__)
 
 
 class _Remaining:
-    """Numbers of the batches that are left."""
+    """Sampler: numbers of the batches that are left."""
 
     def __init__(self, dataset: TokenBatches) -> None:
         self.dataset, self.first = dataset, 0
@@ -42,7 +42,7 @@ class _Remaining:
 
 
 class ShardLoader(DataLoader[dict[str, torch.Tensor]]):
-    """Gives an epoch's batches each time it is iterated; knows where it is."""
+    """Iterates one epoch at a time, and can save and restore its position."""
 
     def __init__(self, dataset: TokenBatches, *, num_workers: int, prefetch_factor: int, pin_memory: bool) -> None:
         self.batches = dataset
@@ -66,16 +66,20 @@ class ShardLoader(DataLoader[dict[str, torch.Tensor]]):
         self.epoch, self.next_batch = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the next batch is, for `load_state_dict` of a loader with any number of workers."""
+        """The position of the next batch, for `load_state_dict` of a loader with any number of workers."""
         return {"epoch": self.epoch, "next_batch": self.next_batch, "identity": self.batches.identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a place. Raises RequestError when it is one of other data or settings."""
+        """Continue from a state. Raises RequestError when it belongs to other data or settings."""
         here = self.batches.identity()
         different = [name for name, value in here.items() if state["identity"].get(name) != value]
         if different:
-            told = ", ".join(f"{name} {state['identity'].get(name)!r} then, {here[name]!r} now" for name in different)
-            raise RequestError(f"this state is of other batches: {told}", action="make the loader as it was")
+            changes = ", ".join(
+                f"{name} {state['identity'].get(name)!r} then, {here[name]!r} now" for name in different
+            )
+            raise RequestError(
+                f"this state belongs to other batches: {changes}", action="create the loader with the same settings"
+            )
         self.epoch, self.next_batch = state["epoch"], state["next_batch"]
 
 
@@ -94,8 +98,8 @@ def make_loader(
     """A DataLoader over the shards for this rank.
 
     Args:
-        shards: a folder, or paths or URLs that WebDataset opens, with `{00000..00009}` or `*`. Beside each tar must
-            lie its record and table, as make_shards.py writes them.
+        shards: a folder, or paths or URLs that WebDataset opens, with `{00000..00009}` or `*`. Next to each
+            tar there must be its record and table, as make_shards.py writes them.
         sequence_length: tokens in a row.
         batch_size: rows in a batch of this rank.
         num_workers: processes that read; 0 for this one.

@@ -1,7 +1,7 @@
-"""Shards that URLs name, copied to a disk: a training run draws samples from all of them at once, in any order.
+"""Copies of shards behind URLs on a local disk: a training run draws samples from all of them, in any order.
 
-Each shard is copied and compared with the hash in its record before it gets its name, once a file system however
-many processes ask, and a copy that was cut off goes on with the shards that are missing.
+Each shard is copied and checked against the hash in its record before it gets its name, once per file system
+however many processes ask. An interrupted copy resumes with the missing shards.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from pretrainkit.units import format_bytes
 
 LOGGER = get_logger(__name__)
 AT_ONCE = 4
-"""Shards that are copied at the same time."""
+"""Shards that are copied concurrently."""
 ATTEMPTS = 3
 READ_BYTES = 1 << 20
 
 
 def local_shards(name: str, cache: Path) -> str:
-    """A path that names the shards on a disk: `name` itself, or of a URL a copy in `cache`, made now if need be.
+    """A path of the shards on a disk: `name` itself, or for a URL a copy in `cache`, which is made if it is missing.
 
     Raises RequestError when there are no such shards, DataError when they can't be copied.
     """
@@ -49,16 +49,16 @@ def _missing(shards: ShardSet, folder: Path) -> list[Shard]:
 def _copy(shards: ShardSet, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     missing = _missing(shards, folder)
-    for shard in missing:  # parts of files that a killed copy left; who copies now holds the lock
+    for shard in missing:  # left by a killed copy; this process holds the lock
         for suffix in (".tar", ".samples", ".json"):
             for old in files.leftovers(folder / f"{shard_name(shard.record.shard_id)}{suffix}"):
                 old.unlink(missing_ok=True)
     wanted, free = sum(shard.record.tar_bytes for shard in missing), shutil.disk_usage(folder).free
     if wanted > free:
         raise DataError(
-            f"{format_bytes(free)} free, the shards have {format_bytes(wanted)}",
+            f"{format_bytes(free)} free, the shards need {format_bytes(wanted)}",
             where=str(folder),
-            action="make room, or name another folder with --shard_cache; shards without text are smaller",
+            action="free disk space, or give another folder with --shard_cache; shards without text are smaller",
         )
     LOGGER.info("copying %d shards, %s, to %s", len(missing), format_bytes(wanted), folder)
     progress = ByteProgress(wanted, "copy")
@@ -87,7 +87,7 @@ def _copy_shard(shard: Shard, folder: Path) -> Shard:
             error = found
         except DataError as found:
             error = found
-    raise DataError(f"can't be copied: {error}", where=shard.url, action="look at the server, and start again")
+    raise DataError(f"can't be copied: {error}", where=shard.url, action="check the server, and start again")
 
 
 def _stream(shard: Shard, target: Path) -> None:

@@ -1,12 +1,12 @@
-"""The order of an epoch over token shards: which part of which sample every batch is made of. Pure arithmetic.
+"""The order of an epoch over token shards: the parts of samples that make up each batch. Pure arithmetic.
 
 Samples have weights: their number of tokens when they are concatenated and cut into rows, their number of rows
-when each has rows of its own. Shards come in an order drawn from seed and epoch; the samples of each window of
-`shuffle_buffer` are permuted. A row is a range of weights in that order. Since weights lie in the tables beside
-the shards, any batch is found without reading what comes before it.
+when each has separate rows. Shards come in an order drawn from seed and epoch; the samples of each window of
+`shuffle_buffer` are permuted. A row is a range of weights in that order. Since the weights are in the tables next
+to the shards, any batch is found without reading the ones before it.
 
 A rank's batches are dealt out of `lanes` equal ranges of rows in turn, so that they mix distant shards, and so
-that workers which are as many as lanes, or a divisor of that, each read a range of their own.
+that workers which are as many as lanes, or a divisor of that, each read a different range.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class EpochOrder:
         return found
 
     def parts(self, begin: int, end: int) -> Iterator[Part]:
-        """What lies in a range of weights, in order."""
+        """The parts of samples in a range of weights, in order."""
         number = int(np.searchsorted(self._window_begins, begin, side="right")) - 1
         while begin < end:
             window = self.window(number)
@@ -132,7 +132,7 @@ def shard_order(num_shards: int, *, shuffle: bool, seed: tuple[int, ...]) -> lis
 
 
 def first_row(batch: int, num_batches: int, batch_size: int, lanes: int) -> int:
-    """The row, within its rank's rows, that a batch begins with."""
+    """The first row of a batch, counted within its rank's rows."""
     lane, position = batch % lanes, batch // lanes
-    whole, more = divmod(num_batches, lanes)
-    return (lane * whole + min(lane, more) + position) * batch_size
+    per_lane, remainder = divmod(num_batches, lanes)
+    return (lane * per_lane + min(lane, remainder) + position) * batch_size

@@ -1,4 +1,4 @@
-"""Which shard to make of what, checked before any work."""
+"""A request for token shards, checked before any work: the input of each shard, and what may differ in a set."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pretrainkit.data.tokens.tokenizer import TokenizerFile, load_tokenizer
 from pretrainkit.errors import RequestError
 
 MAX_SHARDS = 100_000
-"""As many as names of five digits."""
+"""Shard names have five digits."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class ShardPlan:
         return RecordRules((request.json_key,), request.on_error == "replace", request.max_document_bytes)
 
     def units(self, shard_id: int) -> list[WorkItem]:
-        """The pieces of input of one shard, in order."""
+        """The work items of one shard, in order."""
         if self.request.num_shards is None:
             units = work_items.cut([self.sources[shard_id]], [0], (self.request.json_key,))
             return [_of_source(unit, shard_id) for unit in units]
@@ -88,7 +88,7 @@ class ShardPlan:
         return record.settings == self.settings and now == then
 
     def _relative(self, path: str) -> str:
-        """A file's path below the input folder, which may have been named in another way, or moved."""
+        """A file's path below the input folder, which may have been moved or given in another form."""
         ends = [source.relative for source in self.sources if f"/{path}".endswith(f"/{source.relative}")]
         return max(ends, key=len, default=path)
 
@@ -98,7 +98,7 @@ def _of_source(unit: WorkItem, source: int) -> WorkItem:
 
 
 def make_shard_plan(request: ShardRequest) -> ShardPlan:
-    """Check a request and work out what it means. Raises RequestError; writes nothing."""
+    """Check a request and plan its shards. Raises RequestError; writes nothing."""
     if request.workers < 1:
         raise RequestError(f"{request.workers}", where="--workers", needed="1 or more")
     if request.num_shards is not None and not 1 <= request.num_shards <= MAX_SHARDS:
@@ -160,7 +160,7 @@ def _special_ids(request: ShardRequest, tokenizer: TokenizerFile) -> tuple[tuple
 def template_ids(post_processor: dict | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The ids that a tokenizer.json's `post_processor` puts before and after a single text.
 
-    Raises ValueError for a kind that can't be told from the file.
+    Raises ValueError for a kind that the file doesn't describe in full.
     """
     if post_processor is None or post_processor["type"] == "ByteLevel":
         return (), ()
@@ -194,15 +194,15 @@ def check_set(plan: ShardPlan) -> dict[int, ShardRecord]:
         different = [name for name, value in plan.settings.items() if record.settings.get(name) != value]
         if not different:
             continue
-        told = ", ".join(
+        changes = ", ".join(
             f"{name} {record.settings.get(name)!r} there, {plan.settings[name]!r} here" for name in different
         )
         if different == ["cut"]:
-            told = "files had other sizes, so records belong to other shards now"
+            changes = "files had other sizes, so records belong to other shards now"
         raise RequestError(
-            f"{shard_name(shard_id)} was made otherwise: {told}",
+            f"{shard_name(shard_id)} was made with other settings: {changes}",
             where=str(plan.request.output_dir),
-            action="make the whole set again in another --output_dir, or ask for the same as before",
+            action="make a new set in another --output_dir, or use the same settings as before",
         )
     return records
 

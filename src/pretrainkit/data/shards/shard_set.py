@@ -1,4 +1,4 @@
-"""A set of token shards as it lies in a folder or behind URLs: records, tables of samples, and reading of ids."""
+"""A set of token shards in a folder or behind URLs: records, tables of samples, and reading of ids."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pretrainkit.data.shards.format import (
     record_from_json,
     shard_name,
 )
-from pretrainkit.data.shards.urls import beside, expand, fetch, is_url
+from pretrainkit.data.shards.urls import expand, fetch, is_url, sibling
 from pretrainkit.errors import DataError, RequestError
 
 OPEN_STREAMS = 32
@@ -32,7 +32,7 @@ OPEN_STREAMS = 32
 KEPT_SAMPLES = 256
 """Decoded samples that ShardDocuments keeps: a long one is asked for several times."""
 RETRIES = 3
-"""Times that a broken remote stream is opened again."""
+"""Attempts to read from a remote stream."""
 
 
 @dataclass(frozen=True)
@@ -81,11 +81,11 @@ def is_shard_folder(path: Path | str) -> bool:
 def open_shards(urls: str | Path | list[str]) -> ShardSet:
     """The shards in a folder, or those named by a path or URL with `{00000..00009}` or `*`, or by a list of them.
 
-    A folder must hold a whole set. Raises RequestError for missing, damaged or mixed shards.
+    A folder must hold a complete set. Raises RequestError for missing, damaged or mixed shards.
     """
     try:
         if isinstance(urls, str | Path) and Path(urls).is_dir():
-            shards = _whole_folder(Path(urls))
+            shards = _complete_folder(Path(urls))
         else:
             names = [str(urls)] if isinstance(urls, str | Path) else urls
             shards = [_open(url) for name in names for url in expand(name)]
@@ -96,7 +96,7 @@ def open_shards(urls: str | Path | list[str]) -> ShardSet:
     return ShardSet(tuple(shard for _, shard in shards if shard is not None), records)
 
 
-def _whole_folder(folder: Path) -> list[tuple[ShardRecord, Shard | None]]:
+def _complete_folder(folder: Path) -> list[tuple[ShardRecord, Shard | None]]:
     records = read_records(folder)
     if not records:
         raise RequestError(
@@ -133,10 +133,10 @@ def _open(url: str, record: ShardRecord | None = None) -> tuple[ShardRecord, Sha
         table = _local_file(local.with_suffix(".samples"), record.num_samples * SAMPLE.itemsize)
         _local_file(local, record.tar_bytes)
         return record, Shard(str(local), record, np.memmap(table, SAMPLE, "r"), is_local=True)
-    record = record_from_json(orjson.loads(fetch(beside(url, ".json"))), url)
+    record = record_from_json(orjson.loads(fetch(sibling(url, ".json"))), url)
     if not record.num_samples:
         return record, None
-    table_bytes = fetch(beside(url, ".samples"))
+    table_bytes = fetch(sibling(url, ".samples"))
     if len(table_bytes) != record.num_samples * SAMPLE.itemsize:
         raise DataError(f"its table of samples has {len(table_bytes)} bytes", where=url)
     return record, Shard(url, record, np.frombuffer(table_bytes, SAMPLE), is_local=False)
@@ -161,7 +161,7 @@ def _check_settings(records: tuple[ShardRecord, ...], where: str) -> None:
             raise RequestError(
                 f"{shard_name(record.shard_id)} and {shard_name(records[0].shard_id)} differ in {', '.join(different)}",
                 where=where,
-                needed="shards of one set",
+                needed="shards of the same set",
             )
 
 
@@ -217,7 +217,7 @@ class ShardReader:
                     raise EOFError(f"the stream ends at byte {offset + len(content)}")
                 self._streams[shard] = stream, offset + num_bytes
                 return content
-            except Exception as found:  # of whatever kind the scheme's program gives
+            except Exception as found:  # each URL scheme has its own error types
                 error = found
                 self._close(shard)
         raise DataError(f"can't be read: {error}", where=self._shards[shard].url) from error
@@ -252,7 +252,7 @@ def _close_early(stream: Any) -> None:
     """Close a stream that was not read to its end; the program behind it then ends by SIGPIPE, as it should."""
     try:
         stream.close()
-    except Exception:  # its exit code says that nobody listened
+    except Exception:  # the program reports its closed pipe
         return
 
 

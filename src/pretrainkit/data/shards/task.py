@@ -38,7 +38,7 @@ class ShardTask:
 
 @dataclass(frozen=True)
 class Block:
-    """Records of one source: whole lines as bytes, or rows that are parsed already."""
+    """Records of one source: complete lines as bytes, or rows that are parsed already."""
 
     source: int
     """Position in the list of sources."""
@@ -123,13 +123,13 @@ class _BlockEncoder:
     ) -> list[NDArray[np.int32]]:
         first, last = self.task.first_ids, self.task.last_ids
         lengths = np.diff(offsets)[kept]
-        whole = np.empty(len(ids) + (len(first) + len(last)) * len(kept), np.int32)
-        is_text = np.ones(len(whole), bool)
+        all_ids = np.empty(len(ids) + (len(first) + len(last)) * len(kept), np.int32)
+        is_text = np.ones(len(all_ids), bool)
         ends = np.cumsum(lengths + len(first) + len(last))
         begins = ends - lengths - len(first) - len(last)
         for places, values in ((begins, first), (ends - len(last), last)):
             for position, value in enumerate(values):
-                whole[places + position] = value
+                all_ids[places + position] = value
                 is_text[places + position] = False
-        whole[is_text] = ids.view(np.int32)
-        return [whole[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
+        all_ids[is_text] = ids.view(np.int32)
+        return [all_ids[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]

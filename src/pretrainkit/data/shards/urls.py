@@ -1,4 +1,4 @@
-"""Names of token shards that are no folder: paths with `{00000..00009}` or `*`, and what WebDataset opens by URL."""
+"""Names of single token shards: paths with `{00000..00009}` or `*`, and URLs that WebDataset opens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def names_shards(name: str | Path) -> bool:
 
 
 def expand(name: str) -> list[str]:
-    """The shards that a name means, in order. Raises RequestError when there is none."""
+    """The shards that a name matches, in order. Raises RequestError when there is none."""
     import braceexpand
 
     names = list(braceexpand.braceexpand(name)) if "{" in name else [name]
@@ -35,8 +35,8 @@ def expand(name: str) -> list[str]:
     return found
 
 
-def beside(url: str, suffix: str) -> str:
-    """The name of what lies beside a shard. Raises DataError when the name is none of a shard."""
+def sibling(url: str, suffix: str) -> str:
+    """The name of a file next to a shard. Raises DataError when `url` doesn't name a shard."""
     before, tar, after = url.rpartition(".tar")
     if not tar:
         raise DataError("not the name of a shard", where=url, needed="a name with .tar")
@@ -51,7 +51,7 @@ def fetch(url: str) -> bytes:
         with gopen(url, "rb") as stream:
             content: bytes = stream.read()
             return content
-    except Exception as error:  # of whatever kind the scheme's program gives
+    except Exception as error:  # each URL scheme has its own error types
         raise DataError(
-            f"can't be read: {error}", where=url, needed="the record and table beside the shard, under the same name"
+            f"can't be read: {error}", where=url, needed="the record and table next to the shard, under the same name"
         ) from error

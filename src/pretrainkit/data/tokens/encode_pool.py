@@ -145,14 +145,17 @@ class EncodePool:
     def ordered(self, items: Iterable[Item]) -> Iterator[tuple[Item, Any]]:
         """Every item with its reply, in order."""
         waiting: deque[tuple[Item, Future[Any]]] = deque()
+
+        def first() -> tuple[Item, Any]:  # nothing here keeps a reply that was given out
+            item, future = waiting.popleft()
+            return item, future.result()
+
         for item in items:
             waiting.append((item, self.submit(item)))
             if len(waiting) >= ITEMS_AHEAD * len(self._workers):
-                first, future = waiting.popleft()
-                yield first, future.result()
+                yield first()
         while waiting:
-            first, future = waiting.popleft()
-            yield first, future.result()
+            yield first()
 
     def compare(self, engine: EngineSpec, sample: ParitySample) -> Future[str]:
         """Where the workers' ids differ from those of Hugging Face tokenizers, in words; empty if nowhere.
@@ -200,6 +203,7 @@ class EncodePool:
                 future.set_result(self._exchange(worker, item))
             except Exception as error:
                 future.set_exception(error)
+            del item, future  # a reply may be large, and the next request far away
 
     def _compare(self, reference: _Child, sample: ParitySample, future: Future[str]) -> None:
         try:
