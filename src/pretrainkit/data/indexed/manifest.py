@@ -8,11 +8,15 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from pretrainkit.data.tokens import encoder
 from pretrainkit.errors import DataError
 from pretrainkit.files import read_json, write_json
 from pretrainkit.records import decode
+
+if TYPE_CHECKING:
+    from pretrainkit.data.tokens.tokenizer import TokenizerFile
 
 FORMAT = "pretrainkit-data-1"
 T = TypeVar("T")
@@ -49,6 +53,20 @@ class TokenizerRecord:
     """Versions of the libraries that give ids."""
     verified: str = ""
     """How fastokens' ids were compared with those of tokenizers: `sample`, `all` or `off`."""
+
+
+def tokenizer_record(tokenizer: TokenizerFile, engine: str, verify_tokens: str) -> TokenizerRecord:
+    """The record of a tokenizer whose ids the library `engine` gave, compared as `verify_tokens` says."""
+    return TokenizerRecord(
+        name=tokenizer.name,
+        sha256=tokenizer.sha256,
+        largest_id=tokenizer.largest_id,
+        eod_id=tokenizer.eod_id,
+        bos_id=tokenizer.bos_id,
+        engine=engine,
+        versions=encoder.versions(),
+        verified=verify_tokens if engine == "fastokens" else "",
+    )
 
 
 @dataclass(frozen=True)

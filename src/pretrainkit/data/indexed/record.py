@@ -6,11 +6,16 @@ import time
 from datetime import datetime, timezone
 from importlib.metadata import version
 
-from pretrainkit.data.indexed.manifest import InputFile, Manifest, TokenizerRecord, read_manifest, write_manifest_file
+from pretrainkit.data.indexed.manifest import (
+    InputFile,
+    Manifest,
+    read_manifest,
+    tokenizer_record,
+    write_manifest_file,
+)
 from pretrainkit.data.indexed.output import Output, SourceTotals
 from pretrainkit.data.indexed.request import Plan
 from pretrainkit.data.readers.source import BLOCK_BYTES
-from pretrainkit.data.tokens import encoder
 
 
 class OutputRecorder:
@@ -59,7 +64,7 @@ class OutputRecorder:
                 append_eod=plan.request.append_eod,
                 add_bos=plan.request.add_bos,
                 special_tokens_in_text=plan.request.special_tokens_in_text,
-                tokenizer=self._tokenizer(),
+                tokenizer=tokenizer_record(plan.tokenizer, self._engine, plan.request.verify_tokens),
                 inputs=inputs,
                 flags=plan.flags(),
                 elapsed_s=round(elapsed_s, 3),
@@ -74,19 +79,6 @@ class OutputRecorder:
         """Empty when only a part of the file was read here."""
         num_pieces = -(-self._plan.sources[number].num_bytes // BLOCK_BYTES)
         return totals.digest.hexdigest() if totals.num_pieces == num_pieces else ""
-
-    def _tokenizer(self) -> TokenizerRecord:
-        tokenizer = self._plan.tokenizer
-        return TokenizerRecord(
-            name=tokenizer.name,
-            sha256=tokenizer.sha256,
-            largest_id=tokenizer.largest_id,
-            eod_id=tokenizer.eod_id,
-            bos_id=tokenizer.bos_id,
-            engine=self._engine,
-            versions=encoder.versions(),
-            verified=self._plan.request.verify_tokens if self._engine == "fastokens" else "",
-        )
 
     def manifests(self) -> list[Manifest]:
         """Those of all outputs, as they are on disk."""

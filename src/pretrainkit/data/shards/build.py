@@ -23,11 +23,11 @@ import xxhash
 
 from pretrainkit import files
 from pretrainkit.data.byte_progress import ByteProgress
-from pretrainkit.data.indexed.manifest import TokenizerRecord
+from pretrainkit.data.indexed.manifest import tokenizer_record
 from pretrainkit.data.shards.format import SAMPLE, ShardRecord, end_of_archive, record_to_json, shard_name
 from pretrainkit.data.shards.inputs import ShardReader
 from pretrainkit.data.shards.request import ShardPlan, check_set
-from pretrainkit.data.shards.task import Block, Piece, ShardTask
+from pretrainkit.data.shards.task import Piece, ShardBlock, ShardTask
 from pretrainkit.data.tokens import encoder
 from pretrainkit.data.tokens.encode_pool import EncodePool
 from pretrainkit.data.tokens.encoder import EngineSpec
@@ -115,15 +115,15 @@ def _start(pool: EncodePool, plan: ShardPlan, shard_ids: list[int]) -> str:
         rules=plan.rules,
     )
     fast = EngineSpec("fastokens", str(plan.tokenizer.json_path), request.special_tokens_in_text == "encode")
-    if request.engine == "auto" and encoder.has_fastokens():
+    if request.engine == "auto" and encoder.default_engine() == "fastokens":
         is_verified = request.verify_tokens != "off"
         try:
             pool.load(fast, with_reference=is_verified)
             pool.start(task, fast, request.workers)
             difference = ""
             if is_verified:
-                units = [unit for number in shard_ids for unit in plan.units(number)]
-                sample = ParitySample.about(plan.tokenizer.special_tokens, plan.sources, units, plan.rules)
+                items = [item for number in shard_ids for item in plan.items(number)]
+                sample = ParitySample.about(plan.tokenizer.special_tokens, plan.sources, items, plan.rules)
                 difference = pool.compare(fast, sample).result()
         except EnginesDiffer as error:
             difference = str(error)
@@ -140,12 +140,12 @@ def _make_shard(plan: ShardPlan, shard_id: int, pool: EncodePool, engine: str) -
     began = time.monotonic()
     try:
         with _ShardWriter(plan, shard_id) as writer:
-            reader = ShardReader(plan.sources, plan.units(shard_id), plan.rules)
+            reader = ShardReader(plan.sources, plan.items(shard_id), plan.rules)
             with contextlib.closing(ByteProgress(reader.total_bytes, shard_name(shard_id))) as progress:
                 for block, piece in pool.ordered(reader.blocks(f"sample_{shard_id}_")):
                     check_sizes(piece, block, reader)
-                    writer.add(piece, block, reader.lines_before(block.source) if piece.rejects else 0)
-                    progress.add(block.disk_bytes)
+                    writer.add(piece, block, reader)
+                    progress.add(block.content.disk_bytes)
             record = writer.commit(reader, engine, time.monotonic() - began)
     except OSError as error:
         raise DataError(
@@ -208,14 +208,14 @@ class _ShardWriter:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def add(self, piece: Piece, block: Block, lines_before: int) -> None:
-        """Append a block's samples and rejected records; `lines_before` of its source belong to earlier shards.
+    def add(self, piece: Piece, block: ShardBlock, reader: ShardReader) -> None:
+        """Append a block's samples and rejected records.
 
         Raises DataError at a rejected record if the request says to stop there.
         """
-        path = block.format_of.path
+        path = block.source.path
         for bad in sorted(piece.rejects, key=lambda reject: reject.line):
-            line = lines_before + bad.line + 1
+            line = reader.line_number(block, bad.line)
             if self._plan.request.on_error == "stop":
                 raise DataError(
                     bad.found,
@@ -257,7 +257,7 @@ class _ShardWriter:
         return record
 
     def _record(self, reader: ShardReader, engine: str, elapsed_s: float) -> ShardRecord:
-        plan, request, tokenizer = self._plan, self._plan.request, self._plan.tokenizer
+        plan, request = self._plan, self._plan.request
         return ShardRecord(
             shard_id=self._shard_id,
             num_shards=plan.num_shards,
@@ -271,16 +271,7 @@ class _ShardWriter:
             ids_format=request.ids_format,
             has_text=request.has_text,
             settings=plan.settings,
-            tokenizer=TokenizerRecord(
-                name=tokenizer.name,
-                sha256=tokenizer.sha256,
-                largest_id=tokenizer.largest_id,
-                eod_id=tokenizer.eod_id,
-                bos_id=tokenizer.bos_id,
-                engine=engine,
-                versions=encoder.versions(),
-                verified=request.verify_tokens if engine == "fastokens" else "",
-            ),
+            tokenizer=tokenizer_record(plan.tokenizer, engine, request.verify_tokens),
             inputs=reader.inputs(),
             elapsed_s=round(elapsed_s, 3),
             finished_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -306,14 +297,14 @@ def _remove_leftovers(path: Path) -> None:
         leftover.unlink(missing_ok=True)
 
 
-def check_sizes(piece: Piece, block: Block, reader: ShardReader) -> None:
+def check_sizes(piece: Piece, block: ShardBlock, reader: ShardReader) -> None:
     """Raises DataError for a sample whose ids take more bytes than its row of `.samples` can hold."""
     limit = np.iinfo(SAMPLE["num_bytes"]).max
     for number in np.flatnonzero(piece.sizes > limit)[:1]:
-        line = reader.lines_before(block.source) + int(piece.lines[number]) + 1
+        line = reader.line_number(block, int(piece.lines[number]))
         raise DataError(
             f"the ids of this record take {piece.sizes[number]} bytes",
-            where=f"{block.format_of.path}:{line}",
+            where=f"{block.source.path}:{line}",
             needed=f"at most {limit} bytes",
             action="split the record, or set such long ones aside with --max_doc_bytes and --on_error skip",
         )

@@ -12,64 +12,65 @@ from pretrainkit.data.readers.records import RecordRules
 from pretrainkit.data.readers.source import FileRange, RangeCounts, Source
 from pretrainkit.data.readers.work_items import WorkItem
 from pretrainkit.data.shards.format import ShardInput
-from pretrainkit.data.shards.task import Block
+from pretrainkit.data.shards.task import ShardBlock
 
 
 @dataclass
-class _Read:
-    """What was read of a source."""
+class _SourcePart:
+    """What was read of a source: all of its ranges in this shard."""
 
-    first_span: FileRange
+    first_range: FileRange
+    first_line: int
+    """Number of its first line within the shard."""
     num_bytes: int = 0
     num_lines: int = 0
     digest: Any = field(default_factory=xxhash.xxh3_128)
+    lines_before: int | None = None
+    """Lines of the source that belong to earlier shards, once they are counted."""
 
 
 class ShardReader:
-    """Reads a shard's units once."""
+    """Reads a shard's work items once."""
 
-    def __init__(self, sources: list[Source], units: list[WorkItem], rules: RecordRules) -> None:
-        self._sources, self._units, self._rules = sources, units, rules
-        self._read: dict[int, _Read] = {}
-        self.total_bytes = sum(span.num_bytes for unit in units for span in unit.ranges)
-        """On disk."""
+    def __init__(self, sources: list[Source], items: list[WorkItem], rules: RecordRules) -> None:
+        self._sources, self._rules = sources, rules
+        self._ranges = [part for item in items for part in item.ranges]
+        self._parts: dict[int, _SourcePart] = {}
+        self.total_bytes = sum(part.num_bytes for part in self._ranges)
+        """Size on disk."""
 
     def inputs(self) -> tuple[ShardInput, ...]:
         """What was read, once all blocks were taken."""
-        found = ((self._sources[number], read) for number, read in self._read.items())
+        found = ((self._sources[number], part) for number, part in self._parts.items())
         return tuple(
-            ShardInput(source.path, source.num_bytes, source.modified_ns, read.num_bytes, read.digest.hexdigest())
-            for source, read in found
+            ShardInput(source.path, source.num_bytes, source.modified_ns, part.num_bytes, part.digest.hexdigest())
+            for source, part in found
         )
 
-    def blocks(self, key_prefix: str) -> Iterator[Block]:
+    def blocks(self, key_prefix: str) -> Iterator[ShardBlock]:
         """The records, block by block. Raises DataError for a damaged file."""
-        begin = 0  # line of the shard that the source's part begins with
-        for unit in self._units:
-            for span in unit.ranges:
-                read = self._read.get(span.source)
-                if read is None:
-                    begin += sum(other.num_lines for other in [*self._read.values()][-1:])
-                    read = self._read[span.source] = _Read(span)
-                source = self._sources[span.source]
-                counts = RangeCounts(span.source)
-                for block in source.blocks(span, self._rules, counts):
-                    first_line = read.num_lines
-                    yield Block(
-                        source=span.source,
-                        key_prefix=key_prefix,
-                        first_line=begin + first_line,
-                        first_line_in_source=first_line,
-                        at_start=span.begin == 0 and read.num_bytes == 0,
-                        format_of=source,
-                        data=block.data,
-                        batch=block.batch,
-                        disk_bytes=block.disk_bytes,
-                    )
-                    read.num_lines += block.num_lines
-                    read.num_bytes += len(block.data) or block.disk_bytes
-                read.digest.update("".join(counts.digests).encode())
+        num_lines = 0
+        for found in self._ranges:
+            source, counts = self._sources[found.source], RangeCounts(found.source)
+            part = self._parts.setdefault(found.source, _SourcePart(found, num_lines))
+            for block in source.blocks(found, self._rules, counts):
+                yield ShardBlock(
+                    content=block,
+                    source=source,
+                    number=found.source,
+                    key_prefix=key_prefix,
+                    first_line=part.first_line + part.num_lines,
+                    first_line_in_source=part.num_lines,
+                    at_start=found.begin == 0 and part.num_bytes == 0,
+                )
+                num_lines += block.num_lines
+                part.num_lines += block.num_lines
+                part.num_bytes += len(block.data) or block.disk_bytes
+            part.digest.update("".join(counts.digests).encode())
 
-    def lines_before(self, number: int) -> int:
-        """Lines, or rows, of a source that belong to earlier shards."""
-        return self._sources[number].lines_before(self._read[number].first_span.begin)
+    def line_number(self, block: ShardBlock, line: int) -> int:
+        """The number in its file, counted from 1, of a line that is counted from the shard's part of the file."""
+        part = self._parts[block.number]
+        if part.lines_before is None:  # counting them reads the file up to there
+            part.lines_before = block.source.lines_before(part.first_range.begin)
+        return part.lines_before + line + 1

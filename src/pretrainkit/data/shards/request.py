@@ -60,7 +60,7 @@ class ShardPlan:
     first_ids: tuple[int, ...]
     last_ids: tuple[int, ...]
     settings: dict[str, Any]
-    _units: list[WorkItem] = field(default_factory=list)
+    _items: list[WorkItem] = field(default_factory=list)
 
     @property
     def rules(self) -> RecordRules:
@@ -68,13 +68,13 @@ class ShardPlan:
         request = self.request
         return RecordRules((request.json_key,), request.on_error == "replace", request.max_document_bytes)
 
-    def units(self, shard_id: int) -> list[WorkItem]:
+    def items(self, shard_id: int) -> list[WorkItem]:
         """The work items of one shard, in order."""
         if self.request.num_shards is None:
-            units = work_items.cut([self.sources[shard_id]], [0], (self.request.json_key,))
-            return [_of_source(unit, shard_id) for unit in units]
-        begin, end = work_items.shard(self._units, shard_id, self.num_shards)
-        return self._units[begin:end]
+            items = work_items.cut([self.sources[shard_id]], [0], (self.request.json_key,))
+            return [_of_source(item, shard_id) for item in items]
+        begin, end = work_items.shard(self._items, shard_id, self.num_shards)
+        return self._items[begin:end]
 
     def path(self, shard_id: int, suffix: str) -> Path:
         """`OUTPUT_DIR/shard-00003<suffix>`."""
@@ -82,7 +82,7 @@ class ShardPlan:
 
     def is_current(self, record: ShardRecord) -> bool:
         """Whether a finished shard was made by these settings from the files as they are now."""
-        used = {span.source for unit in self.units(record.shard_id) for span in unit.ranges}
+        used = {part.source for item in self.items(record.shard_id) for part in item.ranges}
         now = {(s.relative, s.num_bytes, s.modified_ns) for s in (self.sources[number] for number in used)}
         then = {(self._relative(entry.path), entry.num_bytes, entry.modified_ns) for entry in record.inputs}
         return record.settings == self.settings and now == then
@@ -93,8 +93,8 @@ class ShardPlan:
         return max(ends, key=len, default=path)
 
 
-def _of_source(unit: WorkItem, source: int) -> WorkItem:
-    return replace(unit, ranges=tuple(replace(span, source=source) for span in unit.ranges))
+def _of_source(item: WorkItem, source: int) -> WorkItem:
+    return replace(item, ranges=tuple(replace(part, source=source) for part in item.ranges))
 
 
 def make_shard_plan(request: ShardRequest) -> ShardPlan:
@@ -115,7 +115,7 @@ def make_shard_plan(request: ShardRequest) -> ShardPlan:
             where="--input_dir",
         )
     keys = (request.json_key,)
-    units = work_items.cut(sources, [0] * len(sources), keys) if request.num_shards else []
+    items = work_items.cut(sources, [0] * len(sources), keys) if request.num_shards else []
     listing = hashlib.sha256("\n".join(source.relative for source in sources).encode()).hexdigest()
     settings = {
         "num_shards": num_shards,
@@ -133,8 +133,8 @@ def make_shard_plan(request: ShardRequest) -> ShardPlan:
         "has_text": request.has_text,
     }
     if request.num_shards:
-        settings["cut"] = work_items.fingerprint(units)
-    return ShardPlan(request, tokenizer, sources, num_shards, first, last, settings, units)
+        settings["cut"] = work_items.fingerprint(items)
+    return ShardPlan(request, tokenizer, sources, num_shards, first, last, settings, items)
 
 
 def _special_ids(request: ShardRequest, tokenizer: TokenizerFile) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pretrainkit.data.readers.records import Batch, RecordRules, Reject
-from pretrainkit.data.readers.source import Source
+from pretrainkit.data.readers.source import Block, Source
 from pretrainkit.data.shards.format import pack_samples
 from pretrainkit.data.tokens.encoder import Encoder
 from pretrainkit.errors import DataError
@@ -31,27 +31,26 @@ class ShardTask:
     has_text: bool
     rules: RecordRules
 
-    def open(self, encoder: Encoder, _: int) -> Callable[[Block], Piece]:
+    def open(self, encoder: Encoder, _: int) -> Callable[[ShardBlock], Piece]:
         """The function that encodes a block. It raises DataError for an id that the tokenizer doesn't announce."""
         return _BlockEncoder(self, encoder).encode
 
 
 @dataclass(frozen=True)
-class Block:
-    """Records of one source: complete lines as bytes, or rows that are parsed already."""
+class ShardBlock:
+    """Records of one source, and their place in the shard."""
 
-    source: int
-    """Position in the list of sources."""
+    content: Block
+    source: Source
+    number: int
+    """Position of the source in the list of sources."""
     key_prefix: str
     first_line: int
     """Number of its first line within the shard."""
     first_line_in_source: int
     """The same within the shard's part of its source."""
     at_start: bool
-    format_of: Source
-    data: bytes = b""
-    batch: Batch | None = None
-    disk_bytes: int = 0
+    """Whether the block begins where its source does."""
 
 
 @dataclass
@@ -77,13 +76,15 @@ class _BlockEncoder:
     def __init__(self, task: ShardTask, encoder: Encoder) -> None:
         self.task, self.encoder = task, encoder
 
-    def encode(self, block: Block) -> Piece:
+    def encode(self, block: ShardBlock) -> Piece:
         """Parse, encode and pack."""
         piece = Piece()
         tables: list[NDArray[np.int64]] = []
-        rules = self.task.rules
-        parse = block.format_of.parse
-        batches = [block.batch] if block.batch else parse(block.data, block.at_start, rules, BATCH_BYTES)
+        batches: Iterable[Batch]
+        if block.content.batch is not None:
+            batches = [block.content.batch]
+        else:
+            batches = block.source.parse(block.content.data, block.at_start, self.task.rules, BATCH_BYTES)
         for batch in batches:
             # Lines are counted in the block here, in the shard's part of the source in the piece.
             rejects = [replace(bad, line=bad.line + block.first_line_in_source) for bad in batch.rejects]
@@ -97,7 +98,7 @@ class _BlockEncoder:
             piece.offsets, piece.sizes, piece.num_tokens, piece.lines = np.concatenate(tables, axis=1)
         return piece
 
-    def _pack(self, batch: Batch, block: Block, piece: Piece) -> NDArray[np.int64]:
+    def _pack(self, batch: Batch, block: ShardBlock, piece: Piece) -> NDArray[np.int64]:
         """Add a batch's samples to a piece; gives their offsets in it, sizes, numbers of tokens and lines."""
         task, texts = self.task, batch.texts[0]
         ids, offsets = self.encoder.encode(texts)

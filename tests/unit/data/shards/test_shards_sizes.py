@@ -21,7 +21,7 @@ def test_a_sample_whose_size_its_table_cannot_hold_is_named(
     source = tmp_path / "in.txt"
     source.write_text("one\ntwo\n\nfour\n")
     plan = make_shard_plan(ShardRequest((str(source),), tmp_path / "out", str(tokenizer_folder)))
-    reader = ShardReader(plan.sources, plan.units(0), plan.rules)
+    reader = ShardReader(plan.sources, plan.items(0), plan.rules)
     (block,) = reader.blocks("sample_0_")
     piece = Piece(sizes=np.array([9, 9, num_bytes]), lines=np.array([0, 1, 3]))
     if num_bytes < 2**31:
