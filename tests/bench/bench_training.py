@@ -135,9 +135,8 @@ def build_parser() -> argparse.ArgumentParser:
 def write_inputs(folder: Path, arguments: argparse.Namespace) -> None:
     """The model's folder with a tokenizer of bytes, and the text as a pair."""
     import numpy as np
+    from indexed_writer import IndexedDatasetWriter
     from tokenizers import Tokenizer, models, pre_tokenizers
-
-    from pretrainkit.data.indexed.format import IndexedDatasetWriter
 
     shape = MODELS[arguments.model]
     model = folder / "model"

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from indexed_writer import IndexedDatasetWriter
 
 from pretrainkit.config.split import num_samples, parse_split, split_bounds
 from pretrainkit.data.dataset import read_dataset
-from pretrainkit.data.indexed.format import IndexedDatasetWriter
 
 pytestmark = pytest.mark.integration
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from indexed_writer import IndexedDatasetWriter
 
 from pretrainkit.config.schema import (
     DataConfig,
@@ -23,7 +24,6 @@ from pretrainkit.config.schema import (
     RunConfig,
     TrainingConfig,
 )
-from pretrainkit.data.indexed.format import IndexedDatasetWriter
 from pretrainkit.run import checkpoints
 from pretrainkit.run.folder import RunFolder
 

@@ -18,12 +18,13 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
+from indexed_writer import write_index
 from published_models import CONFIGS, PARAMETERS, write_config
 
 from pretrainkit.checkpoint.mapping import tensor_mappings
 from pretrainkit.config.run_file import read_run
 from pretrainkit.config.schema import ResolvedRun
-from pretrainkit.data.indexed.format import bin_path, idx_path, write_index
+from pretrainkit.data.indexed.format import bin_path, idx_path
 from pretrainkit.models.registry import read_shape
 from pretrainkit.run import estimates
 from pretrainkit.units import format_count

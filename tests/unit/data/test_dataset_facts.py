@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from indexed_writer import IndexedDatasetWriter
 
 from pretrainkit.data.dataset import read_dataset
 from pretrainkit.data.indexed.blend import make_blend, write_blend
-from pretrainkit.data.indexed.format import IndexedDatasetWriter
 from pretrainkit.errors import RequestError
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from indexed_writer import IndexedDatasetWriter
 
-from pretrainkit.data.indexed.format import IndexedDatasetWriter
 from pretrainkit.diagnosis import checks, data_checks
 from pretrainkit.diagnosis.checks import FINE, WARN, Check
 

@@ -20,16 +20,15 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pretrainkit.errors import DataError
-from pretrainkit.files import commit, fsync_path, temporary_name
+from pretrainkit.files import commit, fsync_path
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -163,32 +162,16 @@ def write_pointers(file: BinaryIO, lengths: NDArray[np.int32], itemsize: int, fi
     return offset
 
 
-def write_index(
-    path: Path,
-    dtype: np.dtype,
-    sequence_lengths: NDArray[np.int32],
-    document_indices: NDArray[np.int64] | None = None,
-) -> None:
-    """Write an .idx to `path`, in blocks, so that the lengths may be a memory map larger than memory.
-
-    Without `document_indices` every sequence is a document.
-    """
-    num_sequences = len(sequence_lengths)
-    num_documents = num_sequences if document_indices is None else len(document_indices) - 1
-    with path.open("wb") as file:
-        write_header(file, dtype, num_sequences, num_documents)
-        for begin in range(0, num_sequences, _BLOCK):
-            file.write(np.ascontiguousarray(sequence_lengths[begin : begin + _BLOCK], dtype=np.int32).data)
-        write_index_tail(file, sequence_lengths, dtype.itemsize, document_indices)
-
-
 def write_index_tail(
     file: BinaryIO,
     sequence_lengths: NDArray[np.int32],
     itemsize: int,
     document_indices: NDArray[np.int64] | None = None,
 ) -> None:
-    """What follows the lengths in an index: the byte offsets and the document index, in blocks."""
+    """What follows the lengths in an index: the byte offsets and the document index, in blocks.
+
+    The lengths may be a memory map larger than memory. Without `document_indices` every sequence is a document.
+    """
     write_pointers(file, sequence_lengths, itemsize)
     for block in _document_index_blocks(len(sequence_lengths), document_indices):
         file.write(np.ascontiguousarray(block, dtype=np.int64).data)
@@ -199,54 +182,6 @@ def _document_index_blocks(num_sequences: int, given: NDArray[np.int64] | None) 
     for begin in range(0, length, _BLOCK):
         end = min(begin + _BLOCK, length)
         yield np.arange(begin, end, dtype=np.int64) if given is None else given[begin:end]
-
-
-class IndexedDatasetWriter:
-    """Writes a pair document by document; both files appear when the `with` block ends without an error.
-
-    For small and middle-sized data made in one process; `pretrainkit.data.indexed.build` is the fast way.
-    """
-
-    def __init__(self, prefix: Path | str, dtype: np.dtype) -> None:
-        self.prefix, self.dtype = Path(prefix), np.dtype(dtype)
-        self._final = (bin_path(prefix), idx_path(prefix))
-        self._temporary = tuple(temporary_name(path) for path in self._final)
-        self._lengths: list[int] = []
-        self._document_indices = [0]
-
-    def __enter__(self) -> IndexedDatasetWriter:
-        self.prefix.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self._temporary[0].open("wb")
-        return self
-
-    def add_document(self, ids: Sequence[int] | NDArray, lengths: Sequence[int] | None = None) -> None:
-        """Append a document of one sequence, or of several whose lengths are given.
-
-        Raises DataError when an id doesn't fit in the dtype.
-        """
-        array = np.asarray(ids)
-        limits = np.iinfo(self.dtype)
-        if array.size and (array.min() < limits.min or array.max() > limits.max):
-            raise DataError(
-                f"token id {int(array.max())} does not fit in {self.dtype}",
-                where=f"document {len(self._document_indices) - 1} of {self.prefix}",
-            )
-        self._file.write(np.ascontiguousarray(array, dtype=self.dtype).data)
-        self._lengths += [array.size] if lengths is None else list(lengths)
-        self._document_indices.append(len(self._lengths))
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._file.close()
-        try:
-            if kind is None:
-                indices = np.asarray(self._document_indices, dtype=np.int64)
-                write_index(self._temporary[1], self.dtype, np.asarray(self._lengths, dtype=np.int32), indices)
-                commit_pair(self._temporary[0], self._temporary[1], self.prefix)
-        finally:
-            for path in self._temporary:
-                path.unlink(missing_ok=True)
 
 
 def commit_pair(temporary_bin: Path, temporary_idx: Path, prefix: Path | str) -> None:

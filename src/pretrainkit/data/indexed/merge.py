@@ -12,7 +12,8 @@ from pretrainkit.data.indexed.crc import combine
 from pretrainkit.data.indexed.file_bytes import copy_range
 from pretrainkit.data.indexed.format import HEADER, IndexedDataset, bin_path, commit_pair, idx_path, write_header
 from pretrainkit.data.indexed.manifest import InputFile, Manifest, manifest_path, read_manifest, write_manifest
-from pretrainkit.errors import DataError, RequestError
+from pretrainkit.data.indexed.pairs import PairCounts, read_counts
+from pretrainkit.errors import RequestError
 from pretrainkit.files import remove_leftovers, temporary_name
 from pretrainkit.logs import get_logger
 
@@ -38,7 +39,7 @@ def merge(prefixes: list[Path], output_prefix: Path | str, *, overwrite: bool = 
     Gives the manifest of the result, None if the parts have none. Raises RequestError, before it writes, for parts
     of different dtype or tokenizer, missing shards, or existing output without `overwrite`.
     """
-    parts = _open(prefixes)
+    parts = [read_counts(prefix) for prefix in prefixes]
     manifests = _check(prefixes, parts)
     finals = [bin_path(output_prefix), idx_path(output_prefix), manifest_path(output_prefix)]
     existing = [str(path) for path in finals if path.exists()]
@@ -65,25 +66,13 @@ def merge(prefixes: list[Path], output_prefix: Path | str, *, overwrite: bool = 
     return joined
 
 
-def _open(prefixes: list[Path]) -> list[tuple[np.dtype, int, int]]:
-    """Dtype, sequences and documents of each part; files are not kept open."""
-    facts = []
-    for prefix in prefixes:
-        try:
-            dataset = IndexedDataset(prefix)
-        except DataError as error:
-            raise RequestError(error.found, where=error.where, needed=error.needed, action=error.action) from error
-        facts.append((dataset.dtype, dataset.num_sequences, dataset.num_documents))
-    return facts
-
-
-def _check(prefixes: list[Path], parts: list[tuple[np.dtype, int, int]]) -> list[Manifest] | None:
+def _check(prefixes: list[Path], parts: list[PairCounts]) -> list[Manifest] | None:
     if len({path.resolve() for path in prefixes}) < len(prefixes):
         raise RequestError("a part is named twice", where="--input")
     for prefix, part in zip(prefixes, parts, strict=True):
-        if part[0] != parts[0][0]:
+        if part.dtype != parts[0].dtype:
             raise RequestError(
-                f"{prefixes[0]} holds {parts[0][0]}, {prefix} holds {part[0]}",
+                f"{prefixes[0]} holds {parts[0].dtype}, {prefix} holds {part.dtype}",
                 needed="one dtype",
                 action="preprocess one of them again with the same tokenizer, or --dtype int32",
             )
@@ -128,15 +117,15 @@ def _write_tokens(path: Path, prefixes: list[Path]) -> None:
             offset += size
 
 
-def _write_index(path: Path, prefixes: list[Path], parts: list[tuple[np.dtype, int, int]]) -> None:
-    num_sequences, num_documents = sum(part[1] for part in parts), sum(part[2] for part in parts)
-    dtype = parts[0][0]
+def _write_index(path: Path, prefixes: list[Path], parts: list[PairCounts]) -> None:
+    num_sequences, num_documents = sum(part.num_sequences for part in parts), sum(part.num_documents for part in parts)
+    dtype = np.dtype(parts[0].dtype)
     with path.open("wb") as file:
         write_header(file, dtype, num_sequences, num_documents)
         file.flush()
         offset = HEADER.size
-        for prefix in prefixes:
-            size = 4 * IndexedDataset(prefix).num_sequences
+        for prefix, counts in zip(prefixes, parts, strict=True):
+            size = 4 * counts.num_sequences
             with idx_path(prefix).open("rb", buffering=0) as index:
                 copy_range(index.fileno(), HEADER.size, file.fileno(), offset, size)
             offset += size

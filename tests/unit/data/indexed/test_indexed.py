@@ -5,9 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from indexed_writer import IndexedDatasetWriter
 
 from pretrainkit.data.indexed.blend import make_blend
-from pretrainkit.data.indexed.format import IndexedDataset, IndexedDatasetWriter, bin_path, idx_path, optimal_dtype
+from pretrainkit.data.indexed.format import IndexedDataset, bin_path, idx_path, optimal_dtype
 from pretrainkit.data.indexed.pairs import find_pairs, read_counts
 from pretrainkit.data.readers.inputs import natural_key
 from pretrainkit.errors import DataError, RequestError
