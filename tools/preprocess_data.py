@@ -71,7 +71,6 @@ def run(arguments: argparse.Namespace) -> int:
         tokenizer_model=arguments.tokenizer_model,
         json_keys=tuple(arguments.json_keys),
         add_bos=arguments.add_bos,
-        eod_token=arguments.eod_token,
         dtype=arguments.dtype,
         workers=arguments.workers,
         per_file=arguments.per_file,

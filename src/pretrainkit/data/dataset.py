@@ -79,8 +79,6 @@ class DatasetReading:
     a sample of each row."""
     tokenizers: tuple[str | None, ...]
     """Per prefix, SHA-256 of the tokenizer.json that made it."""
-    unknown_ids: tuple[str, ...]
-    """Prefixes without a manifest: the largest token id in them is not known."""
 
 
 def read_dataset(dataset_path: str, split: str) -> DatasetReading:
@@ -125,9 +123,6 @@ def read_dataset(dataset_path: str, split: str) -> DatasetReading:
         ),
         split_tokens=tuple(tokens for tokens in splits if tokens) if all(splits) else None,
         tokenizers=tuple(reading.tokenizer_sha256 for reading in readings),
-        unknown_ids=tuple(
-            str(prefix) for prefix, reading in zip(prefixes, readings, strict=True) if reading.largest_id is None
-        ),
     )
 
 

@@ -27,7 +27,7 @@ def test_tokens_are_counted_by_split(tmp_path: Path) -> None:
     reading = read_dataset(str(tmp_path / "a"), "7,2,1")
     assert reading.split_tokens == ((28, 17, 10),)
     assert (reading.facts.num_tokens, reading.facts.num_documents, reading.facts.weights) == (55, 10, ())
-    assert reading.facts.max_token_id is None and reading.unknown_ids == (str(tmp_path / "a"),)
+    assert reading.facts.max_token_id is None
 
 
 def test_a_malformed_split_leaves_the_rest_readable(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_weights_are_kept_and_shared_out_in_a_folder(tmp_path: Path) -> None:
 
 def test_a_manifest_tells_tokenizer_and_largest_id(dataset_folder: Path) -> None:
     reading = read_dataset(str(dataset_folder), "8,2,0")
-    assert reading.facts.max_token_id == 99 and reading.unknown_ids == ()
+    assert reading.facts.max_token_id == 99
     assert reading.tokenizers[0] and len(reading.tokenizers[0]) == 64
 
 
