@@ -51,8 +51,8 @@ def build_parser() -> Parser:
 def run(arguments: argparse.Namespace) -> int:
     """Make or list shards as asked."""
     from pretrainkit.data.job_array import parse_shard_id
-    from pretrainkit.data.shards import request
-    from pretrainkit.data.shards.build import make_shards, print_records, print_status
+    from pretrainkit.data.shards import reports, request
+    from pretrainkit.data.shards.build import make_shards
 
     shard_id = None
     if not (arguments.all or arguments.status):
@@ -72,12 +72,12 @@ def run(arguments: argparse.Namespace) -> int:
         )
     )
     if arguments.status:
-        return print_status(plan, as_json=arguments.json)
+        return reports.print_status(plan, as_json=arguments.json)
     if shard_id is not None:
         request.check_shard_id(shard_id, plan)
     shard_ids = list(range(plan.num_shards)) if shard_id is None else [shard_id]
     records = make_shards(plan, shard_ids, stripe_count=arguments.stripe)
-    print_records(records, as_json=arguments.json)
+    reports.print_records(records, as_json=arguments.json)
     return 0
 
 
