@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Brings what a run needs to a group disk, for compute nodes without internet: models, tokenizers, a container. Run it where
-# there is internet; run it again when it was stopped: it goes on, and what is there is verified.
+# there is internet. A second run resumes an interrupted download, and verifies what exists.
 #
 #   scripts/prefetch.sh --dir /group/me/offline --model meta-llama/Llama-3.1-8B --image /group/me/pretrainkit.sif
 #   . /group/me/offline/offline.sh
@@ -11,9 +11,9 @@
 #   --model ID         OWNER/NAME[@REVISION] of a model on the hub; may be repeated
 #   --tokenizer ID     the same, but without weights
 #   --image FILE       .sif (Apptainer) or .sqsh (enroot) to make with containers/, unless it exists
-#   --token-file FILE  file with the hub's token, which only you can read; HF_TOKEN does it, too
+#   --token-file FILE  file with the hub's token, which only you can read; or export HF_TOKEN
 # Prints the lines of DIR/offline.sh, which tell the libraries that there is no internet: eval "$(scripts/prefetch.sh ...)"
-# Exit codes: 0 all is there and verified; 1 failed; 2 wrong request or too little disk space, before anything is downloaded.
+# Exit codes: 0 everything exists and is verified; 1 failed; 2 wrong request or too little disk space, before anything is downloaded.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # shellcheck source=containers/steps.sh
@@ -60,18 +60,18 @@ if [ ${#sources[@]} -gt 0 ]; then
 fi
 if [ -n "$image" ] && [ -e "$image" ]; then
     case $(head -c 40 -- "$image" | tr -d '\0') in *SIF_MAGIC* | hsqs*) ;; *) die 1 "$image is no image" "remove it, and run this again" ;; esac
-    echo "$image is there" >&2
+    echo "$image exists" >&2
 elif [ -n "$image" ]; then
     make=("$here/containers/enroot.sh")
     [ "${image##*.}" = sqsh ] || make=("$here/containers/build.sh" apptainer)
-    # What the hub gave is nothing to the build.
+    # The build has no use for the token.
     step env -u HF_TOKEN "${make[@]}" --output "$image" --cache-dir "${PRETRAINKIT_CACHE_DIR:-$dir/cache}" >&2
 fi
 
 temporary=$(temporary_beside "$dir/offline.sh")
 made+=("$temporary")
 {
-    echo "# Nothing is looked for on the internet. Jobs that pretrain.py submits take these variables along."
+    echo "# Libraries don't look for anything on the internet. Jobs that pretrain.py submits inherit these variables."
     echo "export HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1 HF_DATASETS_OFFLINE=1 WANDB_MODE=offline"
     echo "export HF_HOME=$(quoted "$dir/huggingface") PREFETCHED=$(quoted "$dir")"
 } > "$temporary"

@@ -51,7 +51,7 @@ class WrittenThrough:
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("wb", buffering=0)
-        self._told = 0
+        self._advised = 0
         self.num_bytes = 0
 
     def __enter__(self) -> WrittenThrough:
@@ -66,12 +66,12 @@ class WrittenThrough:
         self.num_bytes += len(view)
         while view:
             view = view[self._file.write(view) :]
-        if self.num_bytes - self._told >= self.STEP_BYTES:
-            self._told = self.num_bytes
+        if self.num_bytes - self._advised >= self.STEP_BYTES:
+            self._advised = self.num_bytes
             if hasattr(os, "posix_fadvise"):
-                begin = max(0, self._told - self.WINDOW_BYTES)
+                begin = max(0, self._advised - self.WINDOW_BYTES)
                 # It begins to write what isn't on disk yet, and lets go of what is.
-                os.posix_fadvise(self._file.fileno(), begin, self._told - begin, os.POSIX_FADV_DONTNEED)
+                os.posix_fadvise(self._file.fileno(), begin, self._advised - begin, os.POSIX_FADV_DONTNEED)
 
 
 class LockHeldError(Exception):

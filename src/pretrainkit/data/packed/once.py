@@ -119,7 +119,8 @@ def _remove_leftovers(final: Path, leftovers: Callable[[], list[Path]]) -> None:
     heartbeat = _Heartbeat(final)
     if not (heartbeat.path.exists() or leftovers()):
         return
-    with contextlib.suppress(OSError), _try_lock(final) as is_locked:  # a read-only place stays as it is
+    # A place that is read-only, or has no file locks, stays as it is.
+    with contextlib.suppress(OSError, DataError), _try_lock(final) as is_locked:
         if is_locked and not heartbeat.is_alive_elsewhere():
             for folder in leftovers():
                 shutil.rmtree(folder, ignore_errors=True)
