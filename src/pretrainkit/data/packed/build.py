@@ -92,6 +92,16 @@ def _prepare(plan: PackPlan, pool: EncodePool) -> bool:
             needed=f"at least {plan.request.sequence_length} tokens",
             action="give a smaller --sequence_length, or more input",
         )
+    manifest = _write_set(plan, packing, pair, documents, began)
+    shutil.rmtree(plan.staging, ignore_errors=True)
+    LOGGER.info("%s: %s, %s", final, _summary(manifest), format_duration(manifest.elapsed_s))
+    return True
+
+
+def _write_set(
+    plan: PackPlan, packing: Packing, pair: IndexedDataset, documents: Manifest, began: float
+) -> PackedManifest:
+    final = plan.request.output_dir
     try:
         with files.atomic_folder(final, replace=final.exists()) as folder:
             written = _write_files(plan, packing, pair, folder)
@@ -103,29 +113,13 @@ def _prepare(plan: PackPlan, pool: EncodePool) -> bool:
             if rejects.is_file():
                 shutil.copyfile(rejects, folder / "rejects.jsonl")
             files.write_json(folder / MARK, manifest_to_json(manifest))
+            return manifest
     except OSError as error:
         raise DataError(
             error.strerror or str(error),
             where=str(error.filename or final),
             action=f"fix it and run the same command again: encoded documents are kept in {plan.staging}",
         ) from error
-    shutil.rmtree(plan.staging, ignore_errors=True)
-    LOGGER.info(
-        "%s: %d records in = %d documents + %d empty + %d rejected; %d sequences of %d, %d tokens, %d padding, %d"
-        " dropped at the end, %s",
-        final,
-        documents.num_records,
-        documents.num_documents,
-        documents.num_empty,
-        documents.num_rejected,
-        packing.num_sequences,
-        packing.sequence_length,
-        packing.num_tokens,
-        packing.num_padding,
-        packing.num_dropped,
-        format_duration(time.monotonic() - began),
-    )
-    return True
 
 
 def _encode(plan: PackPlan, pool: EncodePool) -> tuple[Path, Manifest]:
@@ -277,11 +271,14 @@ def print_packed(folder: Path, manifest: PackedManifest, *, prepared: bool, as_j
     if as_json:
         print(json.dumps(manifest_to_json(manifest), indent=2, ensure_ascii=False))
         return
+    origin = f"prepared in {manifest.elapsed_s:.1f} s" if prepared else "was ready"
+    print(f"{folder}: {_summary(manifest)}; {origin}")
+
+
+def _summary(manifest: PackedManifest) -> str:
     counts = manifest.documents
-    print(
-        f"{folder}: {counts['num_records']} records in = {counts['num_documents']} documents +"
-        f" {counts['num_empty']} empty + {counts['num_rejected']} rejected;"
-        f" {manifest.num_sequences} sequences of {manifest.sequence_length},"
-        f" {manifest.num_tokens} tokens, {manifest.num_padding} padding, {manifest.num_dropped} dropped at the end;"
-        f" {f'prepared in {manifest.elapsed_s:.1f} s' if prepared else 'was ready'}"
+    return (
+        f"{counts['num_records']} records in = {counts['num_documents']} documents + {counts['num_empty']} empty"
+        f" + {counts['num_rejected']} rejected; {manifest.num_sequences} sequences of {manifest.sequence_length},"
+        f" {manifest.num_tokens} tokens, {manifest.num_padding} padding, {manifest.num_dropped} dropped at the end"
     )
