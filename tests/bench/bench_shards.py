@@ -1,4 +1,4 @@
-"""Token shards and packed sets side by side with the notes' own ways, in one run, on the same cores and text.
+"""Token shards and packed datasets side by side with the notes' own ways, in one run, on the same cores and text.
 
     python tests/bench/bench_shards.py [--folder build/bench] [--megabytes 60 300] [--baseline_megabytes 6] [--rounds 3]
 

@@ -1,4 +1,4 @@
-"""The same documents as a pair, as token shards and as a packed set: one stream, one training."""
+"""The same documents as a pair, as token shards and as a packed dataset: one stream, one training."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PACKED_LENGTH = 3
 
 @pytest.fixture(scope="module")
 def forms(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path, jsonl_file: Path) -> dict[str, Path]:
-    """A folder of shards and a packed set of the documents of the pair of `dataset_prefix`."""
+    """A folder of shards and a packed dataset of the documents of the pair of `dataset_prefix`."""
     folder = tmp_path_factory.mktemp("forms")
     shards = ["tools/make_shards.py", "--input_dir", jsonl_file, "--output_dir", folder / "shards", "--all"]
     shards += ["--num_shards", 1, "--model_id", tokenizer_folder, "--append_eod"]

@@ -1,4 +1,4 @@
-"""Makes shards or a packed set again and again in forked processes, each with a fault at another change of the disk.
+"""Makes shards or a packed dataset again and again in forked processes, each with a fault at another disk write.
 
     LD_PRELOAD=faults.so python shard_faults.py shards|packed KIND STEP INPUT TOKENIZER FOLDER
 

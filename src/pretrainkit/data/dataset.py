@@ -1,4 +1,4 @@
-"""The one place that knows what --dataset_path means: .bin/.idx pairs, token shards, packed sets and blends of them.
+"""What --dataset_path means, decided here alone: .bin/.idx pairs, token shards, packed datasets and blends of them.
 
 `read_dataset` reads what is known of a dataset before a run starts, from indexes and manifests alone; `open_documents`
 opens one part of it for training. So all that follows (split, order of samples, one epoch, resume) is the same for
@@ -42,7 +42,7 @@ class DatasetKind(enum.Enum):
 
     INDEXED = "a .bin/.idx pair, or a folder of them"
     SHARDS = "token shards: a folder, or their names"
-    PACKED = "a packed set: a folder"
+    PACKED = "a packed dataset: a folder"
 
 
 def kind_of(path: Path | str) -> DatasetKind:
@@ -54,7 +54,7 @@ def kind_of(path: Path | str) -> DatasetKind:
         return DatasetKind.INDEXED
     if any(Path(path).glob("*.idx")):
         raise RequestError(
-            "both .bin/.idx pairs and token shards or a packed set are here",
+            "both .bin/.idx pairs and token shards or a packed dataset are here",
             where=str(path),
             action="keep them in separate folders, or name the pairs by their prefixes",
         )
@@ -62,7 +62,7 @@ def kind_of(path: Path | str) -> DatasetKind:
 
 
 def open_documents(path: Path | str) -> ShardDocuments | PackedDocuments | PackedRows:
-    """Token shards or a packed set for training. Raises RequestError when they are incomplete or damaged.
+    """Token shards or a packed dataset for training. Raises RequestError when they are incomplete or damaged.
 
     Megatron's own IndexedDataset opens pairs.
     """
@@ -85,8 +85,8 @@ def read_dataset(dataset_path: str, split: str) -> DatasetReading:
     """Read all that is known about a dataset.
 
     Args:
-        dataset_path: a .bin/.idx prefix, a folder of them, a folder of token shards or a packed set, names of shards
-            (paths or URLs, with `{00000..00009}`), 'weight path weight path ...' of such, or a file that
+        dataset_path: a .bin/.idx prefix, a folder of them, a folder of token shards or a packed dataset, names of
+            shards (paths or URLs, with `{00000..00009}`), 'weight path weight path ...' of such, or a file that
             `inspect_data.py blend` wrote.
         split: shares such as '969,30,1'.
 

@@ -43,7 +43,7 @@ def find_pairs(path: Path | str) -> list[Path]:
             "a saved Hugging Face dataset, not packed" if is_saved else "no .bin/.idx pair here",
             where=str(path),
             needed="a folder with .bin/.idx pairs, itself or in folders below, or a prefix P of P.bin and P.idx; to "
-            "train from also token shards (shard-*.tar with shard-*.json) or a packed set (packed.json)",
+            "train from also token shards (shard-*.tar with shard-*.json) or a packed dataset (packed.json)",
             action="make it with tools/preprocess_data.py, make_shards.py or pack_dataset.py",
         )
     halves = [half for prefix in prefixes for half in (bin_path(prefix), idx_path(prefix)) if not half.is_file()]

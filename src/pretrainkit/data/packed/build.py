@@ -1,4 +1,4 @@
-"""Builds a packed set: the data engine encodes documents, which are then packed and written as Arrow files."""
+"""Builds a packed dataset: the data engine encodes documents, which are then packed and written as Arrow files."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Sequences of one length in Arrow files: the format, its manifest, and reading it.
 
-A packed set is a folder that `datasets.load_from_disk` reads, with `packed.json` next to its files. A row is a
+A packed dataset is a folder that `datasets.load_from_disk` reads, with `packed.json` next to its files. A row is a
 sequence: `input_ids` (list of int32, sequence_length long) and `document_lengths` (list of int32, the lengths of
 the pieces of documents in it, in order; what is left up to sequence_length is padding). Sets made by `concat` also
 have `documents.npy`: the lengths (int32) of the documents of their stream, of the last one only what is in it.
@@ -41,7 +41,7 @@ class PackedFile:
 
 @dataclass(frozen=True)
 class PackedManifest:
-    """A packed set's record; in its folder, which gets its name when all is complete."""
+    """A packed dataset's record; in its folder, which gets its name when all is complete."""
 
     fingerprint: str
     """Of the settings and the inputs' hashes."""
@@ -74,12 +74,12 @@ def manifest_to_json(manifest: PackedManifest) -> dict[str, Any]:
 
 
 def is_packed_folder(path: Path | str) -> bool:
-    """Whether a folder is a packed set."""
+    """Whether a folder is a packed dataset."""
     return (Path(path) / MARK).is_file()
 
 
 def read_packed_manifest(folder: Path) -> PackedManifest | None:
-    """The record of a packed set; None when there is no set. Raises DataError when it can't be read as one."""
+    """The record of a packed dataset; None when there is no set. Raises DataError when it can't be read as one."""
     path = folder / MARK
     if not path.is_file():
         return None
@@ -88,7 +88,7 @@ def read_packed_manifest(folder: Path) -> PackedManifest | None:
     except FileNotFoundError:  # a new set is just replacing it
         return None
     except (ValueError, TypeError, AttributeError) as error:
-        raise DataError(f"not a readable record of a packed set: {error}", where=str(path)) from error
+        raise DataError(f"not a readable record of a packed dataset: {error}", where=str(path)) from error
 
 
 def _view(array: Any) -> NDArray[np.int32]:
@@ -99,7 +99,7 @@ def _view(array: Any) -> NDArray[np.int32]:
 
 
 class PackedDataset:
-    """A packed set, memory-mapped: what is read is shared by all processes of a machine. Usable as a torch dataset."""
+    """A packed dataset, memory-mapped, so all processes of a machine share its pages. Usable as a torch dataset."""
 
     def __init__(self, folder: Path | str) -> None:
         """Raises RequestError when the set is missing or incomplete."""
@@ -110,7 +110,7 @@ class PackedDataset:
             raise RequestError(error.found, where=error.where) from error
         if manifest is None:
             raise RequestError(
-                "no packed set here", where=str(folder), needed=MARK, action="build one with tools/pack_dataset.py"
+                "no packed dataset here", where=str(folder), needed=MARK, action="build one with tools/pack_dataset.py"
             )
         self.manifest = manifest
         for entry in manifest.files:
@@ -192,7 +192,7 @@ class PackedDataset:
 
 
 class _PackedSet:
-    """What both ways to train from a packed set have in common."""
+    """What both ways to train from a packed dataset have in common."""
 
     row_length: int | None = None
 
@@ -264,6 +264,6 @@ class PackedRows(_PackedSet):
 
 
 def open_packed(folder: Path | str) -> PackedDocuments | PackedRows:
-    """A packed set as training reads it. Raises RequestError when it is incomplete or damaged."""
+    """A packed dataset as training reads it. Raises RequestError when it is incomplete or damaged."""
     packed = PackedDataset(folder)
     return PackedDocuments(packed) if packed.manifest.packing == "concat" else PackedRows(packed)

@@ -1,4 +1,4 @@
-"""A request for a packed set, checked before any work, and the fingerprint that shows whether it was built already."""
+"""A request for a packed dataset, checked before any work, and the fingerprint that shows if it was built already."""
 
 from __future__ import annotations
 
@@ -213,7 +213,9 @@ def _check_output(plan: PackPlan) -> None:
         raise RequestError(error.found, where=error.where, action="remove the folder, or give --overwrite") from error
     if manifest is None:
         if not folder.is_dir() or any(folder.iterdir()):
-            raise RequestError("exists, and is not a packed set", where=str(folder), action="give another --output_dir")
+            raise RequestError(
+                "exists, and is not a packed dataset", where=str(folder), action="give another --output_dir"
+            )
         return
     different = [name for name, value in plan.settings.items() if manifest.settings.get(name) != value]
     if different:
@@ -222,7 +224,7 @@ def _check_output(plan: PackPlan) -> None:
 
 def _other_set(folder: Path, difference: str) -> RequestError:
     return RequestError(
-        f"a packed set with other {difference} exists",
+        f"a packed dataset with other {difference} exists",
         where=str(folder),
         action="give another --output_dir, or --overwrite to replace it once the new one is complete",
     )
