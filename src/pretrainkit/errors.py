@@ -1,4 +1,4 @@
-"""The errors a user can cause and mend; each knows the exit code its command ends with.
+"""The errors a user can cause and fix; each carries the exit code of its command.
 
 A message has up to four parts: where (file:line, flag or field), what was found, what is needed,
 what to do next. `assert` is for our own bugs, these are for everything else.
@@ -13,7 +13,7 @@ EXIT_STOPPED_AFTER_SAVING = 85
 
 
 class PretrainkitError(Exception):
-    """Work that was asked for rightly and failed."""
+    """Valid work that failed."""
 
     exit_code = EXIT_FAILED
 
@@ -28,26 +28,26 @@ class PretrainkitError(Exception):
 
 
 class RequestError(PretrainkitError):
-    """A request that can't be carried out as asked; raised before any work starts or file is written."""
+    """An invalid request; raised before any work starts or file is written."""
 
     exit_code = EXIT_WRONG_REQUEST
 
     @classmethod
     def of_all(cls, problems: list[RequestError]) -> RequestError:
-        """One error that tells all problems at once, so that a user mends them in one go."""
+        """One error that lists all problems, so that a user can fix them in one go."""
         if len(problems) == 1:
             return problems[0]
         return cls(f"{len(problems)} problems:\n" + "\n".join(f"- {problem}" for problem in problems))
 
 
 class StoppedError(PretrainkitError):
-    """A signal ended the work; what is finished is kept, and the same command goes on."""
+    """A signal ended the work; what is finished is kept, and the same command continues."""
 
     exit_code = EXIT_STOPPED_AFTER_SAVING
 
 
 class DataError(PretrainkitError):
-    """Input data, or a prepared dataset, that is damaged or not what it says it is."""
+    """Input data, or a prepared dataset, that is damaged or not what it claims to be."""
 
 
 class CheckpointError(PretrainkitError):

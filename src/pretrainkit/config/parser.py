@@ -25,7 +25,7 @@ _GROUPS = {
 def add_run_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of all options of a run, and those that say how it is asked for, to a parser.
 
-    Flags that were not given are absent from the parsed namespace, so that YAML can tell them from the rest.
+    Flags that were not given are absent from the parsed namespace, so that they don't override YAML.
     """
     for section, title in _GROUPS.items():
         group = parser.add_argument_group(title)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from pretrainkit.config.option import option
 from pretrainkit.units import parse_duration
@@ -13,7 +14,11 @@ RENAMED_KERNELS = {"exchange": "tp_comm_overlap", "launches": "cuda_graphs"}
 """Old names, which --fused_kernels accepts with a warning."""
 MAX_SEED = 2**32 - 1
 """Largest seed that numpy's RandomState, which orders Megatron's samples, takes."""
-DURATION = "[D-]HH:MM:SS"
+
+
+def duration(default: str | None, help: str) -> Any:
+    """An option that is a time as schedulers write it."""
+    return option(default, help, form="[D-]HH:MM:SS", parse=parse_duration)
 
 
 def kernel_names(fused_kernels: str) -> tuple[str, ...]:
@@ -28,47 +33,32 @@ class DataConfig:
 
     dataset_path: str = option(
         "",
-        "training data: a .bin/.idx prefix, a folder of them, several with weights ('weight prefix weight prefix "
-        "...'), a file that inspect_data.py blend wrote, token shards or a packed dataset",
+        "a .bin/.idx prefix or a folder of them, several with weights ('weight prefix weight prefix ...'), a blend "
+        "file of inspect_data.py, token shards or a packed dataset",
         required=True,
     )
     sequence_length: int = option(8192, "tokens per sample", range="> 0")
     split: str = option("969,30,1", "relative sizes of the training, validation and test splits, by documents")
     num_workers: int = option(2, "DataLoader worker processes per rank", range=">= 0")
     shard_cache: str | None = option(
-        None,
-        "folder for local copies of shards that are read from URLs, best on node-local storage",
-        unset=".shard_cache in --experiments_dir",
+        None, "node-local folder for copies of shards from URLs", unset=".shard_cache in --experiments_dir"
     )
     reset_attention_mask: bool = option(
-        False,
-        "reset attention mask and position ids at document boundaries, and mask the loss of the boundary token; always "
-        "on for datasets packed by bestfit",
+        False, "reset attention mask, position ids and loss at document boundaries; always on for bestfit-packed data"
     )
     eod_mask_loss: bool = option(False, "mask the loss of the token that follows an EOD token")
-    allow_data_change: bool = option(
-        False, "continue a run with another dataset or blend, from the same number of samples"
-    )
+    allow_data_change: bool = option(False, "continue with another dataset or blend, from the same sample count")
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
     """How the model is split over ranks; the remaining factor is data parallel."""
 
-    tensor_model_parallel_size: int = option(
-        1, "tensor parallel size (TP): ranks that share the matrices of each layer", short="-T", range="> 0"
-    )
-    pipeline_model_parallel_size: int = option(
-        1, "pipeline parallel size (PP): stages that the layers are split into", short="-P", range="> 0"
-    )
-    context_parallel_size: int = option(
-        1, "context parallel size (CP): ranks that share each sequence", short="-C", range="> 0"
-    )
+    tensor_model_parallel_size: int = option(1, "TP: ranks that share each layer's matrices", short="-T", range="> 0")
+    pipeline_model_parallel_size: int = option(1, "PP: pipeline stages that share the layers", short="-P", range="> 0")
+    context_parallel_size: int = option(1, "CP: ranks that share each sequence", short="-C", range="> 0")
     sequence_parallel: bool | None = option(
-        None,
-        "split activations along the sequence between tensor-parallel ranks",
-        flag=None,
-        unset="on with TP > 1",
+        None, "split activations along the sequence between TP ranks", flag=None, unset="on with TP > 1"
     )
 
     @property
@@ -83,9 +73,7 @@ class OptimizerConfig:
 
     lr: float = option(3e-4, "peak learning rate", range="> 0")
     min_lr: float | None = option(None, "learning rate at the end of the decay", unset="a tenth of --lr", range=">= 0")
-    lr_schedule: str = option(
-        "cosine", "learning-rate schedule after the warmup", choices=("cosine", "linear", "constant")
-    )
+    lr_schedule: str = option("cosine", "schedule after the warmup", choices=("cosine", "linear", "constant"))
     lr_warmup_steps: int | None = option(
         None, "steps of linear warmup", unset="1% of --lr_decay_steps, at most 2000", range=">= 0"
     )
@@ -104,94 +92,52 @@ class OptimizerConfig:
 class TrainingConfig:
     """Batch, length, checkpoints, evaluation, precision and kernels of a run."""
 
-    max_steps: int | None = option(
-        None, "optimizer steps of the whole run", unset="one epoch of the dataset", range="> 0"
-    )
+    max_steps: int | None = option(None, "optimizer steps in total", unset="one epoch of the dataset", range="> 0")
     global_batch_size: int = option(
-        2048, "samples per optimizer step: a multiple of micro batch size x data-parallel size", short="-g", range="> 0"
+        2048, "samples per step, a multiple of micro batch size x data-parallel size", short="-g", range="> 0"
     )
     micro_batch_size: int = option(1, "samples per forward pass of a data-parallel rank", short="-m", range="> 0")
     save_interval: int = option(500, "save a checkpoint every N steps; the last step is always saved", range="> 0")
     keep_last: int | None = option(None, "keep the newest N checkpoints, at least 2", unset="all", range="> 0")
-    keep_every: int | None = option(
-        None, "keep checkpoints at multiples of N steps permanently, whatever --keep_last says", range="> 0"
-    )
+    keep_every: int | None = option(None, "keep every checkpoint at a multiple of N steps permanently", range="> 0")
     keep_optimizer_last: int | None = option(
-        None,
-        "keep the optimizer state of the newest N checkpoints, at least 2; older checkpoints lose theirs",
-        unset="all",
-        range="> 0",
+        None, "keep the optimizer state of the newest N checkpoints only, at least 2", unset="all", range="> 0"
     )
     async_save: str = option(
-        "auto",
-        "write checkpoints while training continues; auto: on for GPU, off for CPU",
-        choices=("auto", "on", "off"),
+        "auto", "save in the background while training; auto: on for GPU, off for CPU", choices=("auto", "on", "off")
     )
-    save_retries: int = option(
-        3, "retries of a failed save, after 1, 4, 16, ... seconds; a full disk is not retried", range=">= 0"
-    )
+    save_retries: int = option(3, "retries of a failed save; a full disk is not retried", range=">= 0")
     max_missed_saves: int = option(
-        0,
-        "consecutive failed checkpoints (retries included) that are tolerated before the run ends; the last step's "
-        "must succeed",
-        range=">= 0",
+        0, "consecutive failed checkpoints that are tolerated; the last step's must succeed", range=">= 0"
     )
-    save_timeout: str = option(
-        "01:00:00",
-        "time limit for writing one checkpoint; after it the save has failed",
-        form=DURATION,
-        parse=parse_duration,
-    )
-    time_limit: str | None = option(
-        None,
-        "time limit of this attempt: the run saves before it is reached, and exits with code 85",
-        form=DURATION,
-        parse=parse_duration,
-    )
-    time_margin: str = option(
-        "00:05:00",
-        "time reserved before --time_limit for one step, one evaluation and the final checkpoint",
-        form=DURATION,
-        parse=parse_duration,
-    )
-    val_interval: int = option(
-        500, "evaluate on validation data every N steps and at the last step; 0: never", range=">= 0"
-    )
+    save_timeout: str = duration("01:00:00", "time limit for writing one checkpoint")
+    time_limit: str | None = duration(None, "time limit of this attempt: save before it and exit with code 85")
+    time_margin: str = duration("00:05:00", "time reserved before --time_limit for a step, an evaluation and a save")
+    val_interval: int = option(500, "evaluate every N steps and at the last step; 0: never", range=">= 0")
     val_steps: int = option(16, "batches per evaluation", range="> 0")
     log_interval: int = option(1, "log every N steps", range="> 0")
-    allow_batch_change: bool = option(
-        False, "continue a run with another --global_batch_size; steps and samples count on"
-    )
-    reset_optimizer: bool = option(
-        False, "continue with the weights, step and data position, but without the optimizer's moments; done once"
-    )
+    allow_batch_change: bool = option(False, "continue with another --global_batch_size; samples count on")
+    reset_optimizer: bool = option(False, "continue without the optimizer's moments; done once")
     on_bad_loss: str = option(
-        "stop",
-        "what to do at a step with a NaN, infinite or spiking loss, or a non-finite gradient; skip: the step updates "
-        "nothing",
-        choices=("stop", "skip"),
+        "stop", "stop, or skip the update, at a non-finite loss or gradient or a loss spike", choices=("stop", "skip")
     )
     max_loss_spike: float | None = option(
-        None, "largest loss of a step, as a multiple of the mean of the last 32 steps", unset="no limit", range="> 1"
+        None, "largest loss of a step, as a multiple of the mean of the last 32", unset="no limit", range="> 1"
     )
     start_parity: str = option(
         "auto",
-        "compare the initial loss with that of the Hugging Face model that the weights were converted from; auto: if "
-        "it is available locally and fits into memory",
+        "compare the initial loss with the HF model; auto: if it is available locally and fits into memory",
         choices=("auto", "off", "require"),
     )
     restart_limit: int = option(
-        3, "consecutive restarts without a new step after which a start is refused; 0: no limit", range=">= 0"
+        3, "refuse to start after this many consecutive restarts without a new step; 0: no limit", range=">= 0"
     )
     precision: str = option(
-        "auto",
-        "bf16 (weights and gradients in bf16, master weights in fp32) or fp32; auto: bf16 on GPU, fp32 on CPU",
-        choices=("auto", "bf16", "fp32"),
+        "auto", "auto: bf16 with fp32 master weights on GPU, fp32 on CPU", choices=("auto", "bf16", "fp32")
     )
     recompute: str = option(
         "auto",
-        "activation recomputation: none, selective (the MLPs) or full (whole layers); auto: the cheapest that fits "
-        "into GPU memory by the estimate, none if that is unknown",
+        "activation recomputation: selective (MLPs) or full (layers); auto: as little as GPU memory allows by estimate",
         choices=("auto", "none", "selective", "full"),
     )
     recompute_layers: int | None = option(
@@ -199,15 +145,10 @@ class TrainingConfig:
     )
     layer_spec: str = option(
         "auto",
-        "transformer layers: te (Transformer Engine) or torch (plain torch and Triton); auto: the faster of those that "
-        "are installed",
+        "layers of Transformer Engine, or of plain torch and Triton; auto: the faster ones that are installed",
         choices=("auto", "te", "torch"),
     )
-    fused_kernels: str = option(
-        "auto",
-        f"auto (all that the installed packages allow), off, or a comma-separated list of {', '.join(FUSED_KERNELS)}; "
-        "GPU only",
-    )
+    fused_kernels: str = option("auto", f"auto, off, or a comma-separated list of {', '.join(FUSED_KERNELS)}; GPU only")
     seed: int = option(1234, "random seed of weights, data order and dropout", range=f">= 0 and <= {MAX_SEED}")
 
 
@@ -215,7 +156,5 @@ class TrainingConfig:
 class TrackingConfig:
     """Where metrics are logged besides metrics.jsonl and TensorBoard."""
 
-    wandb_project: str | None = option(
-        None, "Weights & Biases project to log to; WANDB_MODE=offline keeps the data on disk"
-    )
+    wandb_project: str | None = option(None, "Weights & Biases project to log to (WANDB_MODE=offline: on disk only)")
     mlflow: bool = option(False, "log to MLflow, at MLFLOW_TRACKING_URI or in the experiment's folder")
