@@ -39,18 +39,17 @@ def run(arguments: argparse.Namespace) -> int:
     """Check, report, and say whether the release passed."""
     from pretrainkit.release.files import verify_files
     from pretrainkit.release.models import RunOptions, check_models
-    from pretrainkit.release.report import as_markdown, write_report
 
-    verdict = verify_files(
+    report = verify_files(
         arguments.source,
         arguments.released,
         hf_folder=arguments.hf_model,
         ignore_config_fields=arguments.ignore_config_fields,
     )
     if arguments.files_only:
-        verdict.skipped.append("the models were not run (--files-only)")
-    elif not verdict.passed:
-        verdict.skipped.append("the models were not run, since the files are wrong already")
+        report.skipped.append("the models were not run (--files-only)")
+    elif not report.passed:
+        report.skipped.append("the models were not run, since the files are wrong already")
     else:
         options = RunOptions(
             arguments.long_tokens,
@@ -59,13 +58,13 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.base,
             tuple(arguments.ignore_config_fields),
         )
-        verdict.checks += check_models(
+        report.checks += check_models(
             arguments.source, arguments.released, hf_folder=arguments.hf_model, options=options
         )
     prefix = arguments.report or arguments.released.with_name(arguments.released.name + ".verified")
-    write_report(verdict, prefix)
-    print(json.dumps(verdict.as_dict(), indent=2) if arguments.json else as_markdown(verdict, hashes=False))
-    return EXIT_DONE if verdict.passed else EXIT_FAILED
+    report.write(prefix)
+    print(json.dumps(report.as_dict(), indent=2) if arguments.json else report.as_markdown(hashes=False))
+    return EXIT_DONE if report.passed else EXIT_FAILED
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import RequestError
 from pretrainkit.files import read_json, sha256_file
 from pretrainkit.models.registry import read_config, read_shape
-from pretrainkit.release.verdict import Check, Verdict, check_of
+from pretrainkit.release.report import Check, ReleaseReport
 from pretrainkit.release.weights import DTYPE_FIELDS, check_weights
 
 _SECRET = re.compile(r"hf_[A-Za-z0-9]{30,}|AKIA[0-9A-Z]{16}|ghp_[A-Za-z0-9]{36}|sk-[A-Za-z0-9]{40,}")
@@ -30,7 +30,7 @@ _TEXT_SUFFIXES = (".json", ".jinja", ".txt", ".md", ".py")
 
 def verify_files(
     source: Path, released: Path, *, hf_folder: Path | None = None, ignore_config_fields: Iterable[str] = ()
-) -> Verdict:
+) -> ReleaseReport:
     """Compare a released Hugging Face folder with the checkpoint that it was made from.
 
     Raises RequestError when one of the two isn't a model folder at all; every other fault is a failed check.
@@ -40,24 +40,25 @@ def verify_files(
         raise RequestError("not a Hugging Face folder", where=str(released), needed="the folder to be released")
     origin = find_hf_folder(found, hf_folder)
     shape = read_shape(origin, ignore_fields=ignore_config_fields)
-    verdict = Verdict(str(source), str(released))
-    steps: dict[str, Callable[[], Iterator[Check]]] = {
-        "config.json": lambda: _check_config(origin, released, shape),
-        "weight files": lambda: _check_weight_files(released),
-        "weights": lambda: check_weights(found, released, shape),
-        "side files": lambda: _check_side_files(origin, released),
-        "tokenizer": lambda: _check_tokenizer(released, shape),
-        "privacy": lambda: _check_privacy(released),
+    report = ReleaseReport(str(source), str(released))
+    # Generators, so that each fails alone: any exception is a doubt, and a doubt fails the gate.
+    steps = {
+        "config.json": _check_config(origin, released, shape),
+        "weight files": _check_weight_files(released),
+        "weights": check_weights(found, released, shape),
+        "side files": _check_side_files(origin, released),
+        "tokenizer": _check_tokenizer(released, shape),
+        "privacy": _check_privacy(released),
     }
-    for name, step in steps.items():
+    for name, checks in steps.items():
         try:
-            verdict.checks.extend(step())
-        except Exception as error:  # whatever goes wrong is a doubt, and a doubt fails the gate
-            verdict.checks.append(Check(name, False, f"{type(error).__name__}: {error}"))
-    verdict.hashes = {
+            report.checks.extend(checks)
+        except Exception as error:
+            report.checks.append(Check(name, False, f"{type(error).__name__}: {error}"))
+    report.hashes = {
         str(path.relative_to(released)): sha256_file(path) for path in sorted(released.rglob("*")) if path.is_file()
     }
-    return verdict
+    return report
 
 
 def _check_config(origin: Path, released: Path, shape: ModelShape) -> Iterator[Check]:
@@ -68,14 +69,14 @@ def _check_config(origin: Path, released: Path, shape: ModelShape) -> Iterator[C
         for name in sorted((ours.keys() | theirs.keys()) - ignored)
         if ours.get(name) != theirs.get(name)
     ]
-    yield check_of("config.json says what the source's says", different, "equal but for the dtype")
+    yield Check.of("config.json says what the source's says", different, "equal but for the dtype")
     problems = []
     try:
         if read_shape(released, ignore_fields=ours) != shape:
             problems.append("it describes another shape")
     except RequestError as error:
         problems.append(str(error))
-    yield check_of("config.json can be read and describes the source's shape", problems, "it does")
+    yield Check.of("config.json can be read and describes the source's shape", problems, "it does")
 
 
 def _check_weight_files(released: Path) -> Iterator[Check]:
@@ -83,7 +84,7 @@ def _check_weight_files(released: Path) -> Iterator[Check]:
     yield Check("the index lists what the files hold", True, f"{len(located)} tensors")
     used = {location.path for location in located.values()}
     stray = [path.name for path in sorted(released.iterdir()) if hf_files.is_weight_file(path) and path not in used]
-    yield check_of("no other weight files", stray, "none")
+    yield Check.of("no other weight files", stray, "none")
     sizes = sum(location.num_bytes for location in located.values())
     index = released / INDEX_NAME
     if index.is_file():
@@ -100,7 +101,7 @@ def _check_side_files(origin: Path, released: Path) -> Iterator[Check]:
             problems.append(f"{name} is missing")
         elif sha256_file(copy) != sha256_file(origin / name):
             problems.append(f"{name} differs from the source's")
-    yield check_of("tokenizer, template and generation files are the source's", problems, ", ".join(names) or "none")
+    yield Check.of("tokenizer, template and generation files are the source's", problems, ", ".join(names) or "none")
 
 
 def _check_tokenizer(released: Path, shape: ModelShape) -> Iterator[Check]:
@@ -133,7 +134,7 @@ def _check_tokenizer(released: Path, shape: ModelShape) -> Iterator[Check]:
             f"eos_token_id is {config['eos_token_id']} in config.json"
             f" and {generation['eos_token_id']} in generation_config.json"
         )
-    yield check_of("special token ids agree", problems, f"eos {sorted(ends)}, tokenizer {tokenizer.eos_token_id}")
+    yield Check.of("special token ids agree", problems, f"eos {sorted(ends)}, tokenizer {tokenizer.eos_token_id}")
 
 
 def _ids(value: Any) -> list[int]:
@@ -152,7 +153,7 @@ def _check_privacy(released: Path) -> Iterator[Check]:
             problems.append(f"{path.name} holds what looks like an access token")
         if path.suffix == ".json":
             problems += [f"{path.name}: local path {value}" for value in _local_paths(json.loads(text))]
-    yield check_of("no access tokens and no local paths", problems, "none")
+    yield Check.of("no access tokens and no local paths", problems, "none")
 
 
 def _local_paths(value: Any) -> list[str]:

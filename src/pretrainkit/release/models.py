@@ -11,7 +11,6 @@ import json
 import multiprocessing
 import multiprocessing.forkserver
 import os
-import socket
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from pretrainkit.imports import heavy_imports
 from pretrainkit.logs import get_logger
 from pretrainkit.models.registry import read_shape
 from pretrainkit.release import prompts
-from pretrainkit.release.verdict import Check
+from pretrainkit.release.report import Check
 
 if TYPE_CHECKING:
     import torch
@@ -87,10 +86,11 @@ def _compare(source: Path, released: Path, hf_folder: Path | None, options: RunO
         losses = _run_transformers(released, folder, dtype)
         base = _run_transformers(options.base, folder, None, keep_logits=False) if options.base else None
         yield Check("transformers loads the release offline, with every weight", True, "no key missing or left over")
-        weights, prefix, num_rows = _megatron_weights(source, folder, hf_folder, options)
+        conversion = Options(CheckpointFormat.NEMO, hf_folder, ignore_config_fields=options.ignore_config_fields)
+        model = _megatron_model(source, folder, shape, dtype, conversion)
         for size in _tensor_parallel_sizes(shape):
             logger.info("running the Megatron model at TP=%d", size)
-            result = _run_megatron(weights, prefix, shape, num_rows, size, folder, dtype)
+            result = _run_megatron(model, size, folder)
             yield from _judge(result, losses, names, size, dtype)
     text = f"{losses['held_out']:.4f} nats per token released"
     if base is not None:
@@ -211,23 +211,34 @@ def _loss(logits: Any, tokens: Any) -> float:
     return float(F.cross_entropy(logits[0, :-1].float(), tokens[0, 1:]))
 
 
-def _megatron_weights(source: Path, folder: Path, hf_folder: Path | None, options: RunOptions) -> tuple[Path, str, int]:
-    """A torch_dist folder with the source's weights, the prefix of its names, and its rows of the embedding.
+@dataclass(frozen=True)
+class _MegatronModel:
+    """The model that ranks load and run."""
 
-    A classic checkpoint or a Hugging Face folder is converted for it.
-    """
+    weights: Path
+    """Folder in the torch_dist format."""
+    prefix: str
+    """What precedes the name of every tensor in it."""
+    num_rows: int
+    """Rows of the stored embedding."""
+    shape: ModelShape
+    dtype: torch.dtype | None
+    """The weights are rounded to it."""
+
+
+def _megatron_model(
+    source: Path, scratch: Path, shape: ModelShape, dtype: torch.dtype | None, conversion: Options
+) -> _MegatronModel:
+    """The model of a checkpoint; a classic one or a Hugging Face folder is converted to NeMo's format for it."""
     from pretrainkit.checkpoint.formats.torch_dist import read_metadata
 
     found = detect(source)
     if found.format in (CheckpointFormat.HF, CheckpointFormat.TORCH):
-        fields = options.ignore_config_fields
-        convert(
-            source, folder / "nemo", Options(to=CheckpointFormat.NEMO, hf_folder=hf_folder, ignore_config_fields=fields)
-        )
-        found = detect(folder / "nemo")
-    tensors = read_metadata(found.weights)
-    name = next(name for name in tensors if name.endswith("embedding.word_embeddings.weight") and "optim" not in name)
-    return found.weights, name.removesuffix("embedding.word_embeddings.weight"), tensors[name].shape[0]
+        convert(source, scratch / "nemo", conversion)
+        found = detect(scratch / "nemo")
+    tensors, embedding = read_metadata(found.weights), "embedding.word_embeddings.weight"
+    name = next(name for name in tensors if name.endswith(embedding) and "optim" not in name)
+    return _MegatronModel(found.weights, name.removesuffix(embedding), tensors[name].shape[0], shape, dtype)
 
 
 def _rank_context() -> Any:
@@ -238,25 +249,13 @@ def _rank_context() -> Any:
     return context
 
 
-def _run_megatron(
-    weights: Path,
-    prefix: str,
-    shape: ModelShape,
-    num_rows: int,
-    size: int,
-    folder: Path,
-    dtype: torch.dtype | None,
-) -> dict[str, Any]:
-    """Run the Megatron model on `size` ranks, its weights rounded to `dtype`.
+def _run_megatron(model: _MegatronModel, size: int, scratch: Path) -> dict[str, Any]:
+    """Run the Megatron model on `size` ranks.
 
     Gives the differences to the kept logits by prompt, the held-out loss, and whether rounding changed anything.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     context = _rank_context()
-    arguments = (size, port, weights, prefix, shape, num_rows, folder, dtype)
-    ranks = [context.Process(target=_rank, args=(rank, *arguments)) for rank in range(size)]
+    ranks = [context.Process(target=_rank, args=(rank, size, model, scratch)) for rank in range(size)]
     for process in ranks:
         process.start()
     for process in ranks:
@@ -265,50 +264,39 @@ def _run_megatron(
     for process in ranks:
         process.kill()
     if failed:
-        raise CheckpointError(f"the Megatron model failed on rank {failed[0]} of {size}", where=str(weights))
-    return json.loads((folder / _RESULT).read_text(encoding="utf-8"))
+        raise CheckpointError(f"the Megatron model failed on rank {failed[0]} of {size}", where=str(model.weights))
+    return json.loads((scratch / _RESULT).read_text(encoding="utf-8"))
 
 
-def _rank(
-    rank: int,
-    size: int,
-    port: int,
-    weights: Path,
-    prefix: str,
-    shape: ModelShape,
-    num_rows: int,
-    folder: Path,
-    dtype: torch.dtype | None,
-) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": str(size)}
+def _rank(rank: int, size: int, source: _MegatronModel, scratch: Path) -> None:
     import torch
 
     from pretrainkit.megatron.preloaded_cpu import megatron_model
 
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // size))
-    torch.distributed.init_process_group("gloo")
+    torch.distributed.init_process_group("gloo", f"file://{scratch}/ranks_{size}", rank=rank, world_size=size)
     megatron_model.initialize(tensor_parallel_size=size)
-    tokens = torch.load(folder / "tokens.pt")
+    tokens = torch.load(scratch / "tokens.pt")
     model = megatron_model.load_model(
-        weights,
-        shape,
-        key_prefix=prefix,
-        padded_vocab_size=padded_vocabulary(num_rows, 1, size),
+        source.weights,
+        source.shape,
+        key_prefix=source.prefix,
+        padded_vocab_size=padded_vocabulary(source.num_rows, 1, size),
         sequence_length=tokens["held_out"].shape[1],
     )
-    rounded = _round_weights(model, dtype)
+    rounded = _round_weights(model, source.dtype)
     result: dict[str, Any] = {"difference": [], "largest": [], "agreed": [], "asked": [], "rounded": rounded}
     for i, prompt in enumerate(tokens["prompts"]):
-        expected = torch.load(folder / f"logits_{i}.pt")
-        logits = _padded_logits(model, prompt, shape, size)
+        expected = torch.load(scratch / f"logits_{i}.pt")
+        logits = _padded_logits(model, prompt, source.shape, size)
         result["difference"].append(float((logits - expected).abs().max()))
         result["largest"].append(float(expected.abs().max()))
         result["agreed"].append(int((logits.argmax(-1) == expected.argmax(-1)).sum()))
         result["asked"].append(prompt.shape[1])
-    losses = [_loss(_padded_logits(model, row[None], shape, size), row[None]) for row in tokens["held_out"]]
+    losses = [_loss(_padded_logits(model, row[None], source.shape, size), row[None]) for row in tokens["held_out"]]
     result["held_out"] = sum(losses) / len(losses)
     if rank == 0:
-        (folder / _RESULT).write_text(json.dumps(result), encoding="utf-8")
+        (scratch / _RESULT).write_text(json.dumps(result), encoding="utf-8")
     torch.distributed.destroy_process_group()
 
 

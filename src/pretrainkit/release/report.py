@@ -1,37 +1,72 @@
-"""The release gate's report, for people and for machines."""
+"""The release gate's report: checks with what was found, for people (Markdown) and for machines (JSON)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from pretrainkit.files import write_json, write_text
-from pretrainkit.release.verdict import Verdict
+
+_LISTED_PROBLEMS = 8
 
 
-def write_report(verdict: Verdict, prefix: Path) -> None:
-    """Write `prefix`.json and `prefix`.md."""
-    write_json(prefix.with_name(prefix.name + ".json"), verdict.as_dict())
-    write_text(prefix.with_name(prefix.name + ".md"), as_markdown(verdict) + "\n")
+@dataclass(frozen=True)
+class Check:
+    """One question that the gate asks."""
+
+    name: str
+    passed: bool
+    found: str
+    """What was observed, for people."""
+
+    @staticmethod
+    def of(name: str, problems: Sequence[str], fine: str) -> Check:
+        """A check that passes when there is no problem; `fine` is what it found then."""
+        if not problems:
+            return Check(name, True, fine)
+        more = f" and {len(problems) - _LISTED_PROBLEMS} more" if len(problems) > _LISTED_PROBLEMS else ""
+        return Check(name, False, "; ".join(problems[:_LISTED_PROBLEMS]) + more)
 
 
-def as_markdown(verdict: Verdict, *, hashes: bool = True) -> str:
-    """The report as Markdown tables."""
-    failed = [check for check in verdict.checks if not check.passed]
-    result = "passed" if verdict.passed else f"REFUSED: {len(failed)} of {len(verdict.checks)} checks failed"
-    lines = [
-        f"# Release check: {result}",
-        "",
-        f"Released: {verdict.released}",
-        f"Source: {verdict.source}",
-        "",
-        "| check | result | found |",
-        "|---|---|---|",
-    ]
-    for check in verdict.checks:
-        found = check.found.replace("|", "\\|").replace("\n", " ")
-        lines.append(f"| {check.name} | {'ok' if check.passed else 'FAILED'} | {found} |")
-    lines += ["", *(f"Not checked: {reason}" for reason in verdict.skipped)]
-    if hashes:
-        lines += ["| file | SHA-256 |", "|---|---|"]
-        lines += [f"| {name} | {digest} |" for name, digest in verdict.hashes.items()]
-    return "\n".join(lines).rstrip()
+@dataclass
+class ReleaseReport:
+    """All that the gate found."""
+
+    source: str
+    released: str
+    checks: list[Check] = field(default_factory=list)
+    hashes: dict[str, str] = field(default_factory=dict)
+    """SHA-256 of every file of the release."""
+    skipped: list[str] = field(default_factory=list)
+    """What was not checked, and why."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether there was a check, and every one passed."""
+        return bool(self.checks) and all(check.passed for check in self.checks)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The report for JSON."""
+        return {"passed": self.passed, **asdict(self)}
+
+    def as_markdown(self, *, hashes: bool = True) -> str:
+        """The report as Markdown tables."""
+        failed = sum(not check.passed for check in self.checks)
+        result = "passed" if self.passed else f"REFUSED: {failed} of {len(self.checks)} checks failed"
+        lines = [f"# Release check: {result}", "", f"Released: {self.released}", f"Source: {self.source}", ""]
+        lines += ["| check | result | found |", "|---|---|---|"]
+        for check in self.checks:
+            found = check.found.replace("|", "\\|").replace("\n", " ")
+            lines.append(f"| {check.name} | {'ok' if check.passed else 'FAILED'} | {found} |")
+        lines += ["", *(f"Not checked: {reason}" for reason in self.skipped)]
+        if hashes:
+            lines += ["| file | SHA-256 |", "|---|---|"]
+            lines += [f"| {name} | {digest} |" for name, digest in self.hashes.items()]
+        return "\n".join(lines).rstrip()
+
+    def write(self, prefix: Path) -> None:
+        """Write `prefix`.json and `prefix`.md."""
+        write_json(prefix.with_name(prefix.name + ".json"), self.as_dict())
+        write_text(prefix.with_name(prefix.name + ".md"), self.as_markdown() + "\n")

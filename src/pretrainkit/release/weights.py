@@ -19,7 +19,7 @@ from pretrainkit.checkpoint.mapping import TensorMapping, tensor_mappings
 from pretrainkit.checkpoint.open import WeightReader, open_reader
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.models.registry import read_config
-from pretrainkit.release.verdict import Check, check_of
+from pretrainkit.release.report import Check
 
 DTYPE_FIELDS = ("dtype", "torch_dtype")
 """Names that config.json has had for the dtype of the weights."""
@@ -33,8 +33,8 @@ def check_weights(found: DetectedCheckpoint, released: Path, shape: ModelShape) 
         read, names = open_by_package(released, stack)
         extra = names - wanted - ({"lm_head.weight"} if shape.tie_word_embeddings else set())
         missing = wanted - names
-        yield check_of("every tensor is there", sorted(missing), f"{len(wanted)} tensors")
-        yield check_of("no tensor that the architecture doesn't have", sorted(extra), "none")
+        yield Check.of("every tensor is there", sorted(missing), f"{len(wanted)} tensors")
+        yield Check.of("no tensor that the architecture doesn't have", sorted(extra), "none")
         comparison = _Comparison(_declared_dtype(released))
         for mapping in mappings:
             comparison.add(mapping, reader, read, missing)
@@ -89,13 +89,13 @@ class _Comparison:
     def checks(self) -> Iterator[Check]:
         """What came out."""
         cast = f", cast from {', '.join(sorted(self.cast))}" if self.cast else ""
-        yield check_of("shapes", self.misshapen, "right")
-        yield check_of(
+        yield Check.of("shapes", self.misshapen, "right")
+        yield Check.of(
             "bit-equal to the source after the inverse mapping", self.different, f"{self.num_elements} elements{cast}"
         )
-        yield check_of("finite", self.not_finite, "all elements")
-        yield check_of("no tensor of zeros", self.zero, "none")
-        yield check_of("dtype is what config.json says", self.dtypes, str(self.declared))
+        yield Check.of("finite", self.not_finite, "all elements")
+        yield Check.of("no tensor of zeros", self.zero, "none")
+        yield Check.of("dtype is what config.json says", self.dtypes, str(self.declared))
 
 
 def _same_bits(first: Tensor, second: Tensor) -> bool:
