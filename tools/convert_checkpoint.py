@@ -76,9 +76,10 @@ def run(arguments: argparse.Namespace) -> int:
     with heavy_imports():
         import torch
 
-    from pretrainkit.checkpoint.convert import Options, convert, default_target
-    from pretrainkit.checkpoint.detect import CheckpointFormat, detect
+    from pretrainkit.checkpoint.convert import convert, default_target
+    from pretrainkit.checkpoint.detect import detect
     from pretrainkit.checkpoint.parallel import Parallelism
+    from pretrainkit.checkpoint.plan import CheckpointFormat, Options
 
     source_kind = detect(arguments.source).format
     target_kind = CheckpointFormat(arguments.target_format) if arguments.target_format else default_target(source_kind)

@@ -191,7 +191,7 @@ def make_model(folder: Path, num_layers: int) -> None:
     from pretrainkit.checkpoint.formats.hf import HfWriter
     from pretrainkit.checkpoint.lazy_tensor import LazyTensor
     from pretrainkit.checkpoint.mapping import tensor_mappings
-    from pretrainkit.checkpoint.plan import ConversionPlan
+    from pretrainkit.checkpoint.plan import CheckpointFormat, ConversionPlan
     from pretrainkit.models.registry import read_shape
 
     folder.mkdir(parents=True)
@@ -201,7 +201,8 @@ def make_model(folder: Path, num_layers: int) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<128001>").save_pretrained(folder)
     shape = read_shape(folder)
     mappings = tensor_mappings(shape)
-    target = HfWriter(folder, ConversionPlan(shape, mappings, dict.fromkeys(mappings, torch.bfloat16), folder))
+    dtypes = dict.fromkeys(mappings, torch.bfloat16)
+    target = HfWriter(folder, ConversionPlan(CheckpointFormat.HF, shape, mappings, dtypes, folder))
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(2**26 + 2**20, generator=generator).to(torch.bfloat16)
 

@@ -9,9 +9,9 @@ import convert_ranks
 import pytest
 import ranks
 
-from pretrainkit.checkpoint.convert import Options, convert
-from pretrainkit.checkpoint.detect import CheckpointFormat
+from pretrainkit.checkpoint.convert import convert
 from pretrainkit.checkpoint.parallel import Parallelism
+from pretrainkit.checkpoint.plan import CheckpointFormat, Options
 
 pytestmark = pytest.mark.integration
 

@@ -14,9 +14,9 @@ import ranks
 import torch
 from safetensors.torch import load_file, save_file
 
-from pretrainkit.checkpoint.convert import Options, convert
-from pretrainkit.checkpoint.detect import CheckpointFormat
+from pretrainkit.checkpoint.convert import convert
 from pretrainkit.checkpoint.parallel import Parallelism
+from pretrainkit.checkpoint.plan import CheckpointFormat, Options
 from pretrainkit.release.models import RunOptions, check_models
 
 pytestmark = pytest.mark.integration

@@ -11,24 +11,23 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from pretrainkit.checkpoint.detect import CheckpointFormat, DetectedCheckpoint, detect
+from pretrainkit.checkpoint.detect import DetectedCheckpoint, detect
 from pretrainkit.checkpoint.fingerprint import REPORT_NAME, weights_fingerprint
 from pretrainkit.checkpoint.formats.hf_files import HF_SOURCE
 from pretrainkit.checkpoint.formats.megatron_lm import required_flags
 from pretrainkit.checkpoint.lazy_tensor import LazyTensor
 from pretrainkit.checkpoint.mapping import TensorMapping, tensor_mappings
 from pretrainkit.checkpoint.open import WeightReader, WeightWriter, check_expressible, open_reader, open_writer
-from pretrainkit.checkpoint.parallel import Parallelism
-from pretrainkit.checkpoint.plan import ConversionPlan
+from pretrainkit.checkpoint.plan import CheckpointFormat, ConversionPlan, Options
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import CheckpointError, RequestError
 from pretrainkit.files import atomic_folder, remove_leftovers, write_json
@@ -38,43 +37,8 @@ from pretrainkit.units import format_bytes, format_duration
 
 logger = get_logger(__name__)
 
-VOCABULARY_DIVISOR = {
-    CheckpointFormat.HF: 1,
-    CheckpointFormat.NEMO: 1,
-    CheckpointFormat.TORCH_DIST: 128,
-    CheckpointFormat.TORCH: 128,
-}
-"""Defaults of --make-vocab-size-divisible-by: Megatron-LM's own; NeMo's models pad while loading."""
-
 SPARE_BYTES = 100_000_000
 """Disk space that is kept free beyond the weights, for what lies beside them (assumed ample)."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """How a conversion is done."""
-
-    to: CheckpointFormat | None = None
-    """Target format; by default nemo from Hugging Face, and hf from anything else."""
-    hf_folder: Path | None = None
-    """Config.json, tokenizer and generation config, for a Megatron source that doesn't carry them."""
-    dtype: torch.dtype | None = None
-    """Cast the weights; by default they keep theirs."""
-    parallelism: Parallelism = field(default_factory=Parallelism)
-    """Cut of a classic checkpoint; the other formats are independent of it."""
-    vocabulary_divisor: int | None = None
-    """Pad the vocabulary to a multiple of this times the tensor parallel size. By default 128 for Megatron-LM's
-    formats, as it does itself, and 1 for NeMo's, whose models pad while loading."""
-    iteration: int | None = None
-    """Write Megatron-LM's formats as this iteration instead of as a release."""
-    max_shard_bytes: int = 5_000_000_000
-    """Largest safetensors file."""
-    workers: int = 1
-    """Files written at a time."""
-    overwrite: bool = False
-    """Replace an existing target, once the new one is complete."""
-    ignore_config_fields: tuple[str, ...] = ()
-    """Unknown fields of config.json that change nothing in the forward pass."""
 
 
 @dataclass(frozen=True)
@@ -119,24 +83,15 @@ def convert(source: str | Path, target: str | Path, options: Options | None = No
     options.parallelism.check(shape)
     mappings = tensor_mappings(shape)
     reader = open_reader(found, mappings, shape)
-    plan = ConversionPlan(
-        shape,
-        mappings,
-        {mapping: _target_dtype(mapping, reader.dtype(mapping), options.dtype) for mapping in mappings},
-        hf_folder,
-        options.parallelism,
-        options.vocabulary_divisor or VOCABULARY_DIVISOR[format],
-        options.iteration,
-        options.max_shard_bytes,
-        options.workers,
-    )
+    dtypes = {mapping: _target_dtype(mapping, reader.dtype(mapping), options.dtype) for mapping in mappings}
+    plan = ConversionPlan(format, shape, mappings, dtypes, hf_folder, options)
     check_expressible(shape, format)
     _check_space(target, plan.num_bytes)
     if left := remove_leftovers(target):
         logger.warning("left by other processes, to be removed unless they still run: %s", ", ".join(map(str, left)))
     logger.info("converting %s (%s) to %s (%s)", source, found.format, target, format)
     with _explained(target), atomic_folder(target, replace=options.overwrite) as folder:
-        writer = open_writer(format, folder, plan)
+        writer = open_writer(folder, plan)
         _copy(reader, writer, plan)
         writer.finish()
         report = Report(
@@ -153,8 +108,8 @@ def convert(source: str | Path, target: str | Path, options: Options | None = No
             notes=[
                 *_cast_notes(reader, plan.dtypes),
                 *reader.notes(),
-                *_padding_notes(plan, format),
-                *_megatron_lm_notes(shape, format),
+                *_padding_notes(plan),
+                *_megatron_lm_notes(plan),
             ],
         )
         if format is not CheckpointFormat.HF:
@@ -216,7 +171,7 @@ def _copy(reader: WeightReader, writer: WeightWriter, plan: ConversionPlan) -> N
                 yield mapping, [value.to(dtype) for value in reader.read(mapping)]
                 progress.update(mapping.numel * dtype.itemsize)
 
-        with ThreadPoolExecutor(max_workers=plan.workers) as pool:
+        with ThreadPoolExecutor(max_workers=plan.options.workers) as pool:
             for _ in pool.map(lambda part: writer.write_part(part, values(part)), range(len(writer.parts))):
                 pass
 
@@ -271,20 +226,19 @@ def _cast_notes(reader: WeightReader, dtypes: Mapping[TensorMapping, torch.dtype
     return [f"{count} tensors cast from {change}" for change, count in changes.items()]
 
 
-def _padding_notes(plan: ConversionPlan, format: CheckpointFormat) -> Sequence[str]:
+def _padding_notes(plan: ConversionPlan) -> list[str]:
     rows = plan.padded_vocab_size - plan.shape.vocab_size
-    if format is CheckpointFormat.HF or not rows:
+    if plan.format is CheckpointFormat.HF or not rows:
         return []
-    rule = (
-        f"{plan.shape.vocab_size} rounded up to a multiple of {plan.vocabulary_divisor} x TP {plan.parallelism.tensor}"
-    )
+    multiple = f"{plan.vocabulary_divisor} x TP {plan.options.parallelism.tensor}"
+    rule = f"{plan.shape.vocab_size} rounded up to a multiple of {multiple}"
     return [f"{rows} padding rows (zeros) added to the vocabulary: {rule}"]
 
 
-def _megatron_lm_notes(shape: ModelShape, format: CheckpointFormat) -> Sequence[str]:
-    if format not in (CheckpointFormat.TORCH, CheckpointFormat.TORCH_DIST):
+def _megatron_lm_notes(plan: ConversionPlan) -> list[str]:
+    if plan.format not in (CheckpointFormat.TORCH, CheckpointFormat.TORCH_DIST):
         return []
-    return [f"Megatron-LM needs, in addition to --use-checkpoint-args: {required_flags(shape)}"]
+    return [f"Megatron-LM needs, in addition to --use-checkpoint-args: {required_flags(plan.shape)}"]
 
 
 def _name(dtype: torch.dtype) -> str:

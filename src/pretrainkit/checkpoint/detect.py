@@ -3,29 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 
 from pretrainkit.checkpoint.formats import torch_dist
 from pretrainkit.checkpoint.formats.megatron_lm import TRACKER_NAME, tracked_iteration
 from pretrainkit.checkpoint.formats.weight_files import SINGLE_NAME
+from pretrainkit.checkpoint.plan import CheckpointFormat
 from pretrainkit.errors import RequestError
-
-
-class CheckpointFormat(str, Enum):
-    """The formats that are read and written."""
-
-    HF = "hf"
-    """Hugging Face folder: config.json and safetensors."""
-    NEMO = "nemo"
-    """NeMo 2 checkpoint: weights/ (torch_dist) and context/."""
-    TORCH_DIST = "torch_dist"
-    """Megatron-LM's distributed checkpoint: tracker file and iter_NNNNNNN/ or release/."""
-    TORCH = "torch"
-    """Megatron-LM's classic checkpoint: tracker file and mp_rank_XX[_YYY][_ZZZ]/model_optim_rng.pt."""
-
-    def __str__(self) -> str:
-        return self.value
 
 
 @dataclass(frozen=True)

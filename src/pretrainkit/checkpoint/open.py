@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from pretrainkit.checkpoint.detect import CheckpointFormat, DetectedCheckpoint
+from pretrainkit.checkpoint.detect import DetectedCheckpoint
 from pretrainkit.checkpoint.formats import hf_files, megatron_lm, nemo
 from pretrainkit.checkpoint.formats.hf import HfReader, HfWriter
 from pretrainkit.checkpoint.formats.torch_dist_reader import TorchDistReader
@@ -17,7 +17,7 @@ from pretrainkit.checkpoint.formats.torch_legacy_reader import TorchLegacyReader
 from pretrainkit.checkpoint.formats.torch_legacy_writer import TorchLegacyWriter
 from pretrainkit.checkpoint.lazy_tensor import LazyTensor
 from pretrainkit.checkpoint.mapping import TensorMapping
-from pretrainkit.checkpoint.plan import ConversionPlan
+from pretrainkit.checkpoint.plan import CheckpointFormat, ConversionPlan
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.models.megatron_fields import megatron_lm_arguments, nemo_model
 
@@ -67,14 +67,14 @@ def check_expressible(shape: ModelShape, format: CheckpointFormat) -> None:
         megatron_lm_arguments(shape)
 
 
-def open_writer(format: CheckpointFormat, folder: Path, plan: ConversionPlan) -> WeightWriter:
+def open_writer(folder: Path, plan: ConversionPlan) -> WeightWriter:
     """The writer of a new checkpoint in an empty folder; config, tokenizer and other files are written at once."""
-    if format is CheckpointFormat.HF:
+    if plan.format is CheckpointFormat.HF:
         hf_files.write_config(folder, plan.hf_folder, plan.main_dtype)
         hf_files.copy_side_files(plan.hf_folder, folder)
         return HfWriter(folder, plan)
     hf_files.save_hf_source(plan.hf_folder, folder)
-    if format is CheckpointFormat.NEMO:
+    if plan.format is CheckpointFormat.NEMO:
         nemo.write_context(
             folder / "context",
             plan.shape,
@@ -84,8 +84,8 @@ def open_writer(format: CheckpointFormat, folder: Path, plan: ConversionPlan) ->
         )
         (folder / "weights").mkdir()
         return TorchDistWriter(folder / "weights", plan, nemo.common_state(), prefix="module.")
-    weights = megatron_lm.create_iteration(folder, plan.iteration)
-    common = megatron_lm.common_state(plan, str(format))
-    if format is CheckpointFormat.TORCH_DIST:
+    weights = megatron_lm.create_iteration(folder, plan.options.iteration)
+    common = megatron_lm.common_state(plan)
+    if plan.format is CheckpointFormat.TORCH_DIST:
         return TorchDistWriter(weights, plan, {**common, "content_metadata": nemo.CONTENT_METADATA}, prefix="")
     return TorchLegacyWriter(weights, plan, common)

@@ -1,9 +1,10 @@
-"""What a conversion writes: tensors with their dtypes, and the settings of the target's layout."""
+"""What a conversion is asked for, and what it therefore writes: format, tensors, dtypes, layout."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 
 import torch
@@ -14,10 +15,63 @@ from pretrainkit.checkpoint.transforms import padded_vocabulary
 from pretrainkit.config.schema import ModelShape
 
 
+class CheckpointFormat(str, Enum):
+    """The formats that are read and written."""
+
+    HF = "hf"
+    """Hugging Face folder: config.json and safetensors."""
+    NEMO = "nemo"
+    """NeMo 2 checkpoint: weights/ (torch_dist) and context/."""
+    TORCH_DIST = "torch_dist"
+    """Megatron-LM's distributed checkpoint: tracker file and iter_NNNNNNN/ or release/."""
+    TORCH = "torch"
+    """Megatron-LM's classic checkpoint: tracker file and mp_rank_XX[_YYY][_ZZZ]/model_optim_rng.pt."""
+
+    def __str__(self) -> str:
+        return self.value
+
+
+VOCABULARY_DIVISOR = {
+    CheckpointFormat.HF: 1,
+    CheckpointFormat.NEMO: 1,
+    CheckpointFormat.TORCH_DIST: 128,
+    CheckpointFormat.TORCH: 128,
+}
+"""Defaults of --make-vocab-size-divisible-by: Megatron-LM's own; NeMo's models pad while loading."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a conversion is done."""
+
+    to: CheckpointFormat | None = None
+    """Target format; by default nemo from Hugging Face, and hf from anything else."""
+    hf_folder: Path | None = None
+    """Config.json, tokenizer and generation config, for a Megatron source that doesn't carry them."""
+    dtype: torch.dtype | None = None
+    """Cast the weights; by default they keep theirs."""
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    """Cut of a classic checkpoint; the other formats are independent of it."""
+    vocabulary_divisor: int | None = None
+    """Pad the vocabulary to a multiple of this times the tensor parallel size. By default 128 for Megatron-LM's
+    formats, as it does itself, and 1 for NeMo's, whose models pad while loading."""
+    iteration: int | None = None
+    """Write Megatron-LM's formats as this iteration instead of as a release."""
+    max_shard_bytes: int = 5_000_000_000
+    """Largest safetensors file."""
+    workers: int = 1
+    """Files written at a time."""
+    overwrite: bool = False
+    """Replace an existing target, once the new one is complete."""
+    ignore_config_fields: tuple[str, ...] = ()
+    """Unknown fields of config.json that change nothing in the forward pass."""
+
+
 @dataclass(frozen=True)
 class ConversionPlan:
-    """Input of every writer; the settings that a format doesn't have are ignored by its writer."""
+    """What is written: input of every writer."""
 
+    format: CheckpointFormat
     shape: ModelShape
     mappings: Sequence[TensorMapping]
     """All tensors, in the order in which they are written."""
@@ -25,15 +79,7 @@ class ConversionPlan:
     """Dtype of each tensor in the target."""
     hf_folder: Path
     """Folder with the model's config.json, tokenizer and generation config."""
-    parallelism: Parallelism = field(default_factory=Parallelism)
-    vocabulary_divisor: int = 1
-    """The vocabulary is padded to a multiple of this times the tensor parallel size."""
-    iteration: int | None = None
-    """Iteration in Megatron-LM's formats; None writes a release."""
-    max_shard_bytes: int = 5_000_000_000
-    """Largest safetensors file."""
-    workers: int = 1
-    """Number of files that are written at the same time."""
+    options: Options = field(default_factory=Options)
 
     @property
     def main_dtype(self) -> torch.dtype:
@@ -49,9 +95,14 @@ class ConversionPlan:
         return sum(self.size(mapping) for mapping in self.mappings)
 
     @property
+    def vocabulary_divisor(self) -> int:
+        """The vocabulary is padded to a multiple of this times the tensor parallel size."""
+        return self.options.vocabulary_divisor or VOCABULARY_DIVISOR[self.format]
+
+    @property
     def padded_vocab_size(self) -> int:
         """Rows of the embedding in Megatron's formats."""
-        return padded_vocabulary(self.shape.vocab_size, self.vocabulary_divisor, self.parallelism.tensor)
+        return padded_vocabulary(self.shape.vocab_size, self.vocabulary_divisor, self.options.parallelism.tensor)
 
     def size(self, mapping: TensorMapping) -> int:
         """Size of a tensor in the target, bytes."""
@@ -59,7 +110,7 @@ class ConversionPlan:
 
     def parts(self) -> list[list[TensorMapping]]:
         """The tensors, in order, in at most one run per worker; the runs have about equal sizes."""
-        parts: list[list[TensorMapping]] = [[] for _ in range(min(self.workers, len(self.mappings)))]
+        parts: list[list[TensorMapping]] = [[] for _ in range(min(self.options.workers, len(self.mappings)))]
         total, done = self.num_bytes, 0
         for mapping in self.mappings:
             parts[min(done * len(parts) // max(total, 1), len(parts) - 1)].append(mapping)
@@ -71,7 +122,7 @@ class ConversionPlan:
         shards: list[list[TensorMapping]] = [[]]
         used = 0
         for mapping in self.mappings:
-            if shards[-1] and used + self.size(mapping) > self.max_shard_bytes:
+            if shards[-1] and used + self.size(mapping) > self.options.max_shard_bytes:
                 shards.append([])
                 used = 0
             shards[-1].append(mapping)

@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pretrainkit.checkpoint.convert import Options, convert, find_hf_folder
-from pretrainkit.checkpoint.detect import CheckpointFormat, detect
+from pretrainkit.checkpoint.convert import convert, find_hf_folder
+from pretrainkit.checkpoint.detect import detect
 from pretrainkit.checkpoint.formats import hf
 from pretrainkit.checkpoint.parallel import Parallelism
+from pretrainkit.checkpoint.plan import CheckpointFormat, Options
 from pretrainkit.checkpoint.transforms import padded_vocabulary
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import CheckpointError, RequestError

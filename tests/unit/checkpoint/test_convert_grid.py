@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 from hf_models import MIXTURES, MODELS
 
-from pretrainkit.checkpoint.convert import Options, convert
-from pretrainkit.checkpoint.detect import CheckpointFormat, detect
+from pretrainkit.checkpoint.convert import convert
+from pretrainkit.checkpoint.detect import detect
 from pretrainkit.checkpoint.parallel import Parallelism
+from pretrainkit.checkpoint.plan import CheckpointFormat, Options
 
 PIPELINES = {"PP1": (1, None, None), "PP2": (2, None, None), "PP3-uneven": (3, 1, 1)}
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from pretrainkit.checkpoint.convert import Options, convert
-from pretrainkit.checkpoint.detect import CheckpointFormat
+from pretrainkit.checkpoint.convert import convert
 from pretrainkit.checkpoint.parallel import Parallelism
+from pretrainkit.checkpoint.plan import CheckpointFormat, Options
 from pretrainkit.errors import CheckpointError, PretrainkitError, RequestError
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from pretrainkit.checkpoint.convert import Options, convert
-from pretrainkit.checkpoint.detect import CheckpointFormat
+from pretrainkit.checkpoint.convert import convert
 from pretrainkit.checkpoint.formats.torch_dist import FORMAT
 from pretrainkit.checkpoint.parallel import Parallelism
+from pretrainkit.checkpoint.plan import CheckpointFormat, Options
 from pretrainkit.errors import PretrainkitError
 
 Change = Callable[[dict[str, Any]], dict[str, Any]]

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pretrainkit.checkpoint.convert import Options, convert
-from pretrainkit.checkpoint.detect import CheckpointFormat
+from pretrainkit.checkpoint.convert import convert
+from pretrainkit.checkpoint.plan import CheckpointFormat, Options
 
 SIDE_FILES = {
     "tokenizer.json": '{"version": "1.0"}',

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from pretrainkit.checkpoint.plan import ConversionPlan
+from pretrainkit.checkpoint.plan import CheckpointFormat, ConversionPlan
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import RequestError
 from pretrainkit.models.megatron_fields import contradictions, megatron_lm_arguments
@@ -45,12 +45,12 @@ def tracked_iteration(folder: Path) -> Path:
     return folder / name
 
 
-def common_state(plan: ConversionPlan, format: str) -> dict[str, Any]:
-    """What a checkpoint in `format` ("torch" or "torch_dist") holds besides the weights.
+def common_state(plan: ConversionPlan) -> dict[str, Any]:
+    """What a checkpoint holds besides the weights.
 
     Raises RequestError when Megatron-LM can't express the model's rotary scaling.
     """
-    parallelism, dtype = plan.parallelism, plan.main_dtype
+    parallelism, dtype = plan.options.parallelism, plan.main_dtype
     arguments = argparse.Namespace(
         **megatron_lm_arguments(plan.shape),
         make_vocab_size_divisible_by=plan.vocabulary_divisor,
@@ -67,8 +67,8 @@ def common_state(plan: ConversionPlan, format: str) -> dict[str, Any]:
         iteration=0,
         consumed_train_samples=0,
         consumed_valid_samples=0,
-        ckpt_format=format,
-        use_dist_ckpt=format == "torch_dist",
+        ckpt_format=str(plan.format),
+        use_dist_ckpt=plan.format is CheckpointFormat.TORCH_DIST,
         transformer_impl="transformer_engine",
         no_save_optim=True,
         no_save_rng=True,
@@ -76,7 +76,7 @@ def common_state(plan: ConversionPlan, format: str) -> dict[str, Any]:
     return {
         "args": arguments,
         "checkpoint_version": CHECKPOINT_VERSION,
-        "iteration": plan.iteration or 0,
+        "iteration": plan.options.iteration or 0,
         "num_floating_point_operations_so_far": 0,
     }
 

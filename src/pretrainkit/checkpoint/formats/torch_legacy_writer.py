@@ -28,8 +28,8 @@ class TorchLegacyWriter:
 
     def __init__(self, folder: Path, plan: ConversionPlan, common: Mapping[str, Any]) -> None:
         self.folder, self.dtypes, self.shape = folder, plan.dtypes, plan.shape
-        self.parallelism, self._padded_rows = plan.parallelism, plan.padded_vocab_size
-        self._stages = plan.parallelism.stages(plan.shape.num_layers)
+        self.parallelism, self._padded_rows = plan.options.parallelism, plan.padded_vocab_size
+        self._stages = plan.options.parallelism.stages(plan.shape.num_layers)
         self.parts = plan.parts()
         """Tensors by worker; every worker writes into all files."""
         self._places: dict[tuple[int, int, int], dict[str, StoredTensor]] = {}
