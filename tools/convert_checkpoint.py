@@ -15,10 +15,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from pretrainkit.cli import Parser, run_command
-from pretrainkit.errors import EXIT_DONE, EXIT_FAILED, RequestError
+from pretrainkit.errors import EXIT_DONE, EXIT_FAILED
 from pretrainkit.imports import heavy_imports
 from pretrainkit.jobs.tool_job import add_job_flags, or_submit
-from pretrainkit.units import format_bytes, format_duration, parse_bytes
+from pretrainkit.units import parse_bytes
 
 
 def build_parser() -> Parser:
@@ -76,20 +76,13 @@ def run(arguments: argparse.Namespace) -> int:
     with heavy_imports():
         import torch
 
-    from pretrainkit.checkpoint.convert import convert, default_target
-    from pretrainkit.checkpoint.detect import detect
+    from pretrainkit.checkpoint.convert import convert
     from pretrainkit.checkpoint.parallel import Parallelism
     from pretrainkit.checkpoint.plan import CheckpointFormat, Options
+    from pretrainkit.release.models import convert_and_check
 
-    source_kind = detect(arguments.source).format
-    target_kind = CheckpointFormat(arguments.target_format) if arguments.target_format else default_target(source_kind)
-    if arguments.test_precision and (source_kind is CheckpointFormat.HF) == (target_kind is CheckpointFormat.HF):
-        raise RequestError(
-            f"compares a Megatron with a Hugging Face model, not {source_kind} with {target_kind}",
-            where="--test-precision",
-        )
     options = Options(
-        to=target_kind,
+        to=CheckpointFormat(arguments.target_format) if arguments.target_format else None,
         hf_folder=arguments.hf_model,
         dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
         parallelism=Parallelism(
@@ -106,32 +99,21 @@ def run(arguments: argparse.Namespace) -> int:
         overwrite=arguments.overwrite,
         ignore_config_fields=tuple(arguments.ignore_config_fields),
     )
-    report = convert(arguments.source, arguments.target, options)
-    checks = []
     if arguments.test_precision:
-        from pretrainkit.release.models import RunOptions, check_models
-
-        sides = (arguments.source, arguments.target)
-        megatron, hugging_face = sides if target_kind is CheckpointFormat.HF else sides[::-1]
-        run_options = RunOptions(ignore_config_fields=options.ignore_config_fields, dtype=options.dtype)
-        checks = check_models(megatron, hugging_face, hf_folder=arguments.hf_model, options=run_options)
-    exit_code = EXIT_DONE if all(check.passed for check in checks) else EXIT_FAILED
+        report, checks = convert_and_check(arguments.source, arguments.target, options)
+    else:
+        report, checks = convert(arguments.source, arguments.target, options), []
     if arguments.json:
         print(json.dumps({**report.as_dict(), "checks": [asdict(check) for check in checks]}, indent=2))
-        return exit_code
-    dtypes = ", ".join(f"{count} {name}" for name, count in report.dtypes.items())
-    print(f"{report.source} ({report.source_kind}) -> {report.target} ({report.target_kind})")
-    print(f"  {report.shape.family}, {report.num_tensors} tensors ({dtypes}), {format_bytes(report.num_bytes)}")
-    print(f"  {format_duration(report.elapsed_s)}, {format_bytes(report.num_bytes / report.elapsed_s)}/s")
-    for note in report.notes:
-        print(f"  {note}")
-    for check in checks:
-        print(f"  {'ok' if check.passed else 'FAILED'}: {check.name}: {check.found}")
-    return exit_code
+    else:
+        print(report.as_text())
+        for check in checks:
+            print(f"  {'ok' if check.passed else 'FAILED'}: {check.name}: {check.found}")
+    return EXIT_DONE if all(check.passed for check in checks) else EXIT_FAILED
 
 
 def main(argv: list[str] | None = None) -> int:
-    """TensorMapping point."""
+    """Entry point."""
     parser = build_parser()
     return run_command(or_submit(run, __file__, argv), parser, argv)
 

@@ -22,7 +22,9 @@ def build_parser() -> Parser:
     parser.add_argument("source", type=Path, help="checkpoint that the release was made from, of any known kind")
     parser.add_argument("released", type=Path, help="Hugging Face folder to be released")
     parser.add_argument("--hf-model", type=Path, help="original Hugging Face folder, if SOURCE doesn't carry its files")
-    parser.add_argument("--base", type=Path, help="model before training, whose held-out loss is told for comparison")
+    parser.add_argument(
+        "--base", type=Path, help="model before training, whose held-out loss is reported for comparison"
+    )
     parser.add_argument("--text", type=Path, help="held-out text; default: Python's language reference")
     parser.add_argument("--long-tokens", type=int, default=512, help="tokens of the long prompt and of each sequence")
     parser.add_argument("--num-sequences", type=int, default=4, help="held-out sequences")
@@ -68,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """TensorMapping point."""
+    """Entry point."""
     return run_command(run, build_parser(), argv)
 
 

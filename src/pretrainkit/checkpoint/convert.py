@@ -1,8 +1,7 @@
-"""Conversion between Hugging Face and Megatron-core checkpoints, in any direction, streaming.
+"""Streaming conversion between Hugging Face and Megatron-core checkpoints, in any direction.
 
-Every format gives and takes the Hugging Face tensors of one table row at a time, so any source goes to any
-target. Everything that can be refused is refused before the first byte is written, and the target folder
-appears complete or not at all.
+Every reader gives and every writer takes the Hugging Face tensors of one table row at a time, so any format converts to
+any other. Requests are refused before the first byte is written, and the target folder appears complete or not at all.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ from pretrainkit.units import format_bytes, format_duration
 logger = get_logger(__name__)
 
 SPARE_BYTES = 100_000_000
-"""Disk space that is kept free beyond the weights, for what lies beside them (assumed ample)."""
+"""Disk space reserved for the other files of a checkpoint (assumed to be ample)."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a conversion did."""
+    """The result of a conversion."""
 
     source: str
     source_kind: str
@@ -51,27 +50,38 @@ class Report:
     target_kind: str
     shape: ModelShape
     num_tensors: int
-    """Hugging Face tensors."""
+    """Number of Hugging Face tensors."""
     num_bytes: int
-    """Of their elements."""
+    """Size of their elements."""
     dtypes: dict[str, int]
     """Number of Hugging Face tensors by dtype."""
     elapsed_s: float
     notes: list[str]
-    """What was added, left out or changed."""
+    """Sentences about what was added, left out or changed."""
     source_fingerprint: str | None = None
-    """Of Hugging Face weights that were converted as they are; None where they were cast, or came from Megatron."""
+    """Fingerprint of the source, if it is a Hugging Face folder whose weights weren't cast."""
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The report for JSON."""
         return asdict(self)
+
+    def as_text(self) -> str:
+        """The report for people, in a few lines."""
+        dtypes = ", ".join(f"{count} {name}" for name, count in self.dtypes.items())
+        lines = [
+            f"{self.source} ({self.source_kind}) -> {self.target} ({self.target_kind})",
+            f"{self.shape.family}, {self.num_tensors} tensors ({dtypes}), {format_bytes(self.num_bytes)}",
+            f"{format_duration(self.elapsed_s)}, {format_bytes(self.num_bytes / self.elapsed_s)}/s",
+            *self.notes,
+        ]
+        return "\n  ".join(lines)
 
 
 def convert(source: str | Path, target: str | Path, options: Options | None = None) -> Report:
     """Convert the model at `source` to the folder `target`.
 
-    Raises RequestError before anything is written when the request can't be carried out: unknown kind of source,
-    architecture, setting or tensor, a shape that doesn't fit, an existing target without `overwrite`, a full disk.
+    Raises RequestError before anything is written when the request is invalid: unknown source format,
+    architecture, setting or tensor, wrong shape, existing target without `overwrite`, full disk.
     """
     options = options or Options()
     started = time.monotonic()
@@ -113,7 +123,7 @@ def convert(source: str | Path, target: str | Path, options: Options | None = No
             ],
         )
         if format is not CheckpointFormat.HF:
-            # Names only: a checkpoint may be given away, and paths tell about the machine.
+            # Names only: a checkpoint may be published, and paths reveal details of the machine.
             write_json(folder / REPORT_NAME, {**report.as_dict(), "source": Path(source).name, "target": target.name})
     elapsed_s = time.monotonic() - started
     logger.info("wrote %s in %s", format_bytes(report.num_bytes), format_duration(elapsed_s))
@@ -121,7 +131,7 @@ def convert(source: str | Path, target: str | Path, options: Options | None = No
 
 
 def default_target(source: CheckpointFormat) -> CheckpointFormat:
-    """The format that a source is converted to when none is asked for."""
+    """The format that a source is converted to by default."""
     return CheckpointFormat.NEMO if source is CheckpointFormat.HF else CheckpointFormat.HF
 
 
@@ -153,7 +163,7 @@ def _fingerprint(
 
 
 def _copy(reader: WeightReader, writer: WeightWriter, plan: ConversionPlan) -> None:
-    """Stream every part, each in a worker of its own, with a progress bar on a terminal."""
+    """Stream all parts, one per worker at a time, with a progress bar on a terminal."""
     from tqdm import tqdm
 
     with tqdm(
@@ -196,7 +206,7 @@ def _check_space(target: Path, num_bytes: int) -> None:
 
 @contextmanager
 def _explained(target: Path) -> Iterator[None]:
-    """Turn what the operating system says into an error of ours."""
+    """Turn an OSError into a CheckpointError."""
     try:
         yield
     except OSError as error:

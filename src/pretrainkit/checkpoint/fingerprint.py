@@ -11,14 +11,14 @@ from pretrainkit.files import read_json
 REPORT_NAME = "conversion.json"
 """File in a converted checkpoint with the report of its conversion."""
 SAMPLES = 64
-"""Places that are read in each file."""
+"""Number of samples per file."""
 SAMPLE_BYTES = 4096
 
 
 def weights_fingerprint(folder: Path) -> str:
     """A hash of the sizes, headers and samples of a folder's weight files.
 
-    It tells models apart, retrained ones too; it doesn't find a few changed values, as a hash of all bytes would.
+    It distinguishes models, including retrained ones, but may miss a few changed values, unlike a hash of all bytes.
     """
     digest = hashlib.sha256()
     for path in weight_files(folder):

@@ -1,8 +1,8 @@
-"""A tensor as a sequence of row blocks that lie in files or in memory, joined only where it must be.
+"""Tensors in files: StoredTensor is one of them, LazyTensor joins rows of several without reading them.
 
-Most of a conversion moves rows unchanged from one file to another. A block that lies in a file is copied a piece at
-a time, through a buffer that stays in the processor's cache; one that must be cast or gathered is treated a
-slice at a time. That is what makes conversion as fast as copying, in memory that doesn't grow with the model.
+Most of a conversion moves rows unchanged from one file to another. A block that is in a file is copied in small pieces,
+through a buffer that stays in the processor's cache; one that must be cast or gathered is processed in slices.
+So conversion is as fast as copying, and its memory doesn't grow with the model.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 SLICE_BYTES = 32 * 2**20
-"""How much of a block is cast or gathered at a time; more doesn't make it faster (measured: 16 to 256 MiB alike)."""
+"""Size of the slices that are cast or gathered; larger ones aren't faster (measured: 16 to 256 MiB alike)."""
 COPY_BYTES = 2**20
-"""How much is copied at a time: what a core's cache holds (measured: 256 KiB to 8 MiB alike)."""
+"""Size of the copy buffer; it fits a core's cache (measured: 256 KiB to 8 MiB alike)."""
 
 
 def map_bytes(path: Path, offset: int, num_bytes: int) -> torch.Tensor:
@@ -50,11 +50,11 @@ def map_tensor(path: Path, offset: int, shape: tuple[int, ...], dtype: torch.dty
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies in a `torch.save` file."""
+    """A tensor in a file; its elements are read when they are asked for."""
 
     path: Path
     offset: int
-    """Byte of the file at which the tensor's first element lies."""
+    """Position of the first element in the file, bytes."""
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -66,12 +66,12 @@ class StoredTensor:
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether its elements lie row-major without gaps."""
+        """Whether the elements are row-major without gaps."""
         return self.stride == _row_major(self.shape) or 0 in self.shape
 
     @property
     def num_bytes(self) -> int:
-        """Of its elements."""
+        """Size of the elements."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def view(self, shape: tuple[int, ...]) -> StoredTensor:
@@ -80,7 +80,7 @@ class StoredTensor:
         return StoredTensor.contiguous(self.path, self.offset, self.dtype, shape)
 
     def read(self) -> torch.Tensor:
-        """The tensor, mapped; contiguous or not, as it was saved."""
+        """The tensor, memory-mapped, with the strides that it was saved with."""
         if 0 in self.shape:
             return torch.empty(self.shape, dtype=self.dtype)
         last = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
@@ -101,30 +101,30 @@ Block: TypeAlias = StoredTensor | Tensor
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """Blocks of equal trailing shape, one below the other, and the dtype that they are to have."""
+    """A tensor made of blocks of rows, in files or in memory, and the dtype that it will have."""
 
     blocks: tuple[Block, ...]
     dtype: torch.dtype
 
     @staticmethod
     def of(*blocks: Block) -> LazyTensor:
-        """The blocks, with the dtype they have."""
+        """A tensor of these blocks in their own dtype."""
         return LazyTensor(blocks, blocks[0].dtype)
 
     @staticmethod
     def joined(parts: Iterable[LazyTensor]) -> LazyTensor:
-        """Several one below the other."""
+        """The concatenation of several along the first dimension."""
         parts = list(parts)
         return LazyTensor(tuple(block for part in parts for block in part.blocks), parts[0].dtype)
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the whole tensor."""
+        """Shape of the joined tensor."""
         return (sum(block.shape[0] for block in self.blocks), *self.blocks[0].shape[1:])
 
     @property
     def num_bytes(self) -> int:
-        """Of the whole tensor."""
+        """Size of the joined tensor."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def to(self, dtype: torch.dtype) -> LazyTensor:
@@ -132,7 +132,7 @@ class LazyTensor:
         return replace(self, dtype=dtype)
 
     def rows(self, first: int, count: int) -> LazyTensor:
-        """LazyTensor `first` to `first + count`."""
+        """Rows `first` to `first + count`."""
         blocks, position = [], 0
         for block in self.blocks:
             begin, end = max(first - position, 0), min(first + count - position, block.shape[0])
@@ -142,7 +142,7 @@ class LazyTensor:
         return LazyTensor(tuple(blocks), self.dtype)
 
     def tensor(self) -> Tensor:
-        """The whole tensor; mapped, not read, where it is one block of this dtype."""
+        """The joined tensor; memory-mapped, not read, if it is one block of this dtype."""
         tensors = [_tensor(block).to(self.dtype) for block in self.blocks]
         return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
@@ -172,9 +172,8 @@ def _block_rows(block: Block, first: int, count: int) -> Block:
 def _copy_range(block: StoredTensor, descriptor: int, offset: int, size: int) -> None:
     """Copy a block's bytes from file to file.
 
-    Not in the kernel, as `data.indexed.file_bytes.copy_range` does it: the bytes nearly always have other places within
-    a page, and with copy_file_range 5.2 GiB took 6.0 to 6.5 s from NeMo in place of 3.0 to 4.5, and 7.0 to 7.1 s to
-    torch in place of 4.6 to 5.3.
+    copy_file_range isn't used: source and target are nearly always aligned differently within a page, and with it
+    5.2 GiB took 6.0 to 6.5 s from NeMo instead of 3.0 to 4.5, and 7.0 to 7.1 s to torch instead of 4.6 to 5.3.
     """
     buffer = memoryview(bytearray(min(size, COPY_BYTES)))
     source = os.open(block.path, os.O_RDONLY)

@@ -42,7 +42,7 @@ VOCABULARY_DIVISOR = {
 
 @dataclass(frozen=True)
 class Options:
-    """How a conversion is done."""
+    """Settings of a conversion."""
 
     to: CheckpointFormat | None = None
     """Target format; by default nemo from Hugging Face, and hf from anything else."""

@@ -17,7 +17,7 @@ from pretrainkit.models.family import Layout
 
 
 def padded_vocabulary(num_rows: int, divisible_by: int, tensor_parallel_size: int) -> int:
-    """LazyTensor of the embedding in Megatron: `num_rows` rounded up to a multiple of divisible_by x TP."""
+    """Rows of the embedding in Megatron: `num_rows` rounded up to a multiple of divisible_by x TP."""
     multiple = divisible_by * tensor_parallel_size
     return -(-num_rows // multiple) * multiple
 
@@ -37,9 +37,9 @@ def split_qkv(merged: Tensor, groups: int, rows: Sequence[int]) -> list[Tensor]:
 def shard(
     layout: Layout, values: Sequence[LazyTensor], *, rank: int, size: int, groups: int, padded_rows: int
 ) -> LazyTensor:
-    """One tensor-parallel rank's Megatron tensor, made from whole Hugging Face tensors.
+    """One tensor-parallel rank's Megatron tensor, made from complete Hugging Face tensors.
 
-    `groups` is G of the whole model; `padded_rows` is P, used for vocabulary tensors only. Padding rows are zero.
+    `groups` is G of the entire model; `padded_rows` is P, used for vocabulary tensors only. Padding rows are zero.
     """
     if layout is Layout.REPLICATED:
         return values[0]
@@ -57,7 +57,7 @@ def shard(
 
 
 def unshard(layout: Layout, parts: Sequence[LazyTensor], *, rows: Sequence[int], groups: int) -> list[LazyTensor]:
-    """The whole Hugging Face tensors from the Megatron tensors of all ranks, in rank order.
+    """The complete Hugging Face tensors from the Megatron tensors of all ranks, in rank order.
 
     `rows` are the numbers of rows of the Hugging Face tensors; vocabulary rows beyond them are padding.
     """

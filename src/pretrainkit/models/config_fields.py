@@ -1,4 +1,4 @@
-"""Fields of a config.json that decoder-only families share: read, supported at some values only, or without effect."""
+"""Fields of config.json that decoder-only families share: read, supported at some values only, or ignored."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ FIXED_FIELDS: dict[str, tuple[Any, ...]] = {
     "rope_interleaved": (False,),
     "partial_rotary_factor": (1.0, 1),
 }
-"""Fields that every family here supports at these values only."""
+"""Fields that all families support at these values only."""
 
 IGNORED_FIELDS = frozenset(
     {
-        # What the file is
+        # Metadata
         "_attn_implementation",
         "_attn_implementation_autoset",
         "_name_or_path",
@@ -124,7 +124,7 @@ IGNORED_FIELDS = frozenset(
         "resid_pdrop",
     }
 )
-"""Fields without effect on the arithmetic of a forward pass without dropout."""
+"""Fields that don't affect a forward pass without dropout."""
 
 
 QWEN_FIELDS = ConfigFields(
@@ -132,7 +132,7 @@ QWEN_FIELDS = ConfigFields(
     # Without use_sliding_window these have no effect.
     ignored=frozenset({"sliding_window", "max_window_layers", "layer_types", "use_mrope"}),
 )
-"""Fields of Qwen2 and Qwen3 beyond those that every decoder has."""
+"""Fields of Qwen2 and Qwen3 in addition to those of every decoder."""
 
 QWEN_MOE_READ = frozenset(
     {"num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "router_aux_loss_coef"}

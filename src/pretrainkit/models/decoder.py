@@ -1,4 +1,4 @@
-"""The parts that decoder-only families share: how a config is read, and rows of the weight table."""
+"""What decoder-only families share: reading a config.json, and rows of the weight table."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def mlp_norm(shape: ModelShape, ours: str = "decoder.layers.{layer}.mlp.linear_f
 
 
 def dense_weights(shape: ModelShape) -> tuple[Weight, ...]:
-    """The whole table of a dense decoder."""
+    """The complete table of a dense decoder."""
     return (embedding(shape), *attention(shape), mlp_norm(shape), *gated_mlp(shape), *head(shape))
 
 
@@ -213,7 +213,7 @@ def moe_weights(
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     more: tuple[Weight, ...] = (),
 ) -> tuple[Weight, ...]:
-    """The whole table of a decoder with experts in every layer; `router` and `experts` are Hugging Face's names."""
+    """The complete table of a decoder with experts in every layer; `router` and `experts` are Hugging Face's names."""
     ours = "decoder.layers.{layer}."
     return (
         embedding(shape),
@@ -227,4 +227,4 @@ def moe_weights(
 
 
 EXPERTS = "mlp.experts.experts."
-"""Where megatron-core's distributed checkpoints keep the experts of a layer, stacked."""
+"""Name of the stacked experts of a layer in megatron-core's distributed checkpoints."""

@@ -2,7 +2,7 @@
 
 The table names both sides, so it serves both directions of a conversion. Megatron names are those that
 megatron-core's Transformer Engine layer spec gives (norm weights inside `linear_qkv` and `linear_fc1`),
-which is what its distributed checkpoints hold whatever layer implementation wrote them.
+which its distributed checkpoints use for every layer implementation.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from pretrainkit.config.schema import ModelShape
 
 
 class Layout(Enum):
-    """How the Hugging Face tensors of one row become one Megatron tensor, and how tensor parallelism cuts it."""
+    """How the Hugging Face tensors of one row form one Megatron tensor, and how tensor parallelism splits it."""
 
     REPLICATED = "replicated"
-    """Same tensor, whole on every tensor-parallel rank."""
+    """Same tensor, replicated on every tensor-parallel rank."""
     COLUMN = "column"
-    """Same tensor, cut along dimension 0."""
+    """Same tensor, split along dimension 0."""
     ROW = "row"
-    """Same tensor, cut along dimension 1."""
+    """Same tensor, split along dimension 1."""
     VOCABULARY = "vocabulary"
-    """Same tensor with padding rows added at the end, cut along dimension 0."""
+    """Same tensor with padding rows at the end, split along dimension 0."""
     QKV = "qkv"
-    """query, key, value: per query group its query heads, its key head, its value head; cut along dimension 0."""
+    """query, key, value: per query group its query heads, its key head, its value head; split along dimension 0."""
     GATED = "gated"
-    """gate over up; a rank holds its part of gate over its part of up."""
+    """gate and up concatenated along dimension 0; a rank has its part of gate, then its part of up."""
 
 
 @dataclass(frozen=True)
@@ -55,17 +55,17 @@ class Weight:
 
 @dataclass(frozen=True)
 class ConfigFields:
-    """Which fields of a config.json a family knows, beyond those that every decoder shares.
+    """The fields of config.json that a family knows, in addition to those that every decoder shares.
 
-    A field that is in none of these lists may change the model's arithmetic, so it is refused by name.
+    A field that is in none of these lists is refused by name, because it may change what the model computes.
     """
 
     read: frozenset[str] = frozenset()
     """Fields that the family turns into a ModelShape."""
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Fields that are supported at these values only; the first one is the default when absent."""
+    """Fields that are supported at these values only; a field may be absent."""
     ignored: frozenset[str] = frozenset()
-    """Fields without effect on pretraining arithmetic (limits, losses of other tasks)."""
+    """Fields that don't affect pretraining (limits, losses of other tasks)."""
 
 
 @dataclass(frozen=True)

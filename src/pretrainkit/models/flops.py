@@ -1,4 +1,4 @@
-"""How much work training is: floating-point operations of a model."""
+"""Floating-point operations of training a model."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from pretrainkit.config.schema import ModelShape
 
 
 def matmul_parameters(shape: ModelShape) -> int:
-    """Parameters that a token is multiplied with: all but input embedding and norms; of experts, those it visits."""
+    """Parameters of the matrix products of a token: no input embedding, no norms, only its active experts."""
     return shape.num_layers * layer_parameters(shape) + shape.hidden_size * shape.vocab_size
 
 
 def layer_parameters(shape: ModelShape) -> int:
-    """Those of one layer: `matmul_parameters` without the output layer."""
+    """The share of one layer in `matmul_parameters`."""
     heads, groups = shape.num_attention_heads, shape.num_query_groups
     attention = shape.hidden_size * shape.head_dim * (2 * heads + 2 * groups)
     mlp = 3 * shape.hidden_size * shape.ffn_hidden_size
@@ -26,9 +26,9 @@ def training_flops_per_token(shape: ModelShape, sequence_length: int) -> float:
     """FLOPs of forward and backward for one token: 6 N + 6 L H S.
 
     N: matmul_parameters; 2 FLOPs each forward, 4 backward. L layers, H = heads x head size, S tokens: causal
-    attention, in which a token sees half the sequence on average. Recomputation is not counted: this is
-    the work of the model, so that MFU = this x tokens/s / peak compares implementations
-    (https://arxiv.org/abs/2204.02311, appendix B, with causal attention halved).
+    attention, in which a token attends to half the sequence on average. Recomputation is not counted, so that
+    MFU = this x tokens/s / peak compares implementations (https://arxiv.org/abs/2204.02311, appendix B, with causal
+    attention halved).
     """
     attention = 6 * shape.num_layers * shape.num_attention_heads * shape.head_dim * sequence_length
     return 6 * matmul_parameters(shape) + attention

@@ -1,4 +1,4 @@
-"""Mistral: Llama's arithmetic with a head dimension of its own; a sliding window is not supported."""
+"""Mistral: Llama's computation with an independent head dimension; sliding windows are not supported."""
 
 from __future__ import annotations
 

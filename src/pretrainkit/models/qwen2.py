@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: Llama's arithmetic with biases on query, key and value."""
+"""Qwen2 and Qwen2.5: Llama's computation with biases on query, key and value."""
 
 from __future__ import annotations
 

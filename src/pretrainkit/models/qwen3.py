@@ -1,4 +1,4 @@
-"""Qwen3: Llama's arithmetic with an RMSNorm on each query and key head."""
+"""Qwen3: Llama's computation with an RMSNorm on each query and key head."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pretrainkit.models.family import Family, NemoClasses
 
 
 def read_shape(config: Mapping[str, Any]) -> ModelShape:
-    """The shape that a Qwen3 config.json describes; its head dimension is 128 where none is given."""
+    """The shape that a Qwen3 config.json describes; the default head dimension is 128."""
     return read_decoder("qwen3", {"head_dim": 128, **config}, qk_norm=True)
 
 

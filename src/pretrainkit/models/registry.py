@@ -1,4 +1,4 @@
-"""Which family a Hugging Face folder belongs to, and the shape that its config.json describes.
+"""Finds the family of a Hugging Face folder and reads the shape that its config.json describes.
 
 Plain JSON: neither torch nor transformers is imported, and no code of the folder is run.
 """
@@ -18,7 +18,7 @@ from pretrainkit.models.family import Family
 FAMILIES: tuple[Family, ...] = tuple(
     module.FAMILY for module in (llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe)
 )
-"""Every family there is; a new one is added here."""
+"""All families; a new one is registered here."""
 
 
 def supported_architectures() -> list[str]:
@@ -67,8 +67,8 @@ def find_family(config: Mapping[str, Any], where: str = "config.json") -> Family
 def read_shape(hf_folder: str | Path, *, ignore_fields: Iterable[str] = ()) -> ModelShape:
     """The architecture that a Hugging Face folder's config.json describes.
 
-    Raises RequestError for an unknown architecture, for a setting that is not supported, and for a field
-    that is not known: it may change the model's arithmetic. `ignore_fields` names unknown fields that don't.
+    Raises RequestError for an unknown architecture, an unsupported setting and an unknown field, which may change
+    what the model computes. `ignore_fields` names unknown fields that don't.
     """
     config = read_config(hf_folder)
     where = str(Path(hf_folder) / "config.json")
@@ -102,7 +102,7 @@ def _check_fields(config: Mapping[str, Any], family: Family, ignored: set[str], 
             RequestError(
                 f"unknown field{'s' if len(unknown) > 1 else ''} {', '.join(unknown)}",
                 where=where,
-                needed="fields whose effect on the model's arithmetic is known",
+                needed="fields with a known effect on what the model computes",
                 action=f"where they change nothing in the forward pass: --ignore-config-fields {' '.join(unknown)}, "
                 "or, to train, take them out of config.json",
             )
@@ -112,5 +112,5 @@ def _check_fields(config: Mapping[str, Any], family: Family, ignored: set[str], 
 
 
 def _is_bookkeeping(name: str) -> bool:
-    """Whether a field can't touch the forward pass: transformers' private notes, and ids of special tokens."""
+    """Whether a field can't affect the forward pass: private fields of transformers, and ids of special tokens."""
     return name.startswith("_") or name.endswith("_token_id")

@@ -1,1 +1,1 @@
-"""The release gate: files, weights and logits of a release against the checkpoint it came from."""
+"""The release gate: compares the files, weights and logits of a release with the checkpoint that it was made from."""

@@ -1,4 +1,4 @@
-"""The release gate's checks of files: what was written, re-read from disk, against where it came from.
+"""The release gate's checks of files: the release, re-read from disk, is compared with its source.
 
 Nothing here changes a file.
 """
@@ -25,7 +25,7 @@ from pretrainkit.release.weights import DTYPE_FIELDS, check_weights
 
 _SECRET = re.compile(r"hf_[A-Za-z0-9]{30,}|AKIA[0-9A-Z]{16}|ghp_[A-Za-z0-9]{36}|sk-[A-Za-z0-9]{40,}")
 MODEL_CARD = "README.md"
-"""Not compared: a release has its own."""
+"""Not compared: a release has a model card of its own author."""
 _TEXT_SUFFIXES = (".json", ".jinja", ".txt", ".md", ".py")
 
 
@@ -158,7 +158,7 @@ def _check_privacy(released: Path) -> Iterator[Check]:
 
 
 def _local_paths(value: Any) -> list[str]:
-    """Values of `name_or_path` fields that are paths of a machine."""
+    """Values of `name_or_path` fields that are local paths."""
     if not isinstance(value, dict):
         return []
     fields = (value.get("_name_or_path"), value.get("name_or_path"))

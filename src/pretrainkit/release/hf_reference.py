@@ -1,8 +1,8 @@
-"""A Hugging Face model's loss of every token, on CPU in fp32, one layer in memory at a time.
+"""The loss of every token in a Hugging Face model, on CPU in fp32, with one layer in memory at a time.
 
-Run as a process of its own (`python -m pretrainkit.release.hf_reference`, request on stdin, result on stdout): its
-memory is given back as a whole, and neither its random state nor its threads are those of the training. The
-mathematics is transformers'; weights are read with the safetensors package, as transformers itself does.
+It runs in a separate process (`python -m pretrainkit.release.hf_reference`, request on stdin, result on stdout), so
+that all of its memory is freed at the end, and it shares neither random state nor threads with the training. The
+computation is that of transformers; weights are read with the safetensors package, as transformers does.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pretrainkit.errors import CheckpointError, PretrainkitError
 from pretrainkit.imports import heavy_imports
 
 PROCESS_BYTES = 1_500_000_000
-"""Of Python, torch and transformers; assumed, 0.7 GB were seen."""
+"""Memory of Python, torch and transformers; assumed (0.7 GB were measured)."""
 PROGRESS_INTERVAL_S = 30.0
 PR_SET_PDEATHSIG = 1
 """prctl option (linux/prctl.h): the signal that a process gets when its parent dies."""
@@ -39,20 +39,20 @@ log = logs.get_logger(__name__)
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for."""
+    """A sequence, and the model that predicts it."""
 
     folder: str
     """Hugging Face folder."""
     tokens: list[int]
-    """Input ids and, after them, one more: every input has a next token."""
+    """Input ids and one more, so that every input has a next token."""
     precision: str
-    """Weights are rounded to it ('bf16' or 'fp32') before they are used in fp32."""
+    """Weights are rounded to this precision ('bf16' or 'fp32') and then used in fp32."""
     padding_rows: int
-    """LazyTensor of zeros that Megatron's output layer has beyond the vocabulary: each is one more logit, of 0."""
+    """Zero rows of Megatron's output layer beyond the vocabulary; each adds a logit of 0."""
 
 
 def needed_bytes(shape: ModelShape, num_tokens: int) -> int:
-    """Most memory that the process takes: its largest block of weights in fp32 and as stored, and the logits."""
+    """Peak memory of the process: its largest block of weights in fp32 and as stored, and the logits."""
     attention = shape.hidden_size * shape.head_dim * 2 * (shape.num_attention_heads + shape.num_query_groups)
     experts = shape.num_experts * shape.expert_ffn_hidden_size or shape.ffn_hidden_size
     layer = attention + 3 * shape.hidden_size * (experts + shape.shared_expert_ffn_hidden_size)
@@ -61,12 +61,12 @@ def needed_bytes(shape: ModelShape, num_tokens: int) -> int:
 
 
 class Process:
-    """The process that works on a request while the training is being set up."""
+    """The process that computes a request while the training is set up."""
 
     def __init__(self, request: Request) -> None:
         self._started_s = time.monotonic()
         environment = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
-        # torchrun allows each rank one thread; while this runs, the ranks hardly use the CPU.
+        # torchrun gives each rank one thread, but the ranks hardly use the CPU while this process runs.
         threads = str(len(os.sched_getaffinity(0)))
         environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1"}
         self._process = subprocess.Popen(
@@ -81,10 +81,9 @@ class Process:
         self._process.stdin.close()
 
     def losses(self) -> list[float]:
-        """The next token's loss at every input, nats; waits for it.
+        """Wait for the loss of the next token at every input, nats.
 
-        Raises CheckpointError when the process failed, which has told why in the log, and MemoryError when the
-        system has killed it.
+        Raises CheckpointError when the process failed, with its message, and MemoryError when the system killed it.
         """
         assert self._process.stdout
         output = self._process.stdout.read()
@@ -97,12 +96,12 @@ class Process:
 
     @property
     def elapsed_s(self) -> float:
-        """Since its start."""
+        """Time since the start of the process."""
         return time.monotonic() - self._started_s
 
 
 def token_losses(request: Request) -> list[float]:
-    """The next token's loss at every input, nats.
+    """The loss of the next token at every input, nats.
 
     Raises CheckpointError when the folder's tensors are not exactly those of the model that config.json describes.
     """
@@ -121,7 +120,7 @@ def token_losses(request: Request) -> list[float]:
 
 
 def _streaming_model(folder: Path, rounded: Any, stack: ExitStack) -> Any:
-    """The model of a folder, whose blocks have their weights only while they run."""
+    """The model of a folder; its blocks hold their weights only while they run."""
     with heavy_imports():
         import torch
         from accelerate import init_empty_weights
@@ -152,7 +151,7 @@ def _streaming_model(folder: Path, rounded: Any, stack: ExitStack) -> Any:
 
 
 def _blocks(model: Any) -> Iterator[tuple[str, Any]]:
-    """The model in parts that follow one another, by the prefix of their tensors: layers, and what is around them."""
+    """The parts of the model by the prefix of their tensors: the layers, and the modules around them."""
     for name, module in model.named_modules():
         if re.fullmatch(r"model\.layers\.\d+", name) or (
             not name.startswith("model.layers.") and any(True for _ in module.parameters(recurse=False))
@@ -161,7 +160,7 @@ def _blocks(model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _stream(block: Any, prefix: str, read: Callable[[str], Any], progress: _Progress) -> None:
-    """Give a block its weights before it runs, and take them away after it."""
+    """Load the weights of a block before it runs, and free them afterwards."""
     empty = block.state_dict()
 
     def load(*_: Any) -> None:
@@ -176,23 +175,23 @@ def _stream(block: Any, prefix: str, read: Callable[[str], Any], progress: _Prog
 
 
 class _Progress:
-    """Tells now and then how far it is."""
+    """Logs the progress every PROGRESS_INTERVAL_S."""
 
     def __init__(self, total: int) -> None:
-        self._done, self._total, self._told_s = 0, total, time.monotonic()
+        self._done, self._total, self._logged_s = 0, total, time.monotonic()
 
     def next(self) -> None:
         self._done += 1
-        if time.monotonic() - self._told_s > PROGRESS_INTERVAL_S:
-            self._told_s = time.monotonic()
+        if time.monotonic() - self._logged_s > PROGRESS_INTERVAL_S:
+            self._logged_s = time.monotonic()
             log.info("start parity: Hugging Face model, part %d of %d", self._done, self._total)
 
 
 def main() -> int:
-    """Answer the request on stdin; what is wrong with it goes to stdout too, with exit code 1."""
+    """Answer the request on stdin; an error message goes to stdout too, with exit code 1."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     logs.configure()
-    result, sys.stdout = sys.stdout, sys.stderr  # whatever is printed meanwhile is no result
+    result, sys.stdout = sys.stdout, sys.stderr  # keeps what libraries print out of the result
     try:
         losses = token_losses(Request(**json.load(sys.stdin)))
     except (PretrainkitError, OSError, KeyError, ValueError, RuntimeError) as error:

@@ -1,8 +1,8 @@
-"""The release gate's run of models: the released one in transformers against the trained one in Megatron-core.
+"""The release gate's comparison of models: the release in transformers, the trained model in Megatron-core.
 
-Both run on CPU in fp32, whatever dtype the weights are stored in; where one of them was cast, the other's weights are
-rounded alike. So the comparison is of mathematics and not of rounding. The Megatron model is loaded by megatron-core
-itself from the checkpoint, at tensor parallel size 1 and at the next size that the model can be cut into.
+Both run on CPU in fp32, independent of the stored dtype; if one of them was cast, the weights of the other are rounded
+to the same dtype. So the computations are compared, not the rounding. megatron-core loads the model from the
+checkpoint, at tensor parallel size 1 and at the next size that is possible.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pretrainkit.checkpoint.convert import convert, find_hf_folder
+from pretrainkit.checkpoint.convert import Report, convert, default_target, find_hf_folder
 from pretrainkit.checkpoint.detect import detect
 from pretrainkit.checkpoint.formats import hf
 from pretrainkit.checkpoint.parallel import Parallelism
@@ -48,7 +48,7 @@ _RESULT = "result.json"
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What the models are run on."""
+    """Inputs of the comparison."""
 
     long_tokens: int = 512
     """Length of the long prompt and of each held-out sequence; the model's context where that is shorter."""
@@ -57,7 +57,7 @@ class RunOptions:
     text: Path | None = None
     """Held-out text; by default the language reference that ships with Python."""
     base: Path | None = None
-    """Hugging Face folder of the model before training, whose loss is told for comparison."""
+    """Hugging Face folder of the model before training, whose loss is reported for comparison."""
     ignore_config_fields: tuple[str, ...] = ()
     """Unknown fields of config.json that change nothing in the forward pass."""
     dtype: torch.dtype | None = None
@@ -67,13 +67,31 @@ class RunOptions:
 def check_models(
     source: Path, released: Path, *, hf_folder: Path | None = None, options: RunOptions | None = None
 ) -> list[Check]:
-    """Run both models on the same tokens and compare logits and losses; whatever goes wrong is a failed check."""
+    """Run both models on the same tokens and compare logits and losses; any error is a failed check."""
     checks: list[Check] = []
     try:
         checks.extend(_compare(source, released, hf_folder, options or RunOptions()))
     except Exception as error:  # a doubt fails the gate
         checks.append(Check("the models run", False, f"{type(error).__name__}: {error}"))
     return checks
+
+
+def convert_and_check(source: Path, target: Path, options: Options) -> tuple[Report, list[Check]]:
+    """Convert a model, then run both models and compare them (`--test-precision`).
+
+    Raises RequestError before anything is written unless one of the two is a Hugging Face model.
+    """
+    found = detect(source)
+    format = options.to or default_target(found.format)
+    if (found.format is CheckpointFormat.HF) == (format is CheckpointFormat.HF):
+        raise RequestError(
+            f"compares a Megatron with a Hugging Face model, not {found.format} with {format}",
+            where="--test-precision",
+        )
+    report = convert(source, target, options)
+    megatron, hugging_face = (source, target) if format is CheckpointFormat.HF else (target, source)
+    run_options = RunOptions(ignore_config_fields=options.ignore_config_fields, dtype=options.dtype)
+    return report, check_models(megatron, hugging_face, hf_folder=options.hf_folder, options=run_options)
 
 
 def _compare(source: Path, released: Path, hf_folder: Path | None, options: RunOptions) -> Iterator[Check]:

@@ -87,7 +87,7 @@ class _Comparison:
             self.num_elements += tensor.numel()
 
     def checks(self) -> Iterator[Check]:
-        """What came out."""
+        """The results."""
         cast = f", cast from {', '.join(sorted(self.cast))}" if self.cast else ""
         yield Check.of("shapes", self.misshapen, "right")
         yield Check.of(

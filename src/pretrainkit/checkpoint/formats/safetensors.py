@@ -1,7 +1,7 @@
 """Reads and writes Hugging Face's safetensors files one tensor at a time.
 
-The safetensors package maps or holds whole files; here only the tensor in use is in memory, which is what
-keeps a conversion's memory flat. The format, all little-endian:
+The safetensors package maps or loads entire files; here only the tensor in use is in memory, so that the memory of a
+conversion stays flat. The format, all little-endian:
 
 | bytes | what |
 |---|---|
@@ -45,12 +45,12 @@ _HEADER_LIMIT = 100_000_000  # bytes; the safetensors package refuses longer one
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """All tensors of a file. Raises CheckpointError when the file is cut, has gaps or isn't safetensors."""
+    """All tensors of a file. Raises CheckpointError when it is truncated, has gaps or isn't safetensors."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, _HEADER_LIMIT):
-            raise CheckpointError("not a whole safetensors file", where=str(path), action=_AGAIN)
+            raise CheckpointError("not a complete safetensors file", where=str(path), action=_AGAIN)
         try:
             header = json.loads(file.read(length))
         except ValueError as error:
@@ -83,7 +83,7 @@ def _location(path: Path, start: int, name: str, info: Mapping[str, Any]) -> Sto
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """A tensor that is going to be written."""
+    """A tensor that will be written."""
 
     name: str
     shape: tuple[int, ...]
@@ -95,7 +95,7 @@ class TensorPlan:
 
 
 class SafetensorsWriter:
-    """Writes a file whose tensors are known beforehand by name, shape and dtype, in that order."""
+    """Writes a file of tensors whose names, shapes, dtypes and order are given in advance."""
 
     def __init__(self, descriptor: int, plan: Iterable[TensorPlan]) -> None:
         self._descriptor, self._pending = descriptor, list(plan)[::-1]
@@ -121,7 +121,7 @@ class SafetensorsWriter:
         self._position += plan.num_bytes
 
     def finish(self) -> None:
-        """Flush the file, which has everything that was planned."""
+        """Flush the file after the last planned tensor."""
         assert not self._pending, self._pending
         os.fsync(self._descriptor)
 
@@ -134,7 +134,7 @@ def open_by_package(folder: Path, stack: ExitStack) -> tuple[Callable[[str], tor
     from safetensors import safe_open
 
     files = {}
-    for path in filter(Path.is_file, weight_files(folder)):  # what is missing lacks among the names
+    for path in filter(Path.is_file, weight_files(folder)):  # missing files show up as missing names
         handle = stack.enter_context(safe_open(path, framework="pt"))
         files.update(dict.fromkeys(handle.keys(), handle))
     return lambda name: files[name].get_tensor(name), set(files)

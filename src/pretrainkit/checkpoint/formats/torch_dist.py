@@ -4,7 +4,7 @@ The format is that of torch.distributed.checkpoint as megatron-core's `TorchDist
 
 | file | what |
 |---|---|
-| `.metadata` | pickled `Metadata`: global shape, dtype and chunks of every tensor, and where each chunk lies |
+| `.metadata` | pickled `Metadata`: global shape, dtype and chunks of every tensor, and the location of each chunk |
 | `__<rank>_<n>.distcp` | chunks one after another, each a `torch.save` archive |
 | `metadata.json` | format names and versions |
 | `common.pt` | `torch.save` of everything that is not sharded |
@@ -45,7 +45,7 @@ FORMAT = {
 
 @dataclass(frozen=True)
 class Chunk:
-    """A rectangular part of a global tensor and the bytes it lies in."""
+    """A rectangular part of a global tensor, and the bytes that hold it."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -139,9 +139,9 @@ def _global_tensor(folder: Path, name: str, description: Any, places: Mapping[tu
 
 
 def read_rows(tensor: GlobalTensor, leading: tuple[int, ...], first: int, count: int) -> LazyTensor:
-    """LazyTensor of a global tensor at some leading indices (layer, expert).
+    """Rows of a global tensor at some leading indices (layer, expert).
 
-    Chunks that lie one below the other stay separate blocks; chunks side by side are joined in memory.
+    Chunks that follow one another along the rows stay separate blocks; chunks side by side are joined in memory.
     """
     depth, trailing = len(leading), tensor.shape[len(leading) + 1 :]
     parts = []
@@ -177,7 +177,7 @@ def _join(
 
 
 def _chunk_rows(tensor: GlobalTensor, chunk: Chunk, leading: tuple[int, ...], begin: int, end: int) -> LazyTensor:
-    """LazyTensor `begin` to `end` of a global tensor, all in one chunk."""
+    """Rows `begin` to `end` of a global tensor, all in one chunk."""
     stored = read_torch_save(chunk.path, chunk.offset, chunk.num_bytes)
     if not isinstance(stored, StoredTensor) or torch.Size(stored.shape).numel() != torch.Size(chunk.sizes).numel():
         raise CheckpointError(

@@ -1,7 +1,7 @@
-"""Megatron-core's distributed checkpoints (see `torch_dist` for the format) as a source of Hugging Face tensors.
+"""Reads Hugging Face tensors from megatron-core's distributed checkpoints (see `torch_dist` for the format).
 
-Checkpoints that keep layers (`decoder.layers.0.`), experts (`experts.0.`) or gate and up (`weight_w`, `weight_v`)
-under names of their own, as newer versions of megatron-core write them, are read too.
+Checkpoints with separate tensors for layers (`decoder.layers.0.`), experts (`experts.0.`) or gate and up (`weight_w`,
+`weight_v`), as newer versions of megatron-core write them, are read too.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class TorchDistReader:
             )
 
     def _find(self, mapping: TensorMapping) -> list[tuple[GlobalTensor, tuple[int, ...]]]:
-        """The global tensors that hold a mapping, each with the leading indices (layer, expert) to take."""
+        """The global tensors that hold a Megatron tensor, each with the leading indices (layer, expert) to take."""
         for name, leading, counts in self._stored_names(mapping):
             names = (
                 [name + "_w", name + "_v"] if mapping.layout is Layout.GATED and name not in self._tensors else [name]
@@ -71,7 +71,7 @@ class TorchDistReader:
         )
 
     def _stored_names(self, mapping: TensorMapping) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-        """The names a mapping may have, each with the leading indices to take and the leading sizes to expect."""
+        """The possible stored names, each with the leading indices to take and the leading sizes to expect."""
         template = mapping.weight.megatron
         layer, layers = _index(mapping.layer, self.shape.num_layers)
         expert, experts = _index(mapping.expert, self.shape.num_experts)
@@ -114,12 +114,12 @@ class TorchDistReader:
         return [read_rows(tensor, leading, 0, count) for (tensor, leading), count in zip(parts, rows, strict=True)]
 
     def notes(self) -> list[str]:
-        """What was left out, for the report."""
+        """What the reader leaves out, for the report."""
         notes = []
         if self.left_out:
             notes.append(f"{len(self.left_out)} optimizer and training states left out")
         if self.padding_rows:
-            notes.append(f"{self.padding_rows} padding rows of the vocabulary taken away")
+            notes.append(f"{self.padding_rows} padding rows of the vocabulary removed")
         return notes
 
 

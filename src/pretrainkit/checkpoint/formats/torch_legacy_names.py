@@ -1,8 +1,8 @@
-"""Names of Megatron tensors in classic checkpoints, which hold each rank's own `state_dict`.
+"""Names of Megatron tensors in classic checkpoints, which hold the `state_dict` of each rank.
 
 They differ from the global names of the weight tables in three ways: layers and experts are numbered within
-the rank; experts are stored by the kind of expert module; and without Transformer Engine the norms are modules
-of their own. This module turns a rank's name into the global one.
+the rank; the names of experts depend on the expert module; and without Transformer Engine the norms are separate
+modules. This module translates between a rank's names and the global ones.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ TIED_OUTPUT = "output_layer.weight"
 
 
 class ExpertForm(Enum):
-    """How a classic checkpoint holds an expert's matrix."""
+    """How a classic checkpoint stores the matrix of an expert."""
 
     SINGLE = "single"
-    """A tensor of its own (TEGroupedMLP `linear_fc1.weight3`, SequentialMLP `local_experts.3.linear_fc1.weight`)."""
+    """A tensor per expert (TEGroupedMLP `linear_fc1.weight3`, SequentialMLP `local_experts.3.linear_fc1.weight`)."""
     GROUPED = "grouped"
     """All experts of the rank in one transposed tensor (GroupedMLP `weight1`, `weight2`)."""
 
 
 @dataclass(frozen=True)
 class LocalName:
-    """A rank's tensor name, taken apart."""
+    """The parts of a tensor name on a rank."""
 
     template: str
     """The weight table's name, with `{layer}`."""
     layer: int | None = None
     """Layer within the rank's model chunk."""
     expert: int | None = None
-    """Expert within the rank; None for tensors that are no expert's, and for grouped ones."""
+    """Expert within the rank; None for other tensors and for grouped experts."""
     form: ExpertForm | None = None
 
 
@@ -46,17 +46,17 @@ _NORMS = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
 }
-"""Norms that the local layer implementation keeps apart; before experts pre_mlp_layernorm is always apart."""
+"""Norms that are separate modules in the local layer implementation; before experts pre_mlp_layernorm always is."""
 _IGNORED = ("_extra_state", "rotary_pos_emb.inv_freq")
 
 
 def is_ignored(name: str) -> bool:
-    """Whether a state is no weight: Transformer Engine's extra states, rotary frequencies."""
+    """Whether a state is not a weight: Transformer Engine's extra states, rotary frequencies."""
     return any(part in name for part in _IGNORED)
 
 
 def parse(name: str, *, has_experts: bool) -> LocalName:
-    """Take a rank's tensor name apart."""
+    """Parse a tensor name of a rank."""
     match = _LAYER.match(name)
     if not match:
         return LocalName(name)
@@ -75,7 +75,7 @@ def parse(name: str, *, has_experts: bool) -> LocalName:
 
 
 def local_name(template: str, layer: int | None, expert: int | None) -> str:
-    """A rank's name for a tensor of the weight table, as Transformer Engine's layers have it."""
+    """The name on a rank, in Transformer Engine's layers, of a tensor in the weight table."""
     if layer is None:
         return template
     if expert is not None:

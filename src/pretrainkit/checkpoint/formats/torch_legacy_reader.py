@@ -1,4 +1,4 @@
-"""Megatron-LM's classic checkpoints ("torch") as a source, one tensor at a time.
+"""Reads Hugging Face tensors from Megatron-LM's classic checkpoints ("torch"), one at a time.
 
 One file per model-parallel rank, `mp_rank_<TP>[_<PP>][_<EP>]/model_optim_rng.pt`, the second part with pipeline,
 the third with expert parallelism. A file is `torch.save` of a dictionary with `model` (or `model0`, `model1`, ...
@@ -52,7 +52,7 @@ class _Place:
     view: tuple[int, int, int] | None = None
     """Grouped experts: the shape [experts, in, out] that the tensor is a view of."""
     index: int = 0
-    """Grouped experts: which one."""
+    """Grouped experts: the index of this one."""
 
     def read(self) -> LazyTensor:
         """The Megatron tensor."""
@@ -82,7 +82,7 @@ class TorchLegacyReader:
         self._check(mappings)
 
     def _index(self, states: Mapping[_Rank, dict[str, Any]]) -> None:
-        """Find every tensor's global layer and expert."""
+        """Find the global layer and expert of every tensor."""
         chunks = max(len(_chunks(state)) for state in states.values())
         counts = {
             (chunk, rank.pipeline): _num_layers(_chunks(state)[chunk])
@@ -196,10 +196,10 @@ class TorchLegacyReader:
         return unshard(mapping.layout, parts, rows=rows, groups=self.shape.num_query_groups)
 
     def notes(self) -> list[str]:
-        """What was left out, for the report."""
+        """What the reader leaves out, for the report."""
         notes = [f"left out: {', '.join(sorted(self.left_out))}"] if self.left_out else []
         if self.padding_rows:
-            notes.append(f"{self.padding_rows} padding rows of the vocabulary taken away")
+            notes.append(f"{self.padding_rows} padding rows of the vocabulary removed")
         return notes
 
 

@@ -1,7 +1,7 @@
 """Writes Megatron-LM's classic checkpoints (see `torch_legacy` for the format), one tensor at a time.
 
-A rank's model is never held: `torch.save` first writes each file with room for its tensors
-(torch.serialization.skip_data), then the tensors are put into their places, by several workers if asked.
+The model of a rank is never in memory: `torch.save` first writes each file with space reserved for its tensors
+(torch.serialization.skip_data), then one or more workers write the tensors into it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class TorchLegacyWriter:
         """Tensors by worker; every worker writes into all files."""
         self._places: dict[tuple[int, int, int], dict[str, StoredTensor]] = {}
         for rank in self._ranks():
-            self._places[rank] = self._make_room(rank, plan.mappings, common)
+            self._places[rank] = self._reserve(rank, plan.mappings, common)
 
     def _ranks(self) -> list[tuple[int, int, int]]:
         sizes = self.parallelism
@@ -54,7 +54,7 @@ class TorchLegacyWriter:
         return self.folder / name / FILE_NAME
 
     def _names(self, mapping: TensorMapping, stage: int, expert_rank: int) -> list[str]:
-        """The names that a mapping has on a rank: none, one, or two where a tied embedding is the output layer too."""
+        """The names of a tensor on a rank: none, one, or two for a tied embedding that is also the output layer."""
         last = self.parallelism.pipeline - 1
         if mapping.layer is not None:
             layers = self._stages[stage]
@@ -83,10 +83,10 @@ class TorchLegacyWriter:
         rows = self._padded_rows if mapping.layout is Layout.VOCABULARY else rows
         return (rows // self.parallelism.tensor, *rest)
 
-    def _make_room(
+    def _reserve(
         self, rank: tuple[int, int, int], mappings: Sequence[TensorMapping], common: Mapping[str, Any]
     ) -> dict[str, StoredTensor]:
-        """Write a rank's file without its tensors' bytes; where each tensor goes."""
+        """Write a rank's file without the bytes of its tensors; the location of each tensor."""
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         model: dict[str, Any] = {}
@@ -102,7 +102,7 @@ class TorchLegacyWriter:
         return {name: tensor for name, tensor in read_torch_save(path)["model"].items() if tensor is not None}
 
     def write_part(self, part: int, values: Iterable[tuple[TensorMapping, Sequence[LazyTensor]]]) -> None:
-        """Write some mappings into the files of all ranks that hold them."""
+        """Write some tensors into the files of all ranks that hold them."""
         sizes = self.parallelism
         for mapping, tensors_of_entry in values:
             for rank in range(sizes.tensor):
@@ -126,7 +126,7 @@ class TorchLegacyWriter:
 
 
 def _extra_states(name: str) -> dict[str, None]:
-    """The empty extra state that Transformer Engine's modules expect beside their weight."""
+    """The empty extra states that Transformer Engine's modules expect with a weight."""
     module, _, parameter = name.rpartition(".")
     if not parameter.startswith("weight") or "linear_" not in module:
         return {}
@@ -137,7 +137,7 @@ def _extra_states(name: str) -> dict[str, None]:
 
 
 def _put(place: StoredTensor, value: LazyTensor) -> None:
-    """Write a tensor into its place."""
+    """Write a tensor to its location."""
     assert value.shape == place.shape and value.dtype == place.dtype, (value.shape, place)
     descriptor = os.open(place.path, os.O_WRONLY)
     try:

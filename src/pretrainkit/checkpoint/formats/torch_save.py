@@ -25,7 +25,7 @@ from pretrainkit.errors import CheckpointError
 
 
 class OpaqueObject:
-    """Stands for an object of a class that is not loaded; keeps its state as attributes."""
+    """Stands for an object of a class that is not imported; keeps its state as attributes."""
 
     def __init__(self, *arguments: Any, **_: Any) -> None:
         self.arguments = arguments
@@ -49,14 +49,14 @@ class OpaqueObject:
 
 @dataclass(frozen=True)
 class _Storage:
-    """A storage as the pickle names it."""
+    """A storage that the pickle refers to."""
 
     dtype: torch.dtype | None
     key: str
 
 
 class OpaqueUnpickler(pickle.Unpickler):
-    """An unpickler that constructs only what `known` lists; everything else becomes an OpaqueObject."""
+    """An unpickler that constructs only classes in `known`; all other objects become OpaqueObjects."""
 
     known: dict[tuple[str, str], Any] = {  # noqa: RUF012 - a table, never changed
         ("argparse", "Namespace"): argparse.Namespace,
@@ -107,7 +107,7 @@ _STORAGE_DTYPES = {
     "ByteStorage": torch.uint8,
     "BoolStorage": torch.bool,
 }
-"""What the storage classes that torch.save names hold."""
+"""Dtypes of the storage classes that torch.save writes."""
 
 
 def read_torch_save(path: Path, offset: int = 0, num_bytes: int | None = None) -> Any:
@@ -140,14 +140,14 @@ def read_torch_save(path: Path, offset: int = 0, num_bytes: int | None = None) -
 
 
 def _data_start(file: BinaryIO, info: zipfile.ZipInfo) -> int:
-    """Where a record's bytes begin: after its local header, whose two variable lengths are at 26 and 28."""
+    """Position of a record's bytes: after its local header, whose two variable lengths are at 26 and 28."""
     file.seek(info.header_offset + 26)
     lengths = file.read(4)
     return info.header_offset + 30 + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
 
 
 class _Part(io.RawIOBase):
-    """A window of a file that looks like a file."""
+    """A part of a file as a file."""
 
     def __init__(self, file: BinaryIO, offset: int, num_bytes: int) -> None:
         self._file, self._offset, self._size, self._position = file, offset, num_bytes, 0
@@ -176,14 +176,14 @@ class _Part(io.RawIOBase):
 
 
 def write_torch_save(value: Any, path: Path) -> None:
-    """`torch.save`, with an error that says what it may be about: torch only tells of an unexpected position."""
+    """`torch.save` with a helpful error: torch only reports an unexpected position when a disk is full."""
     try:
         torch.save(value, path)
     except RuntimeError as error:
         raise CheckpointError(
             f"writing failed ({str(error).splitlines()[0]})",
             where=str(path),
-            action="look at the free space and the quota of the disk",
+            action="check the free space and the quota of the disk",
         ) from error
 
 
@@ -197,16 +197,16 @@ class Frame:
 
 @lru_cache(maxsize=4096)
 def frame(shape: tuple[int, ...], dtype: torch.dtype) -> Frame:
-    """The frame that torch.save makes for a tensor of this shape and dtype; its checksum of the bytes is left 0."""
+    """The frame that torch.save writes for a tensor of this shape and dtype; the checksum of the bytes stays 0."""
     stream = _SkippingStream()
     with torch.serialization.skip_data():
-        torch.save(torch.empty(shape, dtype=dtype), stream)  # memory that is never touched takes none
+        torch.save(torch.empty(shape, dtype=dtype), stream)  # its memory is never touched, so none is used
     head, tail = stream.parts
     return Frame(bytes(head), bytes(tail))
 
 
 class _SkippingStream:
-    """Collects what is written before and after the room for the tensor, which torch.save skips with `seek`."""
+    """Collects what is written before and after the tensor's bytes, which torch.save skips with `seek`."""
 
     def __init__(self) -> None:
         self.parts = [bytearray()]

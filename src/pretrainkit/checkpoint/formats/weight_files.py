@@ -1,4 +1,4 @@
-"""Which files of a Hugging Face folder hold its weights; others may lie beside them, as Mistral's consolidated file."""
+"""The files of a Hugging Face folder that hold its weights; there may be others, such as Mistral's consolidated one."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ SINGLE_NAME = "model.safetensors"
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that are the model, by name; they need not all be there. Empty: it holds no weights.
+    """The safetensors files of the model, sorted; they need not all exist. Empty when there are no weights.
 
-    Raises RequestError where transformers would take another file than the ones that the index lists.
+    Raises RequestError when transformers would load another file than those that the index lists.
     """
     single, index = folder / SINGLE_NAME, folder / INDEX_NAME
     if not index.is_file():
@@ -22,7 +22,7 @@ def weight_files(folder: Path) -> list[Path]:
     names = set(read_json(index)["weight_map"].values())
     if single.is_file() and SINGLE_NAME not in names:
         raise RequestError(
-            f"{SINGLE_NAME} beside an index of other files: two models",
+            f"{SINGLE_NAME} and an index of other files: two models",
             where=str(folder),
             needed="one of them: transformers loads the file, other tools what the index lists",
             action=f"move {SINGLE_NAME}, or {INDEX_NAME} with its files, away",

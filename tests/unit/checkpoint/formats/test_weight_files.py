@@ -43,7 +43,7 @@ def test_two_models_in_a_folder_are_refused(folder: Path) -> None:
     if not (folder / INDEX_NAME).exists():
         pytest.skip("has no index")
     save_file({"a": torch.zeros(2), "b": torch.zeros(3)}, folder / "model.safetensors")
-    with pytest.raises(RequestError, match="beside an index of other files"):
+    with pytest.raises(RequestError, match="and an index of other files"):
         locate_tensors(folder)
 
 
