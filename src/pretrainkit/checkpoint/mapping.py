@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -41,10 +42,7 @@ class TensorMapping:
     @property
     def numel(self) -> int:
         """Number of elements."""
-        count = 1
-        for size in self.megatron_shape:
-            count *= size
-        return count
+        return math.prod(self.megatron_shape)
 
     def __str__(self) -> str:
         return " + ".join(self.hf)

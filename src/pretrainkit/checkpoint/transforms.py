@@ -22,6 +22,16 @@ def padded_vocabulary(num_rows: int, divisible_by: int, tensor_parallel_size: in
     return -(-num_rows // multiple) * multiple
 
 
+def local_shape(layout: Layout, shape: tuple[int, ...], *, size: int, padded_rows: int) -> tuple[int, ...]:
+    """Shape of one rank's Megatron tensor; `shape` is that of the entire tensor without vocabulary padding."""
+    if layout is Layout.REPLICATED:
+        return shape
+    rows, *rest = shape
+    if layout is Layout.ROW:
+        return (rows, rest[0] // size, *rest[1:])
+    return ((padded_rows if layout is Layout.VOCABULARY else rows) // size, *rest)
+
+
 def merge_qkv(query: Tensor, key: Tensor, value: Tensor, groups: int) -> Tensor:
     """[G*Q*D, H], [G*D, H], [G*D, H] -> [G*(Q+2)*D, H]: per group its queries, its key, its value."""
     parts = [part.reshape(groups, -1, *part.shape[1:]) for part in (query, key, value)]

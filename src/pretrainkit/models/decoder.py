@@ -52,8 +52,13 @@ def check_required(family: str, config: Mapping[str, Any]) -> None:
         )
 
 
-def read_decoder(family: str, config: Mapping[str, Any], **extra: Any) -> ModelShape:
-    """A ModelShape from the fields that all decoder families share; `extra` adds or replaces fields."""
+def read_decoder(
+    family: str, config: Mapping[str, Any], *, default_head_dim: int | None = None, **extra: Any
+) -> ModelShape:
+    """A ModelShape from the fields that all decoder families share; `extra` adds or replaces fields.
+
+    Without `head_dim` in the config and `default_head_dim`, the hidden size is divided by the number of heads.
+    """
     check_required(family, config)
     heads = config["num_attention_heads"]
     theta, scaling = read_rope(config)
@@ -64,7 +69,7 @@ def read_decoder(family: str, config: Mapping[str, Any], **extra: Any) -> ModelS
         "ffn_hidden_size": config["intermediate_size"],
         "num_attention_heads": heads,
         "num_query_groups": config.get("num_key_value_heads") or heads,
-        "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
+        "head_dim": config.get("head_dim") or default_head_dim or config["hidden_size"] // heads,
         "vocab_size": config["vocab_size"],
         "max_position_embeddings": config["max_position_embeddings"],
         "rope_theta": float(theta),
@@ -115,66 +120,43 @@ def _refuse_rope(rest: Mapping[str, Any]) -> None:
         raise RequestError(f"unknown rope settings: {', '.join(sorted(rest))}", where="config.json: rope_scaling")
 
 
-def embedding(shape: ModelShape) -> Weight:
-    """The word embedding."""
-    return Weight(
-        "embedding.word_embeddings.weight",
-        ("model.embed_tokens.weight",),
-        Layout.VOCABULARY,
-        ((shape.vocab_size, shape.hidden_size),),
-    )
+def embedding(shape: ModelShape, megatron: str = "embedding.word_embeddings", hf: str = "model.embed_tokens") -> Weight:
+    """The word embedding, or another matrix with a row per token id."""
+    return Weight(f"{megatron}.weight", (f"{hf}.weight",), Layout.VOCABULARY, ((shape.vocab_size, shape.hidden_size),))
+
+
+def norm(megatron: str, hf: str, size: int) -> Weight:
+    """The weight of an RMSNorm."""
+    return Weight(megatron, (f"{hf}.weight",), Layout.REPLICATED, ((size,),))
 
 
 def head(shape: ModelShape) -> tuple[Weight, ...]:
     """The final norm, and the output layer unless it is the embedding."""
-    norm = Weight("decoder.final_layernorm.weight", ("model.norm.weight",), Layout.REPLICATED, ((shape.hidden_size,),))
-    output = Weight(
-        "output_layer.weight", ("lm_head.weight",), Layout.VOCABULARY, ((shape.vocab_size, shape.hidden_size),)
-    )
-    return (norm,) if shape.tie_word_embeddings else (norm, output)
+    final = norm("decoder.final_layernorm.weight", "model.norm", shape.hidden_size)
+    return (final,) if shape.tie_word_embeddings else (final, embedding(shape, "output_layer", "lm_head"))
 
 
 def attention(shape: ModelShape) -> tuple[Weight, ...]:
-    """Grouped-query attention with its input norm; QKV biases and query/key norms where the shape has them."""
+    """Grouped-query attention with its input norm; QKV biases and query/key norms if the shape has them."""
     ours, theirs = "decoder.layers.{layer}.self_attention.", "model.layers.{layer}.self_attn."
     query, key_value = shape.num_attention_heads * shape.head_dim, shape.num_query_groups * shape.head_dim
-    hidden = shape.hidden_size
-    projections = tuple(f"{theirs}{name}_proj" for name in "qkv")
-    rows = [
-        Weight(
-            ours + "linear_qkv.layer_norm_weight",
-            ("model.layers.{layer}.input_layernorm.weight",),
-            Layout.REPLICATED,
-            ((hidden,),),
-        ),
-        Weight(
-            ours + "linear_qkv.weight",
-            tuple(f"{name}.weight" for name in projections),
-            Layout.QKV,
-            ((query, hidden), (key_value, hidden), (key_value, hidden)),
-        ),
-    ]
-    if shape.qkv_bias:
-        rows.append(
-            Weight(
-                ours + "linear_qkv.bias",
-                tuple(f"{name}.bias" for name in projections),
-                Layout.QKV,
-                ((query,), (key_value,), (key_value,)),
-            )
+    hidden, sizes = shape.hidden_size, (query, key_value, key_value)
+
+    def qkv(kind: str, shapes: tuple[tuple[int, ...], ...]) -> Weight:
+        return Weight(
+            f"{ours}linear_qkv.{kind}", tuple(f"{theirs}{name}_proj.{kind}" for name in "qkv"), Layout.QKV, shapes
         )
-    if shape.qk_norm:
-        for name in "qk":
-            rows.append(
-                Weight(
-                    f"{ours}{name}_layernorm.weight",
-                    (f"{theirs}{name}_norm.weight",),
-                    Layout.REPLICATED,
-                    ((shape.head_dim,),),
-                )
-            )
-    rows.append(Weight(ours + "linear_proj.weight", (theirs + "o_proj.weight",), Layout.ROW, ((hidden, query),)))
-    return tuple(rows)
+
+    return (
+        norm(ours + "linear_qkv.layer_norm_weight", "model.layers.{layer}.input_layernorm", hidden),
+        qkv("weight", tuple((size, hidden) for size in sizes)),
+        *([qkv("bias", tuple((size,) for size in sizes))] if shape.qkv_bias else []),
+        *(
+            norm(f"{ours}{name}_layernorm.weight", f"{theirs}{name}_norm", shape.head_dim)
+            for name in ("qk" if shape.qk_norm else "")
+        ),
+        Weight(ours + "linear_proj.weight", (theirs + "o_proj.weight",), Layout.ROW, ((hidden, query),)),
+    )
 
 
 def gated_mlp(
@@ -194,10 +176,9 @@ def gated_mlp(
     )
 
 
-def mlp_norm(shape: ModelShape, ours: str = "decoder.layers.{layer}.mlp.linear_fc1.layer_norm_weight") -> Weight:
+def mlp_norm(shape: ModelShape, megatron: str = "decoder.layers.{layer}.mlp.linear_fc1.layer_norm_weight") -> Weight:
     """The norm before the MLP; part of `linear_fc1` in a dense layer, `pre_mlp_layernorm` before experts."""
-    name = "model.layers.{layer}.post_attention_layernorm.weight"
-    return Weight(ours, (name,), Layout.REPLICATED, ((shape.hidden_size,),))
+    return norm(megatron, "model.layers.{layer}.post_attention_layernorm", shape.hidden_size)
 
 
 def dense_weights(shape: ModelShape) -> tuple[Weight, ...]:

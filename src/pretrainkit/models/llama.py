@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from functools import partial
 
-from pretrainkit.config.schema import ModelShape
 from pretrainkit.models.decoder import dense_weights, read_decoder
 from pretrainkit.models.family import ConfigFields, Family, NemoClasses
-
-
-def read_shape(config: Mapping[str, Any]) -> ModelShape:
-    """The shape that a Llama config.json describes."""
-    return read_decoder("llama", config)
-
 
 FAMILY = Family(
     name="llama",
     architectures=("LlamaForCausalLM",),
     fields=ConfigFields(fixed={"attention_bias": (False,), "mlp_bias": (False,)}),
-    shape=read_shape,
+    shape=partial(read_decoder, "llama"),
     weights=dense_weights,
     nemo=NemoClasses(
         model="nemo.collections.llm.gpt.model.llama:LlamaModel",

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from functools import partial
 
-from pretrainkit.config.schema import ModelShape
 from pretrainkit.models.config_fields import QWEN_FIELDS
 from pretrainkit.models.decoder import dense_weights, read_decoder
 from pretrainkit.models.family import Family, NemoClasses
-
-
-def read_shape(config: Mapping[str, Any]) -> ModelShape:
-    """The shape that a Qwen2 config.json describes."""
-    return read_decoder("qwen2", config, qkv_bias=True)
-
 
 FAMILY = Family(
     name="qwen2",
     architectures=("Qwen2ForCausalLM",),
     fields=QWEN_FIELDS,
-    shape=read_shape,
+    shape=partial(read_decoder, "qwen2", qkv_bias=True),
     weights=dense_weights,
     nemo=NemoClasses(
         model="nemo.collections.llm.gpt.model.qwen2:Qwen2Model",

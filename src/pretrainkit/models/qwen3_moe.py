@@ -18,7 +18,7 @@ from pretrainkit.models.family import Family, NemoClasses, Weight
 
 def read_shape(config: Mapping[str, Any]) -> ModelShape:
     """The shape that a Qwen3-MoE config.json describes."""
-    return read_decoder("qwen3_moe", {"head_dim": 128, **config}, qk_norm=True, **read_qwen_moe(config))
+    return read_decoder("qwen3_moe", config, default_head_dim=128, qk_norm=True, **read_qwen_moe(config))
 
 
 def weights(shape: ModelShape) -> tuple[Weight, ...]:

@@ -29,7 +29,7 @@ from pretrainkit.checkpoint.formats.torch_save import read_torch_save
 from pretrainkit.checkpoint.lazy_tensor import LazyTensor, StoredTensor
 from pretrainkit.checkpoint.mapping import TensorMapping
 from pretrainkit.checkpoint.parallel import Parallelism
-from pretrainkit.checkpoint.transforms import unshard
+from pretrainkit.checkpoint.transforms import local_shape, unshard
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import CheckpointError
 from pretrainkit.models.family import Layout
@@ -154,28 +154,21 @@ class TorchLegacyReader:
                 )
 
     def _check_shape(self, mapping: TensorMapping, places: Mapping[int, _Place]) -> None:
-        size = self.parallelism.tensor
-        wanted = list(mapping.megatron_shape)
-        if mapping.layout is Layout.ROW:
-            wanted[1] //= size
-        elif mapping.layout is not Layout.REPLICATED:
-            wanted[0] //= size
+        size, rows = self.parallelism.tensor, mapping.megatron_shape[0]
         for place in places.values():
             if place.tensor.dtype != places[0].tensor.dtype:
                 raise CheckpointError(
                     f"{_describe(_key(mapping))} has different dtypes on different ranks", where=str(self.folder)
                 )
-            found = list(place.read().shape)
-            if mapping.layout is Layout.VOCABULARY:
-                padding = found[0] * size - mapping.megatron_shape[0]
-                if padding >= 0:
-                    self.padding_rows = max(self.padding_rows, padding)
-                    wanted[0] = found[0]
+            found = place.read().shape
+            padding = found[0] * size - rows if mapping.layout is Layout.VOCABULARY else 0
+            self.padding_rows = max(self.padding_rows, padding)
+            wanted = local_shape(mapping.layout, mapping.megatron_shape, size=size, padded_rows=rows + max(padding, 0))
             if found != wanted:
                 raise CheckpointError(
-                    f"{_describe(_key(mapping))} has shape {found}",
+                    f"{_describe(_key(mapping))} has shape {list(found)}",
                     where=str(place.tensor.path),
-                    needed=f"{wanted} at tensor parallel size {size}, which follows from config.json",
+                    needed=f"{list(wanted)} at tensor parallel size {size}, which follows from config.json",
                 )
 
     def dtype(self, mapping: TensorMapping) -> torch.dtype:

@@ -18,9 +18,8 @@ from pretrainkit.checkpoint.formats.torch_save import read_torch_save, write_tor
 from pretrainkit.checkpoint.lazy_tensor import LazyTensor, StoredTensor
 from pretrainkit.checkpoint.mapping import TensorMapping
 from pretrainkit.checkpoint.plan import ConversionPlan
-from pretrainkit.checkpoint.transforms import shard
+from pretrainkit.checkpoint.transforms import local_shape, shard
 from pretrainkit.files import fsync_path
-from pretrainkit.models.family import Layout
 
 
 class TorchLegacyWriter:
@@ -74,15 +73,6 @@ class TorchLegacyWriter:
             names.append(TIED_OUTPUT)
         return names
 
-    def _local_shape(self, mapping: TensorMapping) -> tuple[int, ...]:
-        rows, *rest = mapping.megatron_shape
-        if mapping.layout is Layout.REPLICATED:
-            return mapping.megatron_shape
-        if mapping.layout is Layout.ROW:
-            return (rows, rest[0] // self.parallelism.tensor, *rest[1:])
-        rows = self._padded_rows if mapping.layout is Layout.VOCABULARY else rows
-        return (rows // self.parallelism.tensor, *rest)
-
     def _reserve(
         self, rank: tuple[int, int, int], mappings: Sequence[TensorMapping], common: Mapping[str, Any]
     ) -> dict[str, StoredTensor]:
@@ -90,10 +80,12 @@ class TorchLegacyWriter:
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         model: dict[str, Any] = {}
+        sizes = {"size": self.parallelism.tensor, "padded_rows": self._padded_rows}
         with FakeTensorMode():
             for mapping in mappings:
+                shape = local_shape(mapping.layout, mapping.megatron_shape, **sizes)
                 for name in self._names(mapping, rank[1], rank[2]):
-                    model[name] = torch.empty(self._local_shape(mapping), dtype=self.dtypes[mapping])
+                    model[name] = torch.empty(shape, dtype=self.dtypes[mapping])
                     model.update(_extra_states(name))
         path = self._path(rank)
         path.parent.mkdir(parents=True)
