@@ -6,7 +6,8 @@ the reader can't hide one in the writer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -15,8 +16,9 @@ from torch import Tensor
 
 from pretrainkit.checkpoint.detect import DetectedCheckpoint
 from pretrainkit.checkpoint.formats.safetensors import open_by_package
-from pretrainkit.checkpoint.mapping import TensorMapping, tensor_mappings
-from pretrainkit.checkpoint.open import WeightReader, open_reader
+from pretrainkit.checkpoint.lazy_tensor import LazyTensor
+from pretrainkit.checkpoint.mapping import tensor_mappings
+from pretrainkit.checkpoint.open import open_reader
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.models.registry import read_config
 from pretrainkit.release.report import Check
@@ -37,7 +39,9 @@ def check_weights(found: DetectedCheckpoint, released: Path, shape: ModelShape) 
         yield Check.of("no tensor that the architecture doesn't have", sorted(extra), "none")
         comparison = _Comparison(_declared_dtype(released))
         for mapping in mappings:
-            comparison.add(mapping, reader, read, missing)
+            for name, hf_shape, expected in zip(mapping.hf, mapping.shapes, reader.read(mapping), strict=True):
+                if name not in missing:
+                    comparison.add(name, read(name), expected, hf_shape, keep_dtype=mapping.weight.keep_dtype)
         if shape.tie_word_embeddings and "lm_head.weight" in names:
             embedding = read("model.embed_tokens.weight")
             same = _same_bits(read("lm_head.weight"), embedding)
@@ -46,56 +50,47 @@ def check_weights(found: DetectedCheckpoint, released: Path, shape: ModelShape) 
 
 
 class _Comparison:
-    """Collects what differs, tensor by tensor."""
+    """Collects the differences of tensors."""
 
     def __init__(self, declared: torch.dtype | None) -> None:
         self.declared = declared
-        self.different: list[str] = []
-        self.misshapen: list[str] = []
-        self.not_finite: list[str] = []
-        self.zero: list[str] = []
-        self.dtypes: list[str] = []
+        self.problems: defaultdict[str, list[str]] = defaultdict(list)
         self.cast: set[str] = set()
         self.num_elements = 0
 
-    def add(
-        self, mapping: TensorMapping, reader: WeightReader, read: Callable[[str], Tensor], missing: set[str]
-    ) -> None:
-        """Compare the tensors of a mapping."""
-        for name, shape, rows in zip(mapping.hf, mapping.shapes, reader.read(mapping), strict=True):
-            if name in missing:
-                continue
-            tensor = read(name)
-            if tuple(tensor.shape) != shape:
-                self.misshapen.append(f"{name} {list(tensor.shape)} and not {list(shape)}")
-                continue
-            expected = rows.tensor()
-            if expected.dtype != tensor.dtype:
-                self.cast.add(f"{expected.dtype} to {tensor.dtype}".replace("torch.", ""))
-                expected = expected.to(tensor.dtype)
-                if mapping.weight.keep_dtype:
-                    self.dtypes.append(f"{name} must not be cast")
-            if self.declared not in (None, tensor.dtype) and not mapping.weight.keep_dtype:
-                self.dtypes.append(f"{name} is {tensor.dtype}")
-            if not _same_bits(tensor, expected):
-                count = int((tensor != expected).sum())
-                self.different.append(f"{name} ({count} of {tensor.numel()} elements)")
-            if not torch.isfinite(tensor).all():
-                self.not_finite.append(name)
-            if not name.endswith("bias") and not tensor.any():
-                self.zero.append(name)
-            self.num_elements += tensor.numel()
+    def add(self, name: str, tensor: Tensor, source: LazyTensor, shape: tuple[int, ...], *, keep_dtype: bool) -> None:
+        """Compare a released tensor with the one in the source."""
+        if tuple(tensor.shape) != shape:
+            self.problems["shapes"].append(f"{name} {list(tensor.shape)} and not {list(shape)}")
+            return
+        expected = source.tensor()
+        if expected.dtype != tensor.dtype:
+            self.cast.add(f"{expected.dtype} to {tensor.dtype}".replace("torch.", ""))
+            expected = expected.to(tensor.dtype)
+            if keep_dtype:
+                self.problems["dtypes"].append(f"{name} must not be cast")
+        if self.declared not in (None, tensor.dtype) and not keep_dtype:
+            self.problems["dtypes"].append(f"{name} is {tensor.dtype}")
+        if not _same_bits(tensor, expected):
+            count = int((tensor != expected).sum())
+            self.problems["bits"].append(f"{name} ({count} of {tensor.numel()} elements)")
+        if not torch.isfinite(tensor).all():
+            self.problems["finite"].append(name)
+        if not name.endswith("bias") and not tensor.any():
+            self.problems["zeros"].append(name)
+        self.num_elements += tensor.numel()
 
     def checks(self) -> Iterator[Check]:
         """The results."""
         cast = f", cast from {', '.join(sorted(self.cast))}" if self.cast else ""
-        yield Check.of("shapes", self.misshapen, "right")
-        yield Check.of(
-            "bit-equal to the source after the inverse mapping", self.different, f"{self.num_elements} elements{cast}"
-        )
-        yield Check.of("finite", self.not_finite, "all elements")
-        yield Check.of("no tensor of zeros", self.zero, "none")
-        yield Check.of("dtype is what config.json says", self.dtypes, str(self.declared))
+        for kind, name, fine in (
+            ("shapes", "shapes", "right"),
+            ("bits", "bit-equal to the source after the inverse mapping", f"{self.num_elements} elements{cast}"),
+            ("finite", "finite", "all elements"),
+            ("zeros", "no tensor of zeros", "none"),
+            ("dtypes", "dtype is what config.json says", str(self.declared)),
+        ):
+            yield Check.of(name, self.problems[kind], fine)
 
 
 def _same_bits(first: Tensor, second: Tensor) -> bool:

@@ -119,8 +119,8 @@ class HfWriter:
         plan = [tensor for mapping in self.parts[part] for tensor in _plan(mapping, self.dtypes[mapping])]
         with (self.folder / self._names[part]).open("wb", buffering=0) as file:
             writer = SafetensorsWriter(file.fileno(), plan)
-            for _, tensors_of_entry in values:
-                for value in tensors_of_entry:
+            for _, tensors_hf in values:
+                for value in tensors_hf:
                     writer.write(value)
             writer.finish()
 

@@ -47,9 +47,9 @@ class TorchDistWriter:
                     size = pwrite_all(file.fileno(), state.getvalue(), position)
                     chunks.append(_WrittenChunk(key, None, None, name, position, size))
                     position += size
-            for mapping, tensors_of_entry in values:
+            for mapping, tensors_hf in values:
                 leading = tuple(index for index in (mapping.layer, mapping.expert) if index is not None)
-                for first_row, rows in self._pieces(mapping, tensors_of_entry):
+                for first_row, rows in self._pieces(mapping, tensors_hf):
                     offsets = (*leading, first_row, *(0 for _ in rows.shape[1:]))
                     sizes = (*(1 for _ in leading), *rows.shape)
                     size = _write_tensor(file.fileno(), position, rows, sizes)

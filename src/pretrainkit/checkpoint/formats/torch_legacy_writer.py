@@ -96,11 +96,11 @@ class TorchLegacyWriter:
     def write_part(self, part: int, values: Iterable[tuple[TensorMapping, Sequence[LazyTensor]]]) -> None:
         """Write some tensors into the files of all ranks that hold them."""
         sizes = self.parallelism
-        for mapping, tensors_of_entry in values:
+        for mapping, tensors_hf in values:
             for rank in range(sizes.tensor):
                 local = shard(
                     mapping.layout,
-                    tensors_of_entry,
+                    tensors_hf,
                     rank=rank,
                     size=sizes.tensor,
                     groups=self.shape.num_query_groups,
