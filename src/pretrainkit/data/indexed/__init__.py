@@ -1,1 +1,1 @@
-"""Megatron's .bin/.idx datasets: format, manifest, writing, merging, checking."""
+"""Megatron's .bin/.idx datasets: the format and its manifest; how they are made of text, merged, verified and read."""

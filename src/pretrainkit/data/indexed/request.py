@@ -151,64 +151,49 @@ def make_plan(request: Request, tokenizer: TokenizerFile | None = None) -> Plan:
     if request.add_bos:
         tokenizer.need_bos("--add-bos")
     sources = resolve_inputs(request.inputs, request.text_documents)
-    prefix = request.output_prefix
-    if request.per_file:
-        outputs = [
-            OutputNames(
-                [f"{_per_file_base(prefix, source)}_{key}_document" for key in request.json_keys],
-                f"{_per_file_base(prefix, source)}.rejects.jsonl",
-                [number],
-            )
-            for number, source in enumerate(sources)
-        ]
-        repeated = [name for name, count in Counter(output.rejects for output in outputs).items() if count > 1]
-        if repeated:
-            raise RequestError(
-                f"several inputs would be written to {repeated[0].removesuffix('.rejects.jsonl')}",
-                where="--per-file",
-                action="name their common folder as --input, so that paths below it tell them apart",
-            )
-    else:
-        if request.shard is not None:
-            prefix = f"{prefix}.shard-{request.shard[0]:05d}-of-{request.shard[1]:05d}"
-        names = [f"{prefix}_{key}_document" for key in request.json_keys]
-        outputs = [OutputNames(names, f"{prefix}.rejects.jsonl", list(range(len(sources))))]
-    output_of = [number if request.per_file else 0 for number in range(len(sources))]
-    items = work_items.cut(sources, output_of, request.json_keys)
-    begin, end, fingerprint = 0, len(items), ""
+    prefix, job = request.output_prefix, ""
     if request.shard is not None:
+        job = f".shard-{request.shard[0]:05d}-of-{request.shard[1]:05d}"
+    if request.per_file:
+        bases = _bases_per_file(prefix, sources)
+        if request.shard is not None:  # jobs of an array share out files
+            index, count = request.shard
+            sources, bases = sources[index::count], bases[index::count]
+        outputs = [_output_names(base, request, [number]) for number, base in enumerate(bases)]
+        items = work_items.cut(sources, [*range(len(sources))], request.json_keys)
+    else:
+        outputs = [_output_names(prefix + job, request, [*range(len(sources))])]
+        items = work_items.cut(sources, [0] * len(sources), request.json_keys)
+    begin, end, fingerprint = 0, len(items), ""
+    if request.shard is not None and not request.per_file:
         begin, end = work_items.shard(items, *request.shard)
-        if request.per_file:
-            outputs, items, sources, (begin, end) = _shard_files(outputs, sources, request)
-        else:
-            fingerprint = work_items.fingerprint(items)
+        fingerprint = work_items.fingerprint(items)
     dtype = optimal_dtype(tokenizer.num_ids) if request.dtype == "auto" else np.dtype(request.dtype)
-    part = f".shard-{request.shard[0]:05d}-of-{request.shard[1]:05d}" if request.shard and request.per_file else ""
-    state_folder = Path(f"{prefix.rstrip('/')}{part}.partial")
+    state_folder = Path(f"{prefix.rstrip('/')}{job}.partial")
     chosen = {number: items[number] for number in range(begin, end)}
     plan = Plan(request, tokenizer, sources, outputs, chosen, dtype, state_folder, fingerprint)
     _check_dtype(plan)
     return plan
 
 
-def _shard_files(
-    outputs: list[OutputNames], sources: list[Source], request: Request
-) -> tuple[list[OutputNames], list[WorkItem], list[Source], tuple[int, int]]:
-    """With an output per file, whole files are what jobs share."""
-    assert request.shard is not None
-    index, count = request.shard
-    kept = list(range(len(sources)))[index::count]
-    sources = [sources[number] for number in kept]
-    outputs = [OutputNames(outputs[old].prefixes, outputs[old].rejects, [new]) for new, old in enumerate(kept)]
-    items = work_items.cut(sources, list(range(len(sources))), request.json_keys)
-    return outputs, items, sources, (0, len(items))
+def _output_names(base: str, request: Request, sources: list[int]) -> OutputNames:
+    return OutputNames([f"{base}_{key}_document" for key in request.json_keys], f"{base}.rejects.jsonl", sources)
 
 
-def _per_file_base(prefix: str, source: Source) -> str:
+def _bases_per_file(prefix: str, sources: list[Source]) -> list[str]:
     """A folder takes the files' names below it; any other prefix is put before their names."""
     if prefix.endswith("/") or Path(prefix).is_dir():
-        return str(Path(prefix) / stem_of(source))
-    return f"{prefix}_{stem_of(source).replace(os.sep, '_')}"
+        bases = [str(Path(prefix) / stem_of(source)) for source in sources]
+    else:
+        bases = [f"{prefix}_{stem_of(source).replace(os.sep, '_')}" for source in sources]
+    repeated = [base for base, count in Counter(bases).items() if count > 1]
+    if repeated:
+        raise RequestError(
+            f"several inputs would be written to {repeated[0]}",
+            where="--per-file",
+            action="name their common folder as --input, so that paths below it tell them apart",
+        )
+    return bases
 
 
 def _check_flags(request: Request) -> None:

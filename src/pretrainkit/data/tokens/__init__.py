@@ -1,1 +1,1 @@
-"""Text to token ids: tokenizers, encoders, and the processes that run them."""
+"""Text to token ids: the tokenizer, the two libraries that encode and whether they agree, and the pool of workers."""
