@@ -10,7 +10,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from pretrainkit.data.indexed.assembly import Assembly
-from pretrainkit.data.indexed.encode import BlockRequest, EncodeReply, IndexedTask, ItemRequest
+from pretrainkit.data.indexed.encode import EncodeReply, IndexedTask
 from pretrainkit.data.indexed.encoded_chunk import EncodedChunk
 from pretrainkit.data.indexed.feeder import Feeder
 from pretrainkit.data.indexed.manifest import Manifest
@@ -185,18 +185,22 @@ class _Run:
 
     def _serve(self) -> None:
         while True:
-            while self.num_in_hand < ITEMS_AHEAD * len(self.pool) and (request := self.feeder.next()):
-                self._submit(request)
+            self._hand_out()
             self.assembly.advance(may_finish=self.is_proven)
             is_busy = self.num_in_hand or not self.feeder.is_exhausted or not self.assembly.is_idle
             if not is_busy and self.is_proven:
                 return
             self.events.get()()
 
-    def _submit(self, request: ItemRequest | BlockRequest) -> None:
-        self.num_in_hand += 1
-        reply = self.pool.submit(request)
-        reply.add_done_callback(lambda done: self.events.put(partial(self._take_reply, done)))
+    def _hand_out(self) -> None:
+        num_workers = len(self.pool)
+        while self.num_in_hand < ITEMS_AHEAD * num_workers:
+            request = self.feeder.next(may_be_block=self.num_in_hand <= num_workers)
+            if request is None:
+                return
+            self.num_in_hand += 1
+            reply = self.pool.submit(request)
+            reply.add_done_callback(lambda done: self.events.put(partial(self._take_reply, done)))
 
     def _take_reply(self, done: Future[EncodeReply]) -> None:
         self.num_in_hand -= 1

@@ -54,7 +54,7 @@ class BlockRequest:
     data: bytes
     disk_bytes: int
     digests: tuple[str, ...] = ()
-    """Of the whole stream, with its last block."""
+    """Of the complete stream, with its last block, which is empty."""
     is_last: bool = False
 
 
@@ -177,7 +177,7 @@ class _Worker:
         if isinstance(request, BlockRequest):
             counts = RangeCounts(request.source, num_bytes=len(request.data), digests=[*request.digests])
             parse = task.sources[request.source].parse
-            batches = parse(request.data, request.block == 0, task.rules, BATCH_BYTES)
+            batches = parse(request.data, request.block == 0, task.rules, BATCH_BYTES) if request.data else iter(())
             ranges = [(counts, batches)]
             chunk = self._chunk(request.number, request.block, request.is_last, request.disk_bytes)
         else:

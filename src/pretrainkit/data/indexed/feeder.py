@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Container, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 
 from pretrainkit.data.indexed.encode import BlockRequest, ItemRequest
 from pretrainkit.data.indexed.encoded_chunk import Order
@@ -34,15 +33,15 @@ class Feeder:
         self._threads = ThreadPoolExecutor(max_streams, thread_name_prefix="read")
         self._streams: list[tuple[Iterator[BlockRequest], Future[BlockRequest | None]]] = []
 
-    def next(self) -> ItemRequest | BlockRequest | None:
-        """The earliest request there is now. Raises what reading a stream has raised."""
+    def next(self, *, may_be_block: bool) -> ItemRequest | BlockRequest | None:
+        """The earliest request there is now; a block takes memory. Raises what reading a stream has raised."""
         for position, (blocks, future) in enumerate(self._streams):
-            if future.done():
+            if may_be_block and future.done():
                 if block := future.result():
                     self._streams[position] = blocks, self._read_next(blocks)
                     return block
                 del self._streams[position]
-                return self.next()
+                return self.next(may_be_block=may_be_block)
         while self._items:
             number, item = self._items[0]
             if item.is_stream and len(self._streams) >= self._max_streams:
@@ -60,16 +59,15 @@ class Feeder:
         return future
 
     def _blocks(self, number: int, item: WorkItem) -> Iterator[BlockRequest]:
-        """The blocks of a stream that are not done yet."""
+        """The blocks of a stream that are not done yet, then its end: an empty block."""
         (part,) = item.ranges
-        counts = RangeCounts(part.source)
-        held = BlockRequest(number, 0, part.source, b"", 0)
-        for block, found in enumerate(self._sources[part.source].blocks(part, self._rules, counts)):
-            if block and held_order(held) not in self._done:
-                yield held
-            held = BlockRequest(number, block, part.source, found.data, found.disk_bytes)
-        if held_order(held) not in self._done:  # only now it is known to be the last
-            yield replace(held, digests=tuple(counts.digests), is_last=True)
+        counts, block = RangeCounts(part.source), 0
+        for found in self._sources[part.source].blocks(part, self._rules, counts):
+            if (number, block) not in self._done:
+                yield BlockRequest(number, block, part.source, found.data, found.disk_bytes)
+            block += 1
+        if (number, block) not in self._done:
+            yield BlockRequest(number, block, part.source, b"", 0, tuple(counts.digests), is_last=True)
 
     @property
     def is_exhausted(self) -> bool:
@@ -81,8 +79,3 @@ class Feeder:
         self._items.clear()
         self._streams.clear()
         self._threads.shutdown(cancel_futures=True)
-
-
-def held_order(request: BlockRequest) -> Order:
-    """The place of a block in the output."""
-    return request.number, request.block

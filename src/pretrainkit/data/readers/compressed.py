@@ -49,10 +49,12 @@ class Compressed(Source):
                 while data := _read_exactly(stream, BLOCK_BYTES):
                     num_bytes += len(data)
                     end = data.rfind(b"\n") + 1 if isinstance(self.text, LineSource) else 0
-                    if end:
-                        yield Block(b"".join([*rest, data[:end]]), None, raw.tell() - position)
-                        position, rest = raw.tell(), []
-                    rest.append(data[end:])
+                    if not end:
+                        rest.append(data)
+                        continue
+                    text, rest, data = b"".join([*rest, data[:end]]), [data[end:]], b""
+                    yield Block(text, None, raw.tell() - position)
+                    position = raw.tell()
                 while raw.read(1 << 18):
                     pass  # what follows the compressed data is part of the file's hash
                 if last := b"".join(rest):

@@ -200,31 +200,42 @@ class EncodePool:
                     return
                 item, future = (worker.requests or self._requests).popleft()
             try:
-                future.set_result(self._exchange(worker, item))
+                self._send(worker, item)
+                del item  # an item and a reply may be large, and the next request far away
+                future.set_result(self._receive(worker))
             except Exception as error:
                 future.set_exception(error)
-            del item, future  # a reply may be large, and the next request far away
+            del future
 
     def _compare(self, reference: _Child, sample: ParitySample, future: Future[str]) -> None:
         try:
-            answers = self._exchange(reference, sample)
+            self._send(reference, sample)
+            answers = self._receive(reference)
             reference.connection.close()
             self._ask_server("stop", [reference.pid])  # its tokenizer is not needed again
             future.set_result(self.submit(answers).result())
         except Exception as error:
             future.set_exception(error)
 
-    def _exchange(self, child: _Child, item: Any) -> Any:
-        try:
+    def _send(self, child: _Child, item: Any) -> None:
+        with self._watching(child):
             child.connection.send(item)
+
+    def _receive(self, child: _Child) -> Any:
+        with self._watching(child):
             reply = child.connection.recv()
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+    @contextlib.contextmanager
+    def _watching(self, child: _Child) -> Iterator[None]:
+        try:
+            yield
         except (EOFError, OSError):
             if self._server.closed:
                 raise
             raise _died(child.name, child.pid, self._ask_server("wait", child.pid)) from None
-        if isinstance(reply, Exception):
-            raise reply
-        return reply
 
     def _fork(self, name: str, task: Any) -> _Child:
         pid = self._ask_server("fork", task)
