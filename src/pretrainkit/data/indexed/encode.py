@@ -1,7 +1,7 @@
 """What a worker of preprocessing does: reads and encodes pieces of the input, and writes their tokens.
 
 A chunk's place in the output is known once all earlier ones are encoded. Until then its worker holds it in memory and
-writes it there when it is told where; a worker that would hold too much writes part files instead.
+writes it there on request; a worker that would hold too much writes part files instead.
 """
 
 from __future__ import annotations

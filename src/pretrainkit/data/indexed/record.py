@@ -26,7 +26,7 @@ class OutputRecorder:
         self._began = time.monotonic()
 
     def finish(self, output: Output) -> None:
-        """Complete an output's files and put its manifest beside them, still under temporary names."""
+        """Complete an output's files and write its manifest, all under temporary names."""
         output.finish()
         plan = self._plan
         read = {

@@ -191,7 +191,7 @@ def _bases_per_file(prefix: str, sources: list[Source]) -> list[str]:
         raise RequestError(
             f"several inputs would be written to {repeated[0]}",
             where="--per-file",
-            action="name their common folder as --input, so that paths below it tell them apart",
+            action="name their common folder as --input, so that paths below it distinguish them",
         )
     return bases
 

@@ -118,7 +118,7 @@ class StateFolder:
         self._append({"finished": output})
 
     def close(self) -> None:
-        """Let go; the state stays, to be continued."""
+        """Release the lock; the state stays, to be continued."""
         os.close(self._file)
         self._lock.close()
 

@@ -1,4 +1,4 @@
-"""Whether input files hold what they held: told cheaply by size, time and inode while these are equal, else by hashes.
+"""Whether input files still have the same content: size, time and inode decide while they are equal, else hashes.
 
 A hash is XXH3-128 over the XXH3-128 digests of pieces of 4 MiB, as the data engine takes it while it reads a file.
 """

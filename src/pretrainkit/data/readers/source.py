@@ -14,8 +14,8 @@ from pretrainkit.data.readers.records import Batch, RecordRules
 from pretrainkit.errors import DataError
 
 BLOCK_BYTES = 4 << 20
-"""Text in a piece of work, and bytes in a hashed piece: about 50 ms of a worker's time, little memory beside that of a
-tokenizer."""
+"""Text in a piece of work, and bytes in a hashed piece: about 50 ms of a worker's time, little memory compared with a
+tokenizer's."""
 
 
 @dataclass(frozen=True)

@@ -287,7 +287,7 @@ def _died(name: str, pid: int | None, code: int | None) -> WorkerDied:
 
 
 def _serve_forks(connection: Connection, inherited: Iterable[Connection]) -> None:
-    """The fork server: answer requests until the parent is gone, then end all children.
+    """The fork server: answer requests until the parent exits, then end all children.
 
     `inherited` are the parent's connections, which would never end if this process kept them open.
     """

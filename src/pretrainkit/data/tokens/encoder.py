@@ -1,6 +1,6 @@
 """Texts to token ids, by one of two libraries that must agree: fastokens, or Hugging Face tokenizers.
 
-Both are told the same policy: no template tokens, no truncation, no padding; a special token's spelling in a
+Both follow the same policy: no template tokens, no truncation, no padding; a special token's spelling in a
 text is ordinary text (`plain`) or the token itself (`encode`).
 """
 
@@ -114,7 +114,7 @@ def _make_tables(encoder: Encoder) -> None:
     thread = threading.Thread(target=encoder.encode, args=(["a"],))
     thread.start()
     thread.join()
-    # It is joined a moment before it is gone, and who forks counts threads: one of the library's own would stay.
+    # join() returns before the kernel has removed the thread; num_threads() must not count it when we fork.
     while num_threads() > before and time.monotonic() - began < 1:
         time.sleep(0.001)
 

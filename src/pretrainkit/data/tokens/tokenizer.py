@@ -28,7 +28,7 @@ PLAIN_CLASSES = {
     "Qwen2Tokenizer",
     "Qwen2TokenizerFast",
 }
-"""Tokenizer classes of transformers that use a complete tokenizer.json as it stands."""
+"""Tokenizer classes of transformers that use a complete tokenizer.json unchanged."""
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 FLAGS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
 
@@ -58,7 +58,7 @@ class TokenizerFile:
         return self.largest_id + 1
 
     def need_eod(self, asked_by: str) -> int:
-        """The id that ends a document; RequestError, which tells what asked for it, when it names none."""
+        """The id that ends a document. Raises RequestError, which names what asked for it, if there is none."""
         if self.eod_id is None:
             raise RequestError(
                 f"{asked_by}, but this tokenizer names no EOS token",
@@ -68,7 +68,7 @@ class TokenizerFile:
         return self.eod_id
 
     def need_bos(self, asked_by: str) -> int:
-        """The id that begins a document; RequestError, which tells what asked for it, when it names none."""
+        """The id that begins a document. Raises RequestError, which names what asked for it, if there is none."""
         if self.bos_id is None:
             raise RequestError(f"{asked_by}, but this tokenizer names no BOS token", where=self.name)
         return self.bos_id
