@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from dataclasses import asdict
 
 from pretrainkit.cli import Parser, run_command
 from pretrainkit.data.flags import DataFlags, shared_settings
@@ -61,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.partitions not in (None, "1"):
         raise RequestError("not needed", where="--partitions", action="leave it out: all workers share any input")
     from pretrainkit.data.indexed.build import preprocess
-    from pretrainkit.data.indexed.report import print_manifests
+    from pretrainkit.data.indexed.reports import Report
     from pretrainkit.data.indexed.request import Request
     from pretrainkit.data.job_array import parse_shard
 
@@ -79,8 +80,9 @@ def run(arguments: argparse.Namespace) -> int:
         log_interval=arguments.log_interval,
         **shared_settings(arguments),
     )
-    print_manifests(preprocess(request), as_json=arguments.json)
-    return 0
+    manifests = preprocess(request)
+    report = Report([asdict(manifest) for manifest in manifests], [manifest.summary for manifest in manifests])
+    return report.print(as_json=arguments.json)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -14,6 +14,7 @@ from pretrainkit.data.tokens import encoder
 from pretrainkit.errors import DataError
 from pretrainkit.files import read_json, write_json
 from pretrainkit.records import decode
+from pretrainkit.units import format_count, format_duration
 
 if TYPE_CHECKING:
     from pretrainkit.data.tokens.tokenizer import TokenizerFile
@@ -111,6 +112,18 @@ class Manifest:
     def __post_init__(self) -> None:
         accounted = self.num_documents + self.num_empty + self.num_rejected
         assert self.num_records == accounted, f"record counts do not add up: {self.num_records} != {accounted}"
+
+    @property
+    def summary(self) -> str:
+        """One line: counts, tokens and rate."""
+        source = f" of {self.inputs[0].path}" if len(self.inputs) == 1 else ""
+        return (
+            f"{self.key}{source}: {self.num_records} records in = {self.num_documents} documents out"
+            f" + {self.num_empty} empty + {self.num_rejected} rejected"
+            f" (and {self.num_blank_lines} blank lines); {format_count(self.num_tokens)} tokens"
+            f" ({self.num_tokens}) as {self.dtype}; {format_duration(self.elapsed_s)},"
+            f" {self.megabytes_per_second:.1f} MB/s, {self.tokenizer.engine}"
+        )
 
 
 def manifest_path(prefix: Path | str) -> Path:
