@@ -14,7 +14,7 @@ _BLOCK = 1 << 16
 class Follower:
     """Copies what is written to some files to a stream, until the block ends; files may appear later.
 
-    Lines of several files are kept whole. Nothing that was written before the block ended is lost.
+    Lines of several files don't mix. Nothing that was written before the block ended is lost.
     """
 
     def __init__(self, paths: Sequence[Path], stream: BinaryIO) -> None:
@@ -49,8 +49,8 @@ class Follower:
                     continue
                 self._files[path] = path.open("rb")
             while block := self._files[path].read(_BLOCK):
-                whole, newline, rest = (self._rests.pop(path, b"") + block).rpartition(b"\n")
-                self._stream.write(whole + newline)
+                lines, newline, rest = (self._rests.pop(path, b"") + block).rpartition(b"\n")
+                self._stream.write(lines + newline)
                 self._rests[path] = rest
             if last and (rest := self._rests.pop(path, b"")):
                 self._stream.write(rest + b"\n")

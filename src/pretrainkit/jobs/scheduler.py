@@ -88,13 +88,13 @@ class Scheduler(ABC):
     takes_arrays_of_one = True
 
     query: tuple[str, ...]
-    """Command that, with a job's id behind, lists the job while it waits or runs."""
+    """Command that lists a job while it waits or runs; the job's id is appended."""
     history: tuple[str, ...]
-    """Command that, with a job's id behind, shows what is recorded about its end."""
+    """Command that shows what is recorded about a job's end; the job's id is appended."""
     history_facts: str
-    """Pattern of what is worth showing of that."""
+    """Regular expression of what is shown of that."""
     job_id_pattern: str
-    """What the submit command prints: the whole line, with the id as the first group."""
+    """Regular expression of a line that the submit command prints; its first group is the id."""
 
     def account(self, job: Job) -> str | None:
         """The account that pays for a job; None: the cluster's default."""
@@ -190,7 +190,7 @@ class Scheduler(ABC):
 
 
 def ask(words: list[str]) -> str:
-    """The output of a command that asks the scheduler about the own job; empty when it fails."""
+    """The output of a command that queries the scheduler about this process's job; empty when it fails."""
     try:
         return run_here(words, timeout_s=_QUERY_TIMEOUT_S)
     except (PretrainkitError, OSError):

@@ -64,7 +64,7 @@ def job_script(
     """The text of the script that the scheduler runs.
 
     Args:
-        continues: whether it only goes on where a predecessor's time was over.
+        continues: whether it only continues a run that ran out of time.
         script: path at which it will be written.
         is_array: whether it is submitted as a scheduler's array.
         index: the one task of job.array that it runs, where it isn't.

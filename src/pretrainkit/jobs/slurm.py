@@ -1,7 +1,7 @@
 """Slurm. NeMo-Run's SlurmExecutor holds what a job requests, and its tunnel runs Slurm's commands.
 
 NeMo-Run's own script and experiments aren't used: they need accounting, and put paths, variables and arguments
-unquoted into commands. Here templates/slurm.sh.j2 is the whole script.
+unquoted into commands. Here templates/slurm.sh.j2 is the script.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Slurm(Scheduler):
     def submit_command(
         self, job: Job, script: Path, *, after: str | None = None, tasks: tuple[int, int] | None = None
     ) -> list[str]:
-        """Words of sbatch; an array's tasks stand in the script's header."""
+        """Words of sbatch; the script's header has the tasks of an array."""
         dependency = [f"--dependency=afterany:{after}"] if after else []
         return ["sbatch", "--requeue", "--parsable", *dependency, str(script)]
 

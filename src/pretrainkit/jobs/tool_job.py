@@ -17,7 +17,7 @@ _FLAGS = (
     *("--executor", "--site", "--account", "--partition", "--cpus_per_task", "--time_limit"),
     *("--container_runtime", "--container_image", "--container_mounts", "--env"),
 )
-"""Flags of pretrain.py that mean the same for a tool's job."""
+"""Flags of pretrain.py that a tool's job has too."""
 
 
 def add_job_flags(parser: argparse.ArgumentParser, *, has_array: bool = False) -> None:

@@ -23,11 +23,11 @@ MAX_IDLE_JOBS = 3
 
 
 def end_of_chain(folder: RunFolder) -> HeadInfo | None:
-    """Why a job that only continues has nothing to do: its predecessor finished or failed. None: it goes on."""
+    """Why a job that only continues has nothing to do: its predecessor finished or failed. None: it continues."""
     attempts = folder.attempt_folders()
     last = attempts[-1] if attempts else None
     if os.environ.get(CONTINUES_VARIABLE) != "1" or last is None or not (last / OUTCOME_FILE).is_file():
-        return None  # without an outcome the predecessor was killed: go on from its last checkpoint
+        return None  # without an outcome the predecessor was killed: continue from its last checkpoint
     outcome = read_outcome(last)
     if outcome.exit_code == EXIT_DONE:
         return HeadInfo(refused=f"the run is done ({last}): this job ends")

@@ -46,22 +46,22 @@ def summarize_estimates(run: ResolvedRun) -> str:
     estimates, recompute = run.estimates, run.recompute
     if estimates is None:
         return "estimates  none on CPU"
-    card = f" ({run.gpu_name})" if run.gpu_name else ""
-    room = (
-        f"{'' if card else '--gpu_name or '}--gpu_memory_gib says what it has{card}"
+    gpu = f" ({run.gpu_name})" if run.gpu_name else ""
+    gpu_memory = (
+        f"{'' if gpu else '--gpu_name or '}--gpu_memory_gib says what it has{gpu}"
         if estimates.gpu_memory_gib is None
-        else f"it has {estimates.gpu_memory_gib:.1f} GiB{card}"
+        else f"it has {estimates.gpu_memory_gib:.1f} GiB{gpu}"
     )
     again = {"none": "none", "selective": "the MLPs", "full": f"{recompute.num_layers} layers of each stage"}
     lines = {
         "parameters": format_count(estimates.parameters),
         "memory": f"{estimates.memory_gib:.1f} GiB on the fullest GPU = {estimates.weights_gib:.1f} weights, gradients "
         f"and optimizer + {estimates.activations_gib:.1f} activations + {estimates.logits_gib:.1f} logits; "
-        f"{room}",
+        f"{gpu_memory}",
         "recomputes": again[recompute.granularity],
     }
     if estimates.step_time_s is None or estimates.mfu is None or estimates.gpu_hours is None:
-        lines["time"] = "no estimate for this card and precision"
+        lines["time"] = "no estimate for this GPU and precision"
     else:
         lines["time"] = (
             f"{format_duration(estimates.step_time_s)} a step, "
