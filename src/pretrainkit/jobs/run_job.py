@@ -59,7 +59,7 @@ def job_of(run: ResolvedRun, *, folder: Path, run_file: Path, train_script: Path
 
 
 def rank_environment(run: ResolvedRun) -> dict[str, str]:
-    """Variables that the ranks need on every executor; those of the user and the site win."""
+    """Variables that the ranks need on every executor; --env and the site can replace them."""
     environment = {
         # All that a rank reads is on disk; a node without network must not wait for the hub.
         "HF_HUB_OFFLINE": "1",
