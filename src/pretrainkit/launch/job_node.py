@@ -66,7 +66,8 @@ def _run_head(arguments: argparse.Namespace, stop: GracefulStop, nodes: Rendezvo
     hosts = _check_allocation(arguments)
     log_dir = new_attempt(RunFolder(arguments.experiment_dir), arguments.job_dir)
     store = rendezvous.open_store()  # open until all ranks have ended
-    endpoint = Endpoint(own_address(list(hosts[:1])), store.port, 0, arguments.num_nodes)
+    address = own_address(list(hosts[:1])) if arguments.num_nodes > 1 else "localhost"
+    endpoint = Endpoint(address, store.port, 0, arguments.num_nodes)
     nodes.publish(HeadInfo(endpoint.address, endpoint.port, str(log_dir)))
     log.info("node 0 of %d, attempt in %s", arguments.num_nodes, log_dir)
     if arguments.num_nodes > 1 and endpoint.address.startswith("127."):
