@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,8 +12,6 @@ from pretrainkit.jobs.job import Job
 from pretrainkit.jobs.registry import scheduler_of
 from pretrainkit.jobs.run_job import job_of
 from pretrainkit.jobs.scheduler import Run
-from pretrainkit.jobs.secrets import passed_on
-from pretrainkit.jobs.snapshot import copy_source
 from pretrainkit.run import initial_weights
 from pretrainkit.run.folder import LAUNCHER_LOCK, RANKS_LOCK, RunFolder, locked
 from pretrainkit.run.identity import write_run_file
@@ -43,12 +40,7 @@ def start_job(run: ResolvedRun, *, train_script: Path, command_line: Sequence[st
             run = finalize_run(run)
             initial_weights.provide_for(run)
         write_run_file(run)
-        submitted = submit.submit(
-            job,
-            copy_source=lambda code: copy_source(code, train_script.resolve()),
-            source_text=describe(run, command_line),
-            secrets=passed_on(os.environ)[1],
-        )
+        submitted = submit.submit(job, train_script.resolve(), describe(run, command_line))
     submit.announce(submitted)
     if not follow:
         return EXIT_DONE

@@ -14,26 +14,28 @@ JOBS/
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import pretrainkit
 from pretrainkit import files
 from pretrainkit.errors import PretrainkitError
 from pretrainkit.jobs import scripts
 from pretrainkit.jobs.job import Job
 from pretrainkit.jobs.registry import SCHEDULERS, scheduler_of
 from pretrainkit.jobs.scheduler import Run
-from pretrainkit.jobs.secrets import write_secrets
+from pretrainkit.jobs.secrets import passed_on, write_secrets
 from pretrainkit.logs import get_logger
 from pretrainkit.run.folder import JOBS_FILE, SOURCE_FILE
 
 SECRETS = "secrets.sh"
+_IGNORED = shutil.ignore_patterns("__pycache__", "*.pyc", ".*", "*.egg-info")
 
 log = get_logger(__name__)
 
@@ -109,14 +111,12 @@ def describe(job: Job) -> str:
     return "\n".join([*texts, "# submitted by", *commands])
 
 
-def submit(
-    job: Job, *, copy_source: Callable[[Path], object], source_text: str, secrets: dict[str, str]
-) -> list[SubmittedJob]:
+def submit(job: Job, script: Path, source_text: str) -> list[SubmittedJob]:
     """Submit a job (a chain: several). The scheduler has all of it, or none, and then nothing is left on disk.
 
     Args:
-        copy_source: makes the copy of the source that the job's command names, in the given folder.
-        secrets: tokens, for the job's file with mode 600.
+        script: absolute path of the script that the job's command runs; it is copied with its folder and this package.
+        source_text: content of source.txt.
 
     Raises:
         PretrainkitError: the scheduler refused it, with its words.
@@ -130,11 +130,11 @@ def submit(
     is_first = not job.folder.parent.exists()
     job.folder.mkdir(parents=True)
     try:
-        copy_source(job.folder / scripts.CODE)
+        copy_source(job.folder / scripts.CODE, script)
         for name, text in texts.items():
             files.write_text(job.folder / name, text)
         if job.secrets:
-            write_secrets(job.secrets, secrets)
+            write_secrets(job.secrets, passed_on(os.environ)[1])
         for part in parts:
             words = part.submit_command(job, submitted[-1].job_id if submitted else None)
             job_id = scheduler.parse_job_id(run(words))
@@ -152,6 +152,20 @@ def submit(
                 job.folder.parent.rmdir()
         raise
     return submitted
+
+
+def copy_source(target: Path, script: Path) -> None:
+    """Copy this package and the folder of a command's script, so that later edits don't affect a job that waits.
+
+    The layout is that of the checkout: target/src/pretrainkit, target/FOLDER/script.py. Uncommitted changes are
+    copied too; `run/source.py` describes them.
+    """
+    package = Path(pretrainkit.__file__).parent
+    shutil.copytree(package, target / "src" / package.name, ignore=_IGNORED)
+    shutil.copytree(script.parent, target / script.parent.name, ignore=_IGNORED)
+    constraints = package.parents[1] / "constraints.txt"
+    if constraints.is_file():  # a checkout: the preflight of a node compares with it
+        shutil.copyfile(constraints, target / constraints.name)
 
 
 def read_records(jobs_dir: Path) -> list[SubmittedJob]:

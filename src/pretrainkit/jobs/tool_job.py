@@ -100,7 +100,6 @@ def _submit(config: RunConfig, script: Path, words: list[str], arguments: argpar
     from pretrainkit.jobs.run_job import check_environment, python_of
     from pretrainkit.jobs.scripts import CODE
     from pretrainkit.jobs.secrets import passed_on
-    from pretrainkit.jobs.snapshot import copy_source
     from pretrainkit.run.source import describe_source
 
     launch = config.launch
@@ -128,12 +127,7 @@ def _submit(config: RunConfig, script: Path, words: list[str], arguments: argpar
     if arguments.dry_run:
         print(submit.describe(job))
         return EXIT_DONE
-    submitted = submit.submit(
-        job,
-        copy_source=lambda target: copy_source(target, script),
-        source_text=describe_source([str(script), *words]),
-        secrets=secret,
-    )
+    submitted = submit.submit(job, script, describe_source([str(script), *words]))
     submit.announce(submitted)
     if not arguments.follow:
         return EXIT_DONE
