@@ -34,7 +34,7 @@ COLLECTIVES = (
 LATE = (
     ("megatron.core.dist_checkpointing", "save", phases.CHECKPOINT),
     ("pretrainkit.engine.callbacks.checkpoints", "Checkpoints._save", phases.CHECKPOINT),
-    ("pretrainkit.engine.callbacks.training", "Recording.on_train_batch_end", phases.LOGGING),
+    ("pretrainkit.engine.callbacks.recording", "Recording.on_train_batch_end", phases.LOGGING),
     ("safetensors.torch", "save_file", phases.CHECKPOINT),
     ("torch.distributed.checkpoint", "save", phases.CHECKPOINT),
     ("torch.utils.tensorboard", "SummaryWriter.add_scalar", phases.LOGGING),
