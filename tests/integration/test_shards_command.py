@@ -179,15 +179,15 @@ def test_workers_end_with_a_killed_task(tmp_path: Path, tokenizer_folder: Path) 
     words = ["--input_dir", source, "--output_dir", tmp_path / "out", "--model_id", tokenizer_folder, "--shard_id", 0]
     command = [sys.executable, "tools/make_shards.py", *map(str, words), "--workers", "2", "--verify_tokens", "off"]
     process = subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    parent, workers = psutil.Process(process.pid), []
-    while len(workers) < 2:
+    parent, children = psutil.Process(process.pid), []
+    while len(children) < 3:  # the fork server and its workers
         assert process.poll() is None
-        workers = parent.children()
+        children = parent.children(recursive=True)
         time.sleep(0.02)
     time.sleep(0.3)
     process.kill()
     process.wait()
-    _, alive = psutil.wait_procs(workers, timeout=30)
+    _, alive = psutil.wait_procs(children, timeout=30)
     assert not alive
 
 
