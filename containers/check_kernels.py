@@ -7,6 +7,7 @@ for the GPU. Exit code 1 when a kernel fails or its result is wrong; each is nam
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 import time
@@ -23,7 +24,7 @@ def kernels(installed: set[str], device: str = "cuda") -> dict[str, Callable[[],
     checks: dict[str, Callable[[], None]] = {"torch's attention": lambda: _check_attention(_torch_attention, device)}
     if "liger_kernel" in installed:
         checks["liger-kernel's SwiGLU"] = lambda: _check_swiglu(device)
-    if "transformer_engine" in installed:
+    if "transformer_engine.pytorch" in installed:
         checks["Transformer Engine's norm and linear"] = lambda: _check_te_linear(device)
         checks["Transformer Engine's attention"] = lambda: _check_attention(_te_attention, device)
     if "flash_attn" in installed:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core import parallel_state
 from torch import Tensor
 
 from pretrainkit.config.schema import ModelShape
@@ -42,6 +43,7 @@ def one_rank() -> Iterator[None]:
     torch.distributed.init_process_group("nccl", store=torch.distributed.HashStore(), rank=0, world_size=1)
     megatron_model.initialize()
     yield
+    parallel_state.destroy_model_parallel()  # the next file makes its own groups
     torch.distributed.destroy_process_group()
 
 
