@@ -92,3 +92,22 @@ def test_what_the_commands_write_by_default_is_no_part_of_the_source() -> None:
 def test_docs_check_runs_this_folder() -> None:
     recipe = re.search(r"^docs-check:.*\n\t(.+)$", read("Makefile"), re.MULTILINE)
     assert recipe and str(Path(__file__).parent.relative_to(REPOSITORY)) in recipe[1].split()
+
+
+def test_the_readmes_tree_names_what_is_there() -> None:
+    tree = read("README.md").partition("    src/pretrainkit/\n")[2].partition("\n\n")[0]
+    packages = {line.split()[0]: re.findall(r"\b[a-z_]+\b/?", line.split("/", 1)[1]) for line in tree.splitlines()}
+    source = REPOSITORY / "src" / "pretrainkit"
+    here = {f"{path.name}/" for path in source.iterdir() if (path / "__init__.py").exists()}
+    assert set(packages) == here
+    words = {"and", "a", "file", "for", "each"}
+    for package, names in packages.items():
+        for name in set(names) - words - {"family"}:
+            assert (source / package / (name if name.endswith("/") else f"{name}.py")).exists(), package + name
+
+
+def test_what_contributing_says_to_edit_is_there() -> None:
+    table = read("CONTRIBUTING.md").partition("| to change | edit |")[2].partition("\n\n")[0]
+    paths = re.findall(r"`([a-z_/]+(?:\.py)?)`", table)
+    assert len(paths) > 12
+    assert [path for path in paths if not (REPOSITORY / "src" / "pretrainkit" / path).exists()] == []
