@@ -20,7 +20,6 @@ from pretrainkit.cli import Parser, run_command
 from pretrainkit.config.run_file import read_run
 from pretrainkit.errors import EXIT_DONE, EXIT_STOPPED_AFTER_SAVING, RequestError
 from pretrainkit.imports import heavy_imports, leave_out
-from pretrainkit.megatron import kernels
 from pretrainkit.run import resume_plan
 from pretrainkit.signals import RankStopRequests
 
@@ -51,6 +50,13 @@ def command(arguments: argparse.Namespace) -> int:
             action="start it with pretrain.py, or with as many ranks as run.json says",
             where=str(arguments.run),
         )
+    if run.kernels is None:
+        raise RequestError(
+            "the run's kernels are not chosen",
+            needed="kernels in run.json, as pretrain.py writes them, or the first node of a job",
+            action="start it with pretrain.py",
+            where=str(arguments.run),
+        )
     rank, local_world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     plan = resume_plan.plan_start(run)
     if plan.is_done:
@@ -58,7 +64,7 @@ def command(arguments: argparse.Namespace) -> int:
         return EXIT_DONE
     if rank == 0:
         resume_plan.prepare(run, plan)
-    if kernels.choose_for(run).layer_spec == "torch":
+    if run.kernels.layer_spec == "torch":
         # Importing it takes seconds, memory of the GPU, and may bring a cuDNN with which torch doesn't run attention.
         leave_out("transformer_engine")
     with heavy_imports():

@@ -268,7 +268,7 @@ def resolve_run(path: str, arguments: argparse.Namespace, folder: Path) -> Any:
         dataset_tokenizers=dataset.tokenizers,
     )
     run = resolve(config, facts)
-    return resource_plan.plan_memory(run) if arguments.recompute == "auto" else run
+    return resource_plan.plan_memory(run, refuse=arguments.recompute == "auto")
 
 
 def read_measurement(experiment: Path) -> Measurement:

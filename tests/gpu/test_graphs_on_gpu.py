@@ -14,6 +14,7 @@ from all_cards import NUM_CARDS
 from test_kernels_on_gpu import LENGTH, SHAPE, one_rank
 from torch import Tensor
 
+from pretrainkit.config.schema import Kernels
 from pretrainkit.megatron import cuda_graphs, kernels, patches
 from pretrainkit.megatron import model as megatron_model
 
@@ -22,7 +23,7 @@ __all__ = ["one_rank"]
 MICROBATCHES = 3
 
 
-def _chosen(fused_kernels: str, precision: str) -> kernels.Kernels:
+def _chosen(fused_kernels: str, precision: str) -> Kernels:
     return kernels.choose(
         layer_spec="torch",
         fused_kernels=fused_kernels,
@@ -32,7 +33,7 @@ def _chosen(fused_kernels: str, precision: str) -> kernels.Kernels:
     )
 
 
-def _wrapped(chosen: kernels.Kernels, precision: str) -> Any:
+def _wrapped(chosen: Kernels, precision: str) -> Any:
     """A model with fixed weights, in Megatron's data-parallel wrapper."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 

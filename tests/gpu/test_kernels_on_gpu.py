@@ -11,7 +11,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from pretrainkit.config.schema import ModelShape
+from pretrainkit.config.schema import Kernels, ModelShape
 from pretrainkit.megatron import kernels, patches
 from pretrainkit.megatron import model as megatron_model
 
@@ -48,7 +48,7 @@ def one_rank() -> Iterator[None]:
 
 
 def _gradients(
-    shape: ModelShape, precision: str, chosen: kernels.Kernels | None, recompute: str = "none"
+    shape: ModelShape, precision: str, chosen: Kernels | None, recompute: str = "none"
 ) -> tuple[float, dict[str, Tensor]]:
     """Loss and fp32 gradients of one fixed batch with fixed weights."""
     torch.manual_seed(0)

@@ -7,6 +7,7 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from pretrainkit.config.schema import (
     TrainingConfig,
 )
 from pretrainkit.data.indexed.inspect import count_epoch
+from pretrainkit.megatron.kernels import choose_for, installed_libraries
 from pretrainkit.models.registry import read_shape
 from pretrainkit.run.metrics import read_metrics
 
@@ -107,6 +109,7 @@ def write_tiny_run_in(dataset_prefix: Path) -> Callable[..., Path]:
         )
         run_file = home / experiment / "run.json"
         run_file.parent.mkdir(parents=True, exist_ok=True)
+        run = replace(run, kernels=choose_for(run, installed_libraries()))
         write_run(run_file, run)
         return run_file
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fused_ranks
 import ranks
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pretrainkit.megatron import kernels, layer_spec
+from pretrainkit.megatron import layer_spec
 from pretrainkit.megatron.tp_overlap import NUM_BUFFERS, AllGatherMatmul, MatmulReduceScatter, PeerMemory
 from pretrainkit.megatron.wgrad import WgradGemm
 
@@ -103,8 +103,7 @@ def train(rank: int, world_size: int, *, run_file: Path, shared: Path) -> None:
     def peer_memory_of(group: Any) -> LatePeerMemory:
         return memories.setdefault(group, LatePeerMemory(group, shared))
 
-    choose_for = kernels.choose_for
-    kernels.choose_for = lambda run: dataclasses.replace(choose_for(run), tp_comm_overlap="copies")
+    fused_ranks.use_kernels(tp_comm_overlap="copies")
     layer_spec.peer_memory_of = peer_memory_of
     ranks.train_until_stopped(rank, world_size, run_file=run_file)
     assert memories

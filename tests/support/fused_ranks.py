@@ -10,11 +10,13 @@ import ranks
 import torch
 from torch import Tensor
 
+from pretrainkit.config import run_file as run_files
+from pretrainkit.config.schema import Kernels, ResolvedRun
 from pretrainkit.engine import model, trainer
-from pretrainkit.megatron import cuda_graphs, kernels
+from pretrainkit.megatron import cuda_graphs
 from pretrainkit.megatron.wgrad import WgradGemm
 
-FUSED = kernels.Kernels(
+FUSED = Kernels(
     layer_spec="torch",
     norm="triton",
     rotary="triton",
@@ -63,8 +65,7 @@ def train_replaying(rank: int, world_size: int, *, run_file: Path, fused: bool =
     """`ranks.train_rank` with layers that are replayed; `overlaps`: ranks exchange while they compute."""
     if fused:
         use_fused_kernels()
-    choose = kernels.choose_for
-    kernels.choose_for = lambda run: dataclasses.replace(choose(run), cuda_graphs="graphs")
+    use_kernels(cuda_graphs="graphs")
     cuda_graphs.CudaGraphs = CpuGraphs
     trainer.overlaps_data_parallel = lambda run: overlaps
     ranks.train_rank(rank, world_size, run_file=run_file)
@@ -76,4 +77,16 @@ def use_fused_kernels() -> None:
     describe = model.precision_fields
     model.precision_fields = lambda precision: describe(precision) | {"cross_entropy_loss_fusion": True}
     WgradGemm.wgrad_gemm_accum_fp32 = WgradGemm.wgrad_gemm_accum_fp16  # for CUDA alone
-    kernels.choose_for = lambda run: FUSED
+    use_kernels(**dataclasses.asdict(FUSED))
+
+
+def use_kernels(**choices: str) -> None:
+    """Let this process read them from run.json."""
+    read_run = run_files.read_run
+
+    def read(path: Path) -> ResolvedRun:
+        run = read_run(path)
+        assert run.kernels
+        return dataclasses.replace(run, kernels=dataclasses.replace(run.kernels, **choices))
+
+    run_files.read_run = read

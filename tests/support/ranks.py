@@ -216,9 +216,8 @@ def norm_gradients_rank(rank: int, world_size: int) -> None:
     """Loss and gradients with the norm in Triton (its interpreter) are torch's, whatever is recomputed."""
     import torch
 
-    from pretrainkit.config.schema import ModelShape
+    from pretrainkit.config.schema import Kernels, ModelShape
     from pretrainkit.megatron import model as megatron_model
-    from pretrainkit.megatron.kernels import Kernels
 
     shape = ModelShape(
         family="llama",

@@ -104,3 +104,14 @@ class LaunchConfig:
     def is_scheduled(self) -> bool:
         """Whether a scheduler starts it."""
         return self.executor in SCHEDULERS
+
+    @property
+    def runtime(self) -> str:
+        """The container runtime: pyxis, apptainer or none."""
+        if self.container_runtime != "auto":
+            return self.container_runtime
+        if self.container_image == "":
+            return "none"
+        if self.executor == "slurm":
+            return "pyxis"
+        return "apptainer" if self.container_image else "none"

@@ -6,6 +6,7 @@ one epoch) are not asked for: `resolve.py` computes them.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 
 from pretrainkit.config.launch import LaunchConfig
@@ -142,6 +143,25 @@ class Estimates:
 
 
 @dataclass(frozen=True)
+class Kernels:
+    """Which implementation each part of a layer uses, the same on every rank (`pretrainkit.megatron.kernels`)."""
+
+    layer_spec: str
+    """te (Transformer Engine's layers) or torch (this project's)."""
+    norm: str
+    rotary: str
+    swiglu: str
+    cross_entropy: str
+    weight_gradient: str
+    tp_comm_overlap: str
+    cuda_graphs: str
+
+    def __str__(self) -> str:
+        parts = dataclasses.asdict(self)
+        return f"{parts.pop('layer_spec')} layers; {', '.join(f'{part} {choice}' for part, choice in parts.items())}"
+
+
+@dataclass(frozen=True)
 class InitialWeights:
     """The weights that a run starts from (`pretrainkit.run.initial_weights`)."""
 
@@ -189,7 +209,10 @@ class ResolvedRun:
     padded_vocab_size: int
     """Rows of the embedding in Megatron, a multiple of 128 and of TP."""
     async_save: bool = False
+    kernels: Kernels | None = None
+    """None until the machine that trains chooses them: of a job or a container that is its first node."""
     recompute: Recompute = field(default_factory=Recompute)
+    """With --recompute auto it is chosen with the kernels, and only expected before."""
     gpu_name: str | None = None
     gpu_memory_gib: float | None = None
     """Of each GPU; None where it isn't known."""

@@ -15,6 +15,7 @@ from pretrainkit.config.run_file import read_run, write_run
 from pretrainkit.config.schema import ResolvedRun, TrackingConfig
 from pretrainkit.errors import RequestError
 from pretrainkit.launch.plan import LaunchPlan, plan_launch
+from pretrainkit.megatron.kernels import choose_for, installed_libraries
 from pretrainkit.run.folder import RUN_FILE, RunFolder
 
 LONGEST_STEPS = 1_000_000
@@ -142,6 +143,7 @@ def _scratch_run(run: ResolvedRun, scratch: Path, changes: dict[str, Any]) -> Pa
     changed = dataclasses.replace(
         run, config=config, experiment_dir=str(folder), initial_weights=None, max_steps=LONGEST_STEPS
     )
+    changed = dataclasses.replace(changed, kernels=choose_for(changed, installed_libraries()))
     folder.mkdir(parents=True)
     run_file = RunFolder(folder).run_file
     write_run(run_file, changed)

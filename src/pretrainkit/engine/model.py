@@ -11,7 +11,7 @@ import torch
 from nemo.collections import llm
 from nemo.collections.common.tokenizers.huggingface.auto_tokenizer import AutoTokenizer
 
-from pretrainkit.config.schema import ResolvedRun
+from pretrainkit.config.schema import Kernels, ResolvedRun
 from pretrainkit.megatron import kernels
 from pretrainkit.megatron.document_attention import with_document_bounds
 from pretrainkit.megatron.layer_spec import torch_layer_spec
@@ -22,9 +22,7 @@ DataStep = Callable[..., dict[str, torch.Tensor]]
 """Takes the next microbatch from a data loader's iterator."""
 
 
-def build_model(
-    run: ResolvedRun, chosen: kernels.Kernels, *, wrap_data_step: Callable[[DataStep], DataStep]
-) -> llm.GPTModel:
+def build_model(run: ResolvedRun, chosen: Kernels, *, wrap_data_step: Callable[[DataStep], DataStep]) -> llm.GPTModel:
     """NeMo's model object; it builds Megatron's modules later, on every rank that rank's part.
 
     `wrap_data_step` gets Megatron's data step and returns the one to use.

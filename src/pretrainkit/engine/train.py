@@ -26,7 +26,7 @@ from pretrainkit.engine.data import data_module, watched
 from pretrainkit.engine.model import build_model
 from pretrainkit.engine.trainer import build_logger, build_optimizer, build_trainer, resume_settings
 from pretrainkit.logs import get_logger
-from pretrainkit.megatron import kernels, patches
+from pretrainkit.megatron import patches
 from pretrainkit.megatron.dataset import local_prefixes
 from pretrainkit.run.resume_plan import WEIGHTS, StartPlan
 from pretrainkit.signals import RankStopRequests
@@ -49,7 +49,8 @@ def train(
         # NeMo moves restored tensors to the GPU, and asserts that there is one.
         nemo_checkpoint_io._fix_tensors_device = lambda checkpoint: checkpoint
     prefixes = local_prefixes(run)
-    chosen = kernels.choose_for(run)
+    chosen = run.kernels
+    assert chosen, "pretraining/train.py refuses a run without kernels"
     patches.apply_kernels(chosen)
     patches.apply_optimizer()
 

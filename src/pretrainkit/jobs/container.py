@@ -64,7 +64,7 @@ def container_of(config: LaunchConfig, *, needs: Iterable[Path], on_gpu: bool) -
     Raises:
         RequestError: lists every missing mount; or the image is missing, or the executor doesn't have the runtime.
     """
-    runtime = _runtime(config)
+    runtime = config.runtime
     if runtime == "none":
         return None
     image = config.container_image
@@ -82,16 +82,6 @@ def container_of(config: LaunchConfig, *, needs: Iterable[Path], on_gpu: bool) -
         mounts=_mounts(config.container_mounts, needs),
         nv=on_gpu if config.nv is None else config.nv,
     )
-
-
-def _runtime(config: LaunchConfig) -> str:
-    if config.container_runtime != "auto":
-        return config.container_runtime
-    if config.container_image == "":
-        return "none"
-    if _has_pyxis(config):
-        return "pyxis"
-    return "apptainer" if config.container_image else "none"
 
 
 def _has_pyxis(config: LaunchConfig) -> bool:

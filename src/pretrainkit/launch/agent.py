@@ -13,11 +13,21 @@ from typing import Any
 from pretrainkit import logs
 from pretrainkit.errors import EXIT_FAILED, EXIT_STOPPED_AFTER_SAVING
 from pretrainkit.jobs.rendezvous import Endpoint
+from pretrainkit.run.folder import RUN_FILE, RunFolder
 from pretrainkit.run.outcome import SUCCESS, Outcome, outcome_of
 
 _TAIL_LINES = 30
 
 log = logs.get_logger(__name__)
+
+
+def with_run_file_of_attempt(command: Sequence[str], experiment_dir: Path, log_dir: Path) -> list[str]:
+    """The ranks' command with the run.json of the attempt instead of the experiment's.
+
+    Node 0 rewrites both (`choose_on_node`); on a shared disk other nodes may see the old one of the experiment.
+    """
+    names = {str(RunFolder(experiment_dir).run_file): str(log_dir / RUN_FILE)}
+    return [names.get(word, word) for word in command]
 
 
 class Agent(threading.Thread):

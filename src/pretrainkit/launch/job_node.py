@@ -28,6 +28,7 @@ from pretrainkit.preflight.cluster import check_connections
 from pretrainkit.preflight.node import NodeCheckRequest, check_node
 from pretrainkit.run.folder import NODE_LOG, RANKS_LOCK, RunFolder, locked
 from pretrainkit.run.outcome import Outcome, write_outcome
+from pretrainkit.run.resource_plan import choose_on_node
 
 NODE_VARIABLE = "PRETRAINKIT_NODE"
 """Number of this node, from 0."""
@@ -74,6 +75,8 @@ def _run_head(arguments: argparse.Namespace, stop: GracefulStop, nodes: Rendezvo
         log.warning("this host's name resolves to %s: other machines can't reach it", endpoint.address)
     _use_loopback(endpoint)
     try:
+        if str(run_file := RunFolder(arguments.experiment_dir).run_file) in arguments.command:
+            choose_on_node(run_file, log_dir)
         _report_ready(nodes, arguments)
         nodes.wait_until_all_ready()
         if problem := _check_network(nodes, arguments, endpoint):
@@ -160,7 +163,8 @@ def _run_ranks(
             log.warning("stop requested: sending SIGTERM to the ranks (save and exit)")
             stop.request()
 
-    ranks = agent.Agent(arguments.ranks, log_dir, arguments.command, endpoint)
+    command = agent.with_run_file_of_attempt(arguments.command, arguments.experiment_dir, log_dir)
+    ranks = agent.Agent(arguments.ranks, log_dir, command, endpoint)
     outcome = supervise(ranks, stop, poll=poll, should_abort=lambda: nodes.should_abort)
     is_consequence = nodes.should_abort
     if outcome.exit_code not in (EXIT_DONE, EXIT_STOPPED_AFTER_SAVING):

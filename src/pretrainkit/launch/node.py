@@ -18,7 +18,7 @@ from pathlib import Path
 from pretrainkit import logs
 from pretrainkit.errors import PretrainkitError
 from pretrainkit.jobs.rendezvous import Endpoint, open_store
-from pretrainkit.launch.agent import Agent
+from pretrainkit.launch.agent import Agent, with_run_file_of_attempt
 from pretrainkit.launch.supervise import (
     KILL_SIGNAL,
     GracefulStop,
@@ -28,7 +28,8 @@ from pretrainkit.launch.supervise import (
 )
 from pretrainkit.machine import count_cpus
 from pretrainkit.run.folder import NODE_LOG, PID_FILE, RANKS_LOCK, RunFolder, locked
-from pretrainkit.run.outcome import write_outcome
+from pretrainkit.run.outcome import Outcome, write_outcome
+from pretrainkit.run.resource_plan import choose_on_node
 from pretrainkit.signals import STOP_SIGNALS
 
 log = logs.get_logger(__name__)
@@ -68,9 +69,17 @@ def _run(arguments: argparse.Namespace, stop: GracefulStop) -> int:
     logs.configure()
     (arguments.log_dir / PID_FILE).write_text(f"{os.getpid()}\n")
     with locked(RunFolder(arguments.experiment_dir), RANKS_LOCK):
-        store = open_store()
-        agent = Agent(arguments.ranks, arguments.log_dir, arguments.command, Endpoint("localhost", store.port))
-        outcome = supervise(agent, stop)
+        try:
+            if arguments.choose_kernels:
+                choose_on_node(RunFolder(arguments.experiment_dir).run_file, arguments.log_dir)
+        except PretrainkitError as error:
+            log.error("%s", error)
+            outcome = Outcome(error.exit_code, None, str(error))
+        else:
+            command = with_run_file_of_attempt(arguments.command, arguments.experiment_dir, arguments.log_dir)
+            store = open_store()
+            agent = Agent(arguments.ranks, arguments.log_dir, command, Endpoint("localhost", store.port))
+            outcome = supervise(agent, stop)
         write_outcome(arguments.log_dir, outcome)
     return outcome.exit_code
 
@@ -83,6 +92,7 @@ def build_parser() -> argparse.ArgumentParser:
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--log_dir", type=Path, help="existing folder of this attempt's logs")
     where.add_argument("--job_dir", type=Path, help="folder of the scheduler's job; node 0 makes the attempt's")
+    parser.add_argument("--choose_kernels", action="store_true", help="choose kernels here, as node 0 of a job does")
     parser.add_argument("--num_nodes", type=int, default=1, help="nodes of the job")
     parser.add_argument("--accelerator", choices=("cpu", "gpu"), default="cpu", help="what the ranks compute on")
     parser.add_argument("--no_check", dest="check", action="store_false", help="skip the preflight of the nodes")

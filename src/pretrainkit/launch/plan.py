@@ -36,6 +36,7 @@ class LaunchPlan:
             *("--ranks", str(self.ranks_per_node)),
             *("--experiment_dir", str(self.experiment_dir)),
             *("--log_dir", str(self.log_dir)),
+            *(["--choose_kernels"] if self.container else []),
             "--",
             *self.rank_command[1:],
         ]

@@ -98,7 +98,9 @@ def print_plan(config: RunConfig, *, as_json: bool) -> int:
     plan, changes = plan_start(run), changes_since_last_start(run)
     if as_json:
         estimates = dataclasses.asdict(run.estimates) if run.estimates else None
-        print(json.dumps({**plan.to_json(), "changes": changes, "estimates": estimates}, indent=2))
+        kernels = dataclasses.asdict(run.kernels) if run.kernels else None
+        found = {"changes": changes, "estimates": estimates, "kernels": kernels}
+        print(json.dumps({**plan.to_json(), **found}, indent=2))
     else:
         print(plan.describe())
         print("\n".join(f"changed    {name}: {old} -> {new}" for name, (old, new) in changes.items()) or "changed    -")

@@ -52,13 +52,15 @@ def summarize_estimates(run: ResolvedRun) -> str:
         if estimates.gpu_memory_gib is None
         else f"it has {estimates.gpu_memory_gib:.1f} GiB{gpu}"
     )
-    again = {"none": "none", "selective": "the MLPs", "full": f"{recompute.num_layers} layers of each stage"}
+    recomputed = {"none": "none", "selective": "the MLPs", "full": f"{recompute.num_layers} layers of each stage"}
+    is_final = run.kernels or run.config.training.recompute != "auto"
     lines = {
         "parameters": format_count(estimates.parameters),
         "memory": f"{estimates.memory_gib:.1f} GiB on the fullest GPU = {estimates.weights_gib:.1f} weights, gradients "
         f"and optimizer + {estimates.activations_gib:.1f} activations + {estimates.logits_gib:.1f} logits; "
         f"{gpu_memory}",
-        "recomputes": again[recompute.granularity],
+        "recomputes": recomputed[recompute.granularity] + ("" if is_final else ", expected; the compute node decides"),
+        "kernels": str(run.kernels or "decided on the compute node, by its packages"),
     }
     if estimates.step_time_s is None or estimates.mfu is None or estimates.gpu_hours is None:
         lines["time"] = "no estimate for this GPU and precision"

@@ -18,12 +18,10 @@ MAX_GRAPHED_WORK.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
-from dataclasses import dataclass
 from typing import Any
 
-from pretrainkit.config.schema import ResolvedRun
+from pretrainkit.config.schema import Kernels, ResolvedRun
 from pretrainkit.config.training import FUSED_KERNELS, kernel_names
 from pretrainkit.errors import RequestError
 from pretrainkit.models.flops import layer_parameters
@@ -51,36 +49,13 @@ MAX_GRAPHED_WORK = 0.7e12
 """Parameters of a layer x tokens of a microbatch up to which graphs are used; beyond it the GPU doesn't wait anyway."""
 
 
-@dataclass(frozen=True)
-class Kernels:
-    """The choice for one run, the same on every rank."""
-
-    layer_spec: str
-    """te (Transformer Engine's layers) or torch (ours)."""
-    norm: str
-    rotary: str
-    swiglu: str
-    cross_entropy: str
-    weight_gradient: str
-    tp_comm_overlap: str
-    cuda_graphs: str
-
-    def __str__(self) -> str:
-        parts = ", ".join(f"{part} {getattr(self, part)}" for part in FUSED_KERNELS)
-        return f"{self.layer_spec} layers; {parts}"
-
-    def to_json(self) -> dict[str, str]:
-        """As metrics.jsonl has it."""
-        return dataclasses.asdict(self)
-
-
 def installed_libraries() -> frozenset[str]:
     """Those of LIBRARIES that this Python can import."""
     return frozenset(name for name in LIBRARIES if importlib.util.find_spec(name))
 
 
-def choose_for(run: ResolvedRun) -> Kernels:
-    """The kernels of `run` on this machine; see `choose`."""
+def choose_for(run: ResolvedRun, installed: frozenset[str]) -> Kernels:
+    """The kernels of `run` where these LIBRARIES are installed; see `choose`."""
     parallel, training = run.config.parallel, run.config.training
     ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size
     tokens = training.micro_batch_size * run.config.data.sequence_length
@@ -91,7 +66,7 @@ def choose_for(run: ResolvedRun) -> Kernels:
         fused_kernels=training.fused_kernels,
         accelerator=run.accelerator,
         precision=run.precision,
-        installed=installed_libraries(),
+        installed=installed,
         chunk_tokens=tokens // ranks if overlaps else 0,
         layer_work=layer_parameters(run.model) * tokens if _can_be_graphed(run) else 0,
     )
@@ -119,7 +94,7 @@ def choose(
     chunk_tokens: int = 0,
     layer_work: float = 0,
 ) -> Kernels:
-    """The kernels of a run on this machine.
+    """The kernels of a run where these LIBRARIES are installed.
 
     `layer_spec` is auto, te or torch; `fused_kernels` is auto, off, or a comma-separated list of FUSED_KERNELS.
     `chunk_tokens` is the size of the chunks of a layer's input that ranks of one node gather, 0 if there are none;

@@ -17,9 +17,9 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from pretrainkit.config.schema import ModelShape
+from pretrainkit.config.schema import Kernels, ModelShape
 from pretrainkit.megatron.experts import expert_config_fields, torch_expert_layer_spec
-from pretrainkit.megatron.kernels import Kernels, config_fields
+from pretrainkit.megatron.kernels import config_fields
 from pretrainkit.megatron.layer_spec import torch_layer_spec
 from pretrainkit.megatron.model_config import precision_fields, scaled_inverse_frequencies
 from pretrainkit.models.megatron_fields import transformer_config_fields

@@ -18,8 +18,8 @@ from typing import Any
 
 from packaging.requirements import Requirement
 
+from pretrainkit.config.schema import Kernels
 from pretrainkit.errors import RequestError
-from pretrainkit.megatron.kernels import Kernels
 
 MEGATRON = "megatron-core==0.15.3"
 TORCH = "torch>=2.10.0a0,<2.14"

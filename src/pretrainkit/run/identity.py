@@ -34,9 +34,14 @@ _NOT_COMPARED = (
     "initial_weights",
     "dataset.prefixes",
     "start_mode",
+    "kernels",
+    "recompute",
+    "gpu_name",
+    "gpu_memory_gib",
     "estimates",
 )
-"""Fields that are paths, since a moved experiment, model or dataset is the same one, or that follow from others."""
+"""Fields that are paths, since a moved experiment, model or dataset is the same one, or that follow from others or from
+the machine that trains."""
 
 Changes = dict[str, tuple[Any, Any]]
 """Dotted name of a field of run.json -> (old value, new value)."""

@@ -1,14 +1,22 @@
-"""What a start adds to a resolved run: its start mode, its recomputation, and estimates of memory and time."""
+"""What a start adds to a resolved run: its start mode, kernels, recomputation, and estimates of memory and time.
+
+Kernels and recomputation depend on the packages and the GPU of the machine that trains. So they are chosen once, in the
+Python environment that will run the ranks: by the launcher where the ranks are its children, else by the first node of
+the job or the process in the container (`choose_on_node`). Ranks read them from run.json.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 
 from pretrainkit.config import resolve
-from pretrainkit.config.schema import ResolvedRun
+from pretrainkit.config.run_file import read_run, write_run
+from pretrainkit.config.schema import Kernels, ResolvedRun
 from pretrainkit.errors import RequestError
-from pretrainkit.megatron import kernels
+from pretrainkit.machine import describe_gpu
+from pretrainkit.megatron.kernels import LIBRARIES, PLAIN, choose_for, installed_libraries
 from pretrainkit.run import resume_plan
 from pretrainkit.run.estimates import Implementation, cheapest_recompute, estimate, fits, gpu_memory
 from pretrainkit.run.gpu_specs import MEMORY_GIB
@@ -27,12 +35,43 @@ def finalize_run(run: ResolvedRun) -> ResolvedRun:
 
 
 def plan_memory(run: ResolvedRun, *, refuse: bool = True) -> ResolvedRun:
-    """The run with its estimates and, with --recompute auto, its recomputation; unchanged on CPU.
+    """The run with its estimates, its recomputation and, where its ranks run in this environment, its kernels.
 
     With `refuse`, RequestError when it doesn't fit into GPU memory, or --gpu_name names a GPU of unknown memory.
     """
+    launch = run.config.launch
+    if launch.runtime == "none" and not launch.is_scheduled:
+        return _planned(run, installed_libraries(), refuse=refuse)
+    # An image or another Python is expected to have all libraries; the node that chooses will know.
+    uses_this_python = launch.runtime == "none" and launch.python is None
+    expected = installed_libraries() if uses_this_python else frozenset(LIBRARIES)
+    return dataclasses.replace(_planned(run, expected, refuse=refuse), kernels=None)
+
+
+def choose_on_node(run_file: Path, log_dir: Path) -> Path:
+    """Choose the kernels and recomputation of a run by this machine's packages and GPU, and record them.
+
+    They are written to the experiment's run.json and to that of the attempt, whose path is given: other nodes can't
+    have an older version of it in a cache. Raises RequestError when a kernel that was asked for can't be used here, or
+    the run doesn't fit into GPU memory.
+    """
+    run = read_run(run_file)
+    if run.accelerator == "gpu":
+        name, memory_gib = describe_gpu()
+        asked_gib = run.config.launch.gpu_memory_gib
+        run = dataclasses.replace(run, gpu_name=name or run.gpu_name, gpu_memory_gib=asked_gib or memory_gib)
+    run = _planned(run, installed_libraries(), refuse=True)
+    attempt_file = log_dir / run_file.name
+    for path in (run_file, attempt_file):
+        write_run(path, run)
+    return attempt_file
+
+
+def _planned(run: ResolvedRun, installed: frozenset[str], *, refuse: bool) -> ResolvedRun:
+    """The run with estimates, recomputation and kernels where these libraries are installed; no estimates on CPU."""
+    kernels = choose_for(run, installed)
     if run.accelerator != "gpu":
-        return run
+        return dataclasses.replace(run, kernels=kernels)
     asked = run.config.launch.gpu_name
     if refuse and asked and gpu_memory(run) is None:  # a GPU of this machine need not be known
         raise RequestError(
@@ -41,11 +80,10 @@ def plan_memory(run: ResolvedRun, *, refuse: bool = True) -> ResolvedRun:
             action="name it with its size, such as 'A100 80GB', or give its memory with --gpu_memory_gib",
             where="--gpu_name",
         )
-    implementation = implementation_of(run)
+    implementation = implementation_of(kernels)
     run = _recomputing(run, implementation)
-    kernels.choose_for(run)  # refuses a requested kernel that is incompatible with recomputation
+    kernels = choose_for(run, installed)  # again: recomputation rules out some, and refuses them if asked for
     estimates = estimate(run, implementation)
-    run = dataclasses.replace(run, estimates=estimates)
     if refuse and not fits(run, estimates):
         raise RequestError(
             f"about {estimates.memory_gib:.1f} GiB on the fullest GPU: {estimates.weights_gib:.1f} weights, gradients "
@@ -54,15 +92,14 @@ def plan_memory(run: ResolvedRun, *, refuse: bool = True) -> ResolvedRun:
             action=_advice(run, implementation),
             where="memory",
         )
-    return run
+    return dataclasses.replace(run, estimates=estimates, kernels=kernels)
 
 
-def implementation_of(run: ResolvedRun) -> Implementation:
-    """Which layers and kernels the run will use, by the packages installed on this machine."""
-    chosen = kernels.choose_for(run)
-    fused_cross_entropy = chosen.cross_entropy != kernels.PLAIN
-    layers = "te" if chosen.layer_spec == "te" else "fused" if fused_cross_entropy else "plain"
-    return Implementation(layers, chosen.swiglu != kernels.PLAIN, fused_cross_entropy)
+def implementation_of(kernels: Kernels) -> Implementation:
+    """What of the kernels matters for the estimates."""
+    fused_cross_entropy = kernels.cross_entropy != PLAIN
+    layers = "te" if kernels.layer_spec == "te" else "fused" if fused_cross_entropy else "plain"
+    return Implementation(layers, kernels.swiglu != PLAIN, fused_cross_entropy)
 
 
 def _recomputing(run: ResolvedRun, implementation: Implementation) -> ResolvedRun:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from pretrainkit.config.schema import ParallelConfig, Recompute, ResolvedRun
+from pretrainkit.config.schema import Kernels, ParallelConfig, Recompute, ResolvedRun
 from pretrainkit.errors import RequestError
-from pretrainkit.megatron import kernels
-from pretrainkit.megatron.kernels import LIBRARIES, Kernels, choose, config_fields
+from pretrainkit.megatron.kernels import LIBRARIES, choose, choose_for, config_fields
 
 ALL = frozenset(LIBRARIES)
+OURS = frozenset(("triton", "liger_kernel"))
 PLAIN = Kernels(*8 * ["torch"])
 FUSED = Kernels("torch", "triton", "triton", "liger", "triton", "gemm", "torch", "torch")
 
@@ -91,20 +91,18 @@ def test_layers_that_cant_be_replayed_are_not() -> None:
     ],
 )
 def test_replays_are_for_whole_models_whose_microbatches_are_alike(
-    make_run: Callable[..., ResolvedRun], monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], cuda_graphs: str
+    make_run: Callable[..., ResolvedRun], changes: dict[str, Any], cuda_graphs: str
 ) -> None:
-    monkeypatch.setattr(kernels, "installed_libraries", lambda: frozenset(("triton", "liger_kernel")))
     run = dataclasses.replace(make_run(), accelerator="gpu", precision="bf16")
     if "parallel" in changes:
         changes = {"config": dataclasses.replace(run.config, **changes)}
-    assert kernels.choose_for(dataclasses.replace(run, **changes)).cuda_graphs == cuda_graphs
+    assert choose_for(dataclasses.replace(run, **changes), OURS).cuda_graphs == cuda_graphs
 
 
 @pytest.mark.parametrize(("num_gpus", "exchange"), [(8, "copies"), (4, "copies"), (2, "torch"), (6, "torch")])
 def test_ranks_of_several_nodes_exchange_parts_by_nccl(
-    make_run: Callable[..., ResolvedRun], monkeypatch: pytest.MonkeyPatch, num_gpus: int, exchange: str
+    make_run: Callable[..., ResolvedRun], num_gpus: int, exchange: str
 ) -> None:
-    monkeypatch.setattr(kernels, "installed_libraries", lambda: frozenset(("triton", "liger_kernel")))
     run = make_run()
     change = dataclasses.replace
     config = change(
@@ -115,7 +113,7 @@ def test_ranks_of_several_nodes_exchange_parts_by_nccl(
         data=change(run.config.data, sequence_length=4096),
     )
     run = dataclasses.replace(run, config=config, accelerator="gpu", precision="bf16", sequence_parallel=True)
-    assert kernels.choose_for(run).tp_comm_overlap == exchange
+    assert choose_for(run, OURS).tp_comm_overlap == exchange
 
 
 def test_on_cpu_nothing_is_fused() -> None:

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 import pretrainkit
+from pretrainkit.config.schema import Kernels
 from pretrainkit.errors import RequestError
 from pretrainkit.megatron import patches
-from pretrainkit.megatron.kernels import Kernels
 from pretrainkit.megatron.patches import Patch, value
 
 SOURCE = Path(pretrainkit.__file__).parent

@@ -11,6 +11,7 @@ from pretrainkit.config.launch import LaunchConfig
 from pretrainkit.config.schema import (
     DataConfig,
     DatasetFacts,
+    Kernels,
     ModelShape,
     ParallelConfig,
     Recompute,
@@ -181,7 +182,7 @@ def test_a_named_card_whose_memory_is_not_known_is_refused_unless_it_is_told(nam
     found = dataclasses.replace(run_of(LLAMA_8B), gpu_name=name)
     assert plan_memory(found).estimates, "found on this machine"
     cpu = dataclasses.replace(asked_for(name), accelerator="cpu")
-    assert plan_memory(cpu) == cpu
+    assert plan_memory(cpu).estimates is None
 
 
 def test_a_named_card_counts_however_it_is_written() -> None:
@@ -213,4 +214,4 @@ def test_kernels_that_recomputation_rules_out_are_refused_where_it_is_chosen() -
 
 def test_a_run_on_cpu_has_no_estimates() -> None:
     run = dataclasses.replace(run_of(LLAMA_8B), accelerator="cpu", gpu_name=None)
-    assert plan_memory(run) == run
+    assert plan_memory(run) == dataclasses.replace(run, kernels=Kernels(*8 * ["torch"]))

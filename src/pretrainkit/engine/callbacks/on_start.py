@@ -6,8 +6,8 @@ import gc
 
 import lightning.pytorch as pl
 
+from pretrainkit.config.schema import Kernels
 from pretrainkit.megatron import cuda_graphs
-from pretrainkit.megatron.kernels import Kernels
 
 
 class UseCudaGraphs(pl.Callback):

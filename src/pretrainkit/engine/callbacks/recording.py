@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import resource
 import time
@@ -14,13 +15,12 @@ import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from megatron.core.datasets.blended_dataset import BlendedDataset
 
-from pretrainkit.config.schema import ResolvedRun
+from pretrainkit.config.schema import Kernels, ResolvedRun
 from pretrainkit.engine.callbacks.loss_guard import LossGuard
 from pretrainkit.engine.callbacks.on_start import UseCudaGraphs
 from pretrainkit.logs import get_logger
 from pretrainkit.megatron.attention_kernels import attention_kernel
 from pretrainkit.megatron.dataset import shares_drawn
-from pretrainkit.megatron.kernels import Kernels
 from pretrainkit.models.flops import training_flops_per_token
 from pretrainkit.run.attempts import read_attempts
 from pretrainkit.run.folder import RunFolder
@@ -48,7 +48,7 @@ def begin_recorder(run: ResolvedRun, plan: StartPlan, chosen: Kernels, requests:
         peak_flops=peak_flops(torch.cuda.get_device_name()) if run.accelerator == "gpu" else None,
     )
     attention = "te" if chosen.layer_spec == "te" else attention_kernel(run)
-    used = {**chosen.to_json(), "attention": attention}
+    used = {**dataclasses.asdict(chosen), "attention": attention}
     # Recorded before the trackers are opened: a start that fails there counts as a restart, too.
     recorder.event("start", **plan.to_json(), world_size=run.world_size, kernels=used)
     requests.note_end_by(functools.partial(recorder.event, "stopped", step=plan.step))
