@@ -23,11 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import megatron.core.dist_checkpointing.serialization as serialization
 import megatron.core.dist_checkpointing.strategies.filesystem_async as filesystem_async
 import psutil
 import torch
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
 from torch.distributed.checkpoint.api import CheckpointException
 
 from pretrainkit.checkpoint.formats import nemo
@@ -35,6 +33,8 @@ from pretrainkit.checkpoint.formats.hf_files import save_hf_source
 from pretrainkit.config.resolve import VOCABULARY_MULTIPLE
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.engine.agreement import all_ranks_any
+from pretrainkit.engine.patches import keep_errors
+from pretrainkit.megatron import patches
 from pretrainkit.run import checkpoints
 from pretrainkit.run.folder import RunFolder
 from pretrainkit.units import format_bytes, format_duration, parse_duration
@@ -117,12 +117,7 @@ class Saver:
         self._timeout_s = parse_duration(run.config.training.save_timeout)
         self._errors: list[BaseException] = []
         self.current: Save | None = None
-        for owner, name in (
-            (TorchCommonSaveStrategy, "save_common"),
-            (filesystem_async.FileSystemWriterAsync, "finish"),
-            (serialization, "save_config"),
-        ):
-            setattr(owner, name, self._keeping(getattr(owner, name)))  # functions that run on the first rank alone
+        patches.apply(keep_errors(self._keeping))
         # The queue's process imports the main script again: started early, it doesn't delay the first save.
         self._queue_start = threading.Thread(target=filesystem_async._get_write_results_queue, daemon=True)
         if run.accelerator == "gpu":  # on CPU it is forked (megatron.patches), which takes no time

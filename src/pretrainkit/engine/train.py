@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 
 import lightning.pytorch as pl
-import nemo.lightning.io.pl as nemo_checkpoint_io
 import torch
 from nemo.collections import llm
 from nemo.utils import logging as nemo_logging
 
 from pretrainkit.config.schema import ResolvedRun
+from pretrainkit.engine import patches as nemo_patches
 from pretrainkit.engine.callbacks.checkpoints import Checkpoints
 from pretrainkit.engine.callbacks.evaluation import Evaluations
 from pretrainkit.engine.callbacks.initial_loss_check import InitialLossCheck
@@ -46,8 +46,7 @@ def train(
     use_fork_timeout()
     nemo_logging.setLevel(logging.ERROR)
     if run.accelerator == "cpu":
-        # NeMo moves restored tensors to the GPU, and asserts that there is one.
-        nemo_checkpoint_io._fix_tensors_device = lambda checkpoint: checkpoint
+        patches.apply(nemo_patches.CPU)
     prefixes = local_prefixes(run)
     chosen = run.kernels
     assert chosen, "pretraining/train.py refuses a run without kernels"

@@ -3,7 +3,7 @@
 Megatron-core and torch have no public setting for what these rows change. A row names the versions at which upstream's
 code was read; at any other version it is refused before anything is patched, since the code around the attribute may
 have changed. To support another version, read the code around each row's target there and extend `read_at`.
-NeMo's and Lightning's attributes are in `engine`, which alone imports them.
+NeMo's rows are in `engine.patches`: only the engine knows NeMo.
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ def check_versions(patches: Iterable[Patch]) -> None:
             + (f" (nor {len(targets) - 1} more patched attributes)" if len(targets) > 1 else ""),
             needed=read_at,
             action="install the versions of constraints.txt; to support another one, read upstream's code around each "
-            "target in pretrainkit/megatron/patches.py and extend read_at there",
+            "target, and extend read_at of its row in pretrainkit/megatron/patches.py or pretrainkit/engine/patches.py",
             where="patches of upstream packages",
         )
 
