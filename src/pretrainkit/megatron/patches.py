@@ -11,8 +11,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import multiprocessing
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -264,21 +263,6 @@ def apply(patches: Iterable[Patch]) -> None:
         if _applied.get(patch.target, _MISSING) is not present:
             _applied[patch.target] = patch.new(present)
             setattr(owner, patch.name, _applied[patch.target])
-
-
-@contextmanager
-def applied(patches: Iterable[Patch]) -> Iterator[None]:
-    """Apply patches until the end of a `with` block; upstream's attributes are back afterwards."""
-    patches = tuple(patches)
-    check_versions(patches)
-    originals = [(patch, getattr(patch.owner, patch.name)) for patch in patches]
-    try:
-        for patch, original in originals:
-            setattr(patch.owner, patch.name, patch.new(original))
-        yield
-    finally:
-        for patch, original in originals:
-            setattr(patch.owner, patch.name, original)
 
 
 def apply_kernels(kernels: Kernels) -> None:
