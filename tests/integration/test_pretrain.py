@@ -94,6 +94,8 @@ def test_a_run_starts_and_continues_and_nothing_shows_the_token(words: list[str]
     assert "starting at step 2 of 4" in output and "converting" not in output
     records = [json.loads(line) for line in (experiment / "metrics.jsonl").read_text().splitlines()]
     begin = max(number for number, record in enumerate(records) if record.get("event") == "start")
+    kernels = plan.pop("kernels")
+    assert records[begin]["kernels"] == {**kernels, "attention": "cpu"}
     assert {name: records[begin][name] for name in plan} == plan
     first = next(record for record in records[begin:] if "learning_rate" in record and "loss" in record)
     assert (first["step"], first["learning_rate"]) == (plan["step"] + 1, plan["learning_rate"])
