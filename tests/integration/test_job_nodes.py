@@ -6,6 +6,7 @@ The nodes are processes of this machine, and the ranks small scripts. Real sched
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -18,6 +19,9 @@ from typing import Any
 
 import psutil
 import pytest
+
+from pretrainkit.config.run_file import read_run, write_run
+from pretrainkit.config.schema import Kernels
 
 pytestmark = pytest.mark.integration
 DEADLINE_S = 120
@@ -38,6 +42,9 @@ if mode == "meet":
     print("sum", int(ranks), flush=True)
     os._exit(0)
 if mode == "end":
+    os._exit(0)
+if mode.endswith("run.json"):
+    print("reads", mode, flush=True)
     os._exit(0)
 if mode == f"fail{rank}":
     print("the reason", file=sys.stderr, flush=True)
@@ -230,3 +237,24 @@ def test_another_number_of_nodes_than_the_job_has_is_refused(start: Callable[...
     assert job.wait() == [2, 2] and "the job has 3 nodes: n1, n2, n3" in job.terminal(0)
     job = start("end", SLURM_JOB_NODELIST="n[1-2]", SLURM_STEP_TASKS_PER_NODE="2(x2)")
     assert job.wait() == [2, 2] and "srun started 2(x2) tasks" in job.terminal(0)
+
+
+def test_node_0_chooses_the_kernels_of_all_ranks(
+    start: Callable[..., Job], make_hf_llama: Callable[..., Path], write_tiny_run: Callable[..., Path], tmp_path: Path
+) -> None:
+    run_file = tmp_path / "run.json"
+    run = dataclasses.replace(read_run(write_tiny_run(make_hf_llama(), "tiny")), kernels=None)
+    write_run(run_file, run)
+    job = start(str(run_file))
+    assert job.wait() == [0, 0], job.terminal(0)
+    attempt_file = job.log_dir / "run.json"
+    assert read_run(attempt_file) == read_run(run_file) == dataclasses.replace(run, kernels=Kernels(*8 * ["torch"]))
+    for rank in range(4):
+        assert f"reads {attempt_file}" in (job.log_dir / f"rank_{rank}.out").read_text()
+
+    training = dataclasses.replace(run.config.training, fused_kernels="rotary")
+    write_run(run_file, dataclasses.replace(run, config=dataclasses.replace(run.config, training=training)))
+    job = start(str(run_file))
+    assert job.wait() == [2, 2], job.terminal(0)
+    assert "fused rotary can't be used" in job.terminal(0)
+    assert json.loads((tmp_path / "logs" / "attempt_2" / "outcome.json").read_text())["exit_code"] == 2

@@ -66,6 +66,7 @@ def _run_head(arguments: argparse.Namespace, stop: GracefulStop, nodes: Rendezvo
         return refusal.exit_code
     hosts = _check_allocation(arguments)
     log_dir = new_attempt(RunFolder(arguments.experiment_dir), arguments.job_dir)
+    _choose_kernels(arguments, log_dir)
     store = rendezvous.open_store()  # open until all ranks have ended
     address = own_address(list(hosts[:1])) if arguments.num_nodes > 1 else "localhost"
     endpoint = Endpoint(address, store.port, 0, arguments.num_nodes)
@@ -75,8 +76,6 @@ def _run_head(arguments: argparse.Namespace, stop: GracefulStop, nodes: Rendezvo
         log.warning("this host's name resolves to %s: other machines can't reach it", endpoint.address)
     _use_loopback(endpoint)
     try:
-        if str(run_file := RunFolder(arguments.experiment_dir).run_file) in arguments.command:
-            choose_on_node(run_file, log_dir)
         _report_ready(nodes, arguments)
         nodes.wait_until_all_ready()
         if problem := _check_network(nodes, arguments, endpoint):
@@ -90,6 +89,18 @@ def _run_head(arguments: argparse.Namespace, stop: GracefulStop, nodes: Rendezvo
         write_outcome(log_dir, outcome)
     _log_outcome(outcome, log_dir)
     return outcome.exit_code
+
+
+def _choose_kernels(arguments: argparse.Namespace, log_dir: Path) -> None:
+    """Choose the run's kernels before other nodes hear of the attempt. Raises PretrainkitError, kept as its outcome."""
+    run_file = RunFolder(arguments.experiment_dir).run_file
+    if str(run_file) not in arguments.command:
+        return
+    try:
+        choose_on_node(run_file, log_dir)
+    except PretrainkitError as error:
+        write_outcome(log_dir, Outcome(error.exit_code, None, str(error)))
+        raise
 
 
 def _run_other(arguments: argparse.Namespace, stop: GracefulStop, nodes: Rendezvous) -> int:
