@@ -135,8 +135,10 @@ def build_parser() -> argparse.ArgumentParser:
 def write_inputs(folder: Path, arguments: argparse.Namespace) -> None:
     """The model's folder with a tokenizer of bytes, and the text as a pair."""
     import numpy as np
-    from indexed_writer import IndexedDatasetWriter
     from tokenizers import Tokenizer, models, pre_tokenizers
+
+    sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+    from indexed_writer import IndexedDatasetWriter
 
     shape = MODELS[arguments.model]
     model = folder / "model"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 
 import torch
@@ -15,7 +15,7 @@ from pretrainkit.checkpoint.transforms import padded_vocabulary
 from pretrainkit.config.schema import ModelShape
 
 
-class CheckpointFormat(str, Enum):
+class CheckpointFormat(StrEnum):
     """The formats that are read and written."""
 
     HF = "hf"

@@ -116,6 +116,7 @@ class Saver:
         self._run = run
         self._timeout_s = parse_duration(run.config.training.save_timeout)
         self._errors: list[BaseException] = []
+        self._dead_before: dict[str, str] = {}
         self.current: Save | None = None
         patches.apply(keep_errors(self._keeping))
         # The queue's process imports the main script again: started early, it doesn't delay the first save.
@@ -175,7 +176,10 @@ class Saver:
     def _finalised(self, trainer: pl.Trainer, save: Save) -> bool:
         if writer := _live_writer(trainer):
             problem: OSError | None = None
-            if lost := _dead_child(writer):
+            # A child that was killed because it didn't start (`child_processes`) is a zombie for an instant.
+            dead, before = _dead_children(writer), self._dead_before
+            self._dead_before = dead
+            if lost := next((how for pid, how in dead.items() if pid in before), ""):
                 problem = ChildProcessError(lost)
             elif time.monotonic() - save.began_s > self._timeout_s:
                 problem = TimeoutError(f"writing took longer than {format_duration(self._timeout_s)}")
@@ -267,16 +271,17 @@ def _live_writer(trainer: pl.Trainer) -> Any:
     return next((process for process in processes if process is not None and process.is_alive()), None)
 
 
-def _dead_child(writer: Any) -> str:
-    """How a child of the writer failed; empty if none did. Megatron's writer would wait for its result forever."""
+def _dead_children(writer: Any) -> dict[str, str]:
+    """How children of the writer failed, by process id. Megatron's writer would wait for their results forever."""
+    dead = {}
     with contextlib.suppress(OSError):  # it has just ended
         for child in Path(f"/proc/{writer.pid}/task/{writer.pid}/children").read_text().split():
             # proc(5): the state comes after the name in brackets, the exit status last, until the writer asks for it.
             state, *_, status = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
             if state == "Z" and (code := os.waitstatus_to_exitcode(int(status))):
                 how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
-                return f"a process that writes files {how}"
-    return ""
+                dead[child] = f"a process that writes files {how}"
+    return dead
 
 
 def _kill(writer: Any) -> None:

@@ -6,13 +6,14 @@ import dataclasses
 from pathlib import Path
 
 from pretrainkit.config.resolve import RunFacts
-from pretrainkit.config.schema import RunConfig
+from pretrainkit.config.schema import ModelShape, RunConfig
 from pretrainkit.data.dataset import read_dataset
 from pretrainkit.data.hub import local_folder
 from pretrainkit.data.tokens.tokenizer import load_tokenizer
 from pretrainkit.errors import RequestError
 from pretrainkit.logs import get_logger
 from pretrainkit.machine import read_machine
+from pretrainkit.models.megatron_fields import nemo_model
 from pretrainkit.models.registry import read_shape
 from pretrainkit.run import initial_weights
 from pretrainkit.run.folder import RunFolder
@@ -43,13 +44,25 @@ def _add_model(config: RunConfig, facts: RunFacts) -> RunFacts:
         return facts
     folder = local_folder(config.hf_model_id)
     tokenizer = load_tokenizer(folder)
+    shape = read_shape(folder)
+    if not shape.num_experts:  # experts are refused with the layout
+        _check_trainable(shape)
     return dataclasses.replace(
         facts,
-        model=read_shape(folder),
+        model=shape,
         hf_folder=str(folder),
         tokenizer_sha256=tokenizer.sha256,
         tokenizer_largest_id=tokenizer.largest_id,
     )
+
+
+def _check_trainable(shape: ModelShape) -> None:
+    """Raise RequestError when NeMo has no class that computes the model."""
+    try:
+        nemo_model(shape)
+    except RequestError as error:
+        needed = "a model that NeMo can train; of other families than llama, none with llama3 rope scaling"
+        raise RequestError(error.found, needed=needed, where="--hf_model_id") from None
 
 
 def _add_dataset(config: RunConfig, facts: RunFacts) -> RunFacts:

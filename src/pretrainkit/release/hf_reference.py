@@ -184,7 +184,7 @@ class _Progress:
         self._done += 1
         if time.monotonic() - self._logged_s > PROGRESS_INTERVAL_S:
             self._logged_s = time.monotonic()
-            log.info("start parity: Hugging Face model, part %d of %d", self._done, self._total)
+            log.info("initial loss check: Hugging Face model, part %d of %d", self._done, self._total)
 
 
 def main() -> int:

@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Iterable, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -65,7 +65,7 @@ def describe(run: ResolvedRun, command_line: Sequence[str]) -> str:
 def describe_source(command_line: Sequence[str], data: Sequence[str] = ()) -> str:
     """The same for a command that doesn't train; `data`: lines about what it reads."""
     parts = [
-        f"written {datetime.now(timezone.utc):%Y-%m-%d %H:%M:%S} UTC",
+        f"written {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC",
         f"command: {shlex.join(command_line)}",
         f"python {platform.python_version()}",
         *(f"{name} {installed_version(name) or 'not installed'}" for name in PACKAGES),

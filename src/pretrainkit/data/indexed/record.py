@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import version
 
 from pretrainkit.data.indexed.manifest import (
@@ -70,7 +70,7 @@ class OutputRecorder:
                 elapsed_s=round(elapsed_s, 3),
                 megabytes_per_second=round(num_input_bytes / elapsed_s / 1e6, 3),
                 tokens_per_second=round(key.num_tokens / elapsed_s, 1),
-                finished_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                finished_at=datetime.now(UTC).isoformat(timespec="seconds"),
                 pretrainkit_version=version("pretrainkit"),
             )
             write_manifest_file(output.path(k, "manifest.json"), manifest)

@@ -6,7 +6,7 @@ import json
 import shutil
 import time
 from dataclasses import asdict, replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -261,7 +261,7 @@ def _manifest(
         tokenizer=documents.tokenizer,
         files=tuple(written),
         elapsed_s=round(elapsed_s, 3),
-        finished_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        finished_at=datetime.now(UTC).isoformat(timespec="seconds"),
         pretrainkit_version=version("pretrainkit"),
     )
 

@@ -13,7 +13,7 @@ import os
 import shutil
 import subprocess
 import time
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -274,7 +274,7 @@ class _ShardWriter:
             tokenizer=tokenizer_record(plan.tokenizer, engine, request.verify_tokens),
             inputs=reader.inputs(),
             elapsed_s=round(elapsed_s, 3),
-            finished_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            finished_at=datetime.now(UTC).isoformat(timespec="seconds"),
             pretrainkit_version=version("pretrainkit"),
         )
 
