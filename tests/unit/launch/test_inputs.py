@@ -1,0 +1,39 @@
+"""What is read of a request's inputs before anything else is checked."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from pretrainkit.config.schema import RunConfig
+from pretrainkit.launch.inputs import inspect_inputs
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 512,
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "scaling", "is_refused"),
+    [("Llama", LLAMA3_ROPE, False), ("Qwen2", None, False), ("Qwen2", LLAMA3_ROPE, True)],
+    ids=["llama", "qwen2", "qwen2 with llama3 scaling"],
+)
+def test_a_model_that_nemo_has_no_class_for_is_refused_before_a_start(
+    family: str, scaling: dict[str, object] | None, is_refused: bool, hf_folder: Path, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(hf_folder, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": [f"{family}ForCausalLM"], "model_type": family.lower(), "rope_scaling": scaling}
+    (folder / "config.json").write_text(json.dumps(config))
+    facts, problems = inspect_inputs(RunConfig(hf_model_id=str(folder), experiments_dir=str(tmp_path)))
+    assert (facts.model is None) == is_refused
+    assert [problem.found for problem in problems] == (
+        ["NeMo has no model class for qwen2 with llama3 rope scaling"] if is_refused else []
+    )
