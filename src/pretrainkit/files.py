@@ -130,7 +130,7 @@ def wait_until(condition: Callable[[], T], *, timeout_s: float = math.inf, poll_
 
 
 def temporary_name(final: Path) -> Path:
-    """The temporary name beside `final` that this process, on this host of a shared disk, uses."""
+    """The temporary name next to `final` that this process, on this host of a shared disk, uses."""
     return final.with_name(f"{final.name}{TEMPORARY_MARK}{socket.gethostname()}-{os.getpid()}")
 
 
@@ -179,7 +179,7 @@ def atomic_folder(final: Path, *, replace: bool = False) -> Iterator[Path]:
 
 
 def leftovers(final: Path) -> list[Path]:
-    """Temporary files and folders beside `final`, of killed processes or of some that still run."""
+    """Temporary files and folders next to `final`, of killed or of running processes."""
     return sorted(final.parent.glob(f"{glob.escape(final.name)}{TEMPORARY_MARK}*"))
 
 
@@ -190,7 +190,7 @@ def owner_of(leftover: Path) -> int | None:
 
 
 def remove_leftovers(final: Path) -> list[Path]:
-    """Remove what killed processes of this host left beside `final`; gives what others left or still write."""
+    """Remove what killed processes of this host left next to `final`; gives what others left or still write."""
     rest = []
     for path in leftovers(final):
         process = owner_of(path)

@@ -37,7 +37,7 @@ class RunFacts:
     split_tokens: tuple[tuple[int, int, int], ...] | None = None
     """Per prefix, the tokens of its training, validation and test documents."""
     dataset_tokenizers: tuple[str | None, ...] = ()
-    """Per prefix, SHA-256 of the tokenizer.json that made it; None where no manifest tells."""
+    """Per prefix, SHA-256 of the tokenizer.json that made it; None without a manifest."""
 
 
 def world_size(config: RunConfig) -> int:
@@ -138,7 +138,7 @@ def _recompute(config: RunConfig, model: ModelShape) -> Recompute:
 
 
 def _gpu(config: RunConfig, machine: MachineFacts, chosen_accelerator: str) -> dict[str, Any]:
-    """Name and memory of the GPUs: as told, or of this machine's where the run is local."""
+    """Name and memory of the GPUs: as given, or this machine's when the run is local."""
     launch = config.launch
     if chosen_accelerator != "gpu":
         return {}

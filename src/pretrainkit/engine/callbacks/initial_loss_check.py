@@ -22,7 +22,7 @@ from pretrainkit.run.metrics import RunRecorder
 from pretrainkit.units import format_bytes
 
 OFF, REQUIRE = "off", "require"
-"""Values of --start_parity, beside auto, which checks where that can be done."""
+"""Values of --start_parity, other than auto, which checks where it can."""
 MAX_WAIT = timedelta(hours=3)
 """Longest wait for the Hugging Face model, whose weights may be on a slow disk."""
 _STORE_KEY = "pretrainkit/initial_loss"
