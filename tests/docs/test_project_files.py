@@ -111,3 +111,9 @@ def test_what_contributing_says_to_edit_is_there() -> None:
     paths = re.findall(r"`([a-z_/]+(?:\.py)?)`", table)
     assert len(paths) > 12
     assert [path for path in paths if not (REPOSITORY / "src" / "pretrainkit" / path).exists()] == []
+
+
+def test_no_two_test_files_have_one_name() -> None:
+    """pytest imports a test file by its name alone."""
+    names = [path.name for path in (REPOSITORY / "tests").rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import re
 import shlex
+import shutil
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,6 +46,7 @@ class Program:
         run_file = _scratch_run(self.run, scratch, changes)
         logs = RunFolder(scratch).attempt(1)
         logs.mkdir(parents=True)
+        shutil.copyfile(run_file, logs / RUN_FILE)  # ranks read the attempt's
         return self._launch_plan(run_file, logs).node_command
 
     def start_environment(self) -> dict[str, str]:
