@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -72,10 +71,11 @@ class Results:
 def run_probes(probes: list[Probe], module: str) -> list[dict[str, Any]]:
     """Start a process per probe and wait; gives the results of each. 'error' says why some are missing."""
     processes = [_start(module, probe) for probe in probes]
-    end_s = time.monotonic() + probes[0].timeout_s + _EXIT_S
     try:
-        while any(process.poll() is None for process in processes) and time.monotonic() < end_s:
-            time.sleep(_POLL_S)
+        timeout_s = probes[0].timeout_s + _EXIT_S
+        files.wait_until(
+            lambda: all(process.poll() is not None for process in processes), timeout_s=timeout_s, poll_s=_POLL_S
+        )
     finally:
         hangs = [process.poll() is None for process in processes]
         for process in processes:

@@ -19,6 +19,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from packaging.utils import canonicalize_name
+
 from pretrainkit.errors import one_line
 from pretrainkit.jobs.caches import HOME_CACHES
 from pretrainkit.machine import installed_version
@@ -78,7 +80,7 @@ def read_constraints(text: str) -> dict[str, set[str]]:
     tested: dict[str, set[str]] = {}
     for line in text.splitlines():
         if match := re.match(r"\s*([A-Za-z0-9._-]+)==([^\s;#]+)", line):
-            tested.setdefault(_normal(match[1]), set()).add(match[2])
+            tested.setdefault(canonicalize_name(match[1]), set()).add(match[2])
     return tested
 
 
@@ -89,11 +91,7 @@ def needed_packages() -> list[str]:
     except importlib.metadata.PackageNotFoundError:
         return []
     names = [re.match(r"[A-Za-z0-9._-]+", text) for text in requirements if "extra ==" not in text]
-    return sorted(_normal(match[0]) for match in names if match)
-
-
-def _normal(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
+    return sorted(canonicalize_name(match[0]) for match in names if match)
 
 
 def check_kept(path: Path) -> Check:
@@ -127,7 +125,7 @@ def check_isolation(environment: Mapping[str, str], needed: set[str] | None = No
 def _distributions(folder: Path) -> set[str]:
     """Names of the packages that are installed in a folder."""
     return {
-        re.sub(r"[-_.]+", "-", path.name.partition("-")[0]).lower()
+        canonicalize_name(path.name.partition("-")[0])
         for pattern in ("*.dist-info", "*.egg-info")
         for path in folder.glob(pattern)
     }

@@ -20,7 +20,7 @@ def test_a_declaration_is_complete_and_accepts_its_own_default(option: Option) -
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "told"),
+    ("name", "value", "expected"),
     [
         ("training.precision", "bf61", "--precision: unknown value 'bf61'\n  Needed: auto or bf16 or fp32"),
         ("optimizer.adam_beta1", 1.0, "optimizer.adam_beta1: 1.0\n  Needed: a number >= 0 and < 1"),
@@ -29,10 +29,12 @@ def test_a_declaration_is_complete_and_accepts_its_own_default(option: Option) -
         ("training.max_loss_spike", 1.0, "--max_loss_spike: 1.0\n  Needed: a number > 1"),
     ],
 )
-def test_a_value_that_is_not_accepted_is_told_by_flag_value_and_range(name: str, value: object, told: str) -> None:
+def test_a_value_that_is_not_accepted_is_reported_with_flag_value_and_range(
+    name: str, value: object, expected: str
+) -> None:
     with pytest.raises(RequestError) as error:
         OPTIONS[name].check(value)
-    assert told in str(error.value)
+    assert expected in str(error.value)
 
 
 @pytest.mark.parametrize(
