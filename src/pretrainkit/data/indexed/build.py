@@ -175,12 +175,13 @@ class _Run:
             bos_id=plan.bos_id,
             eod_id=plan.eod_id,
         )
-        self.pool.start(task, self.engine, plan.useful_workers())
+        sample = None
         if not self.is_proven:
-            # Compared while the work goes on; no output is finished before the result.
             items = [*plan.items.values()]
             sample = ParitySample.about(plan.tokenizer.special_tokens, plan.sources, items, plan.rules)
-            comparison = self.pool.compare(self.engine, sample)
+        comparison = self.pool.start(task, self.engine, plan.useful_workers(), sample)
+        if sample is not None:
+            # Compared while the work goes on; no output is finished before the result.
             comparison.add_done_callback(lambda done: self.events.put(partial(self._take_comparison, done)))
 
     def _serve(self) -> None:

@@ -116,19 +116,17 @@ def _start(pool: EncodePool, plan: ShardPlan, shard_ids: list[int]) -> str:
     )
     fast = EngineSpec("fastokens", str(plan.tokenizer.json_path), request.special_tokens_in_text == "encode")
     if request.engine == "auto" and encoder.default_engine() == "fastokens":
-        is_verified = request.verify_tokens != "off"
+        sample = None
+        if request.verify_tokens != "off":
+            items = [item for number in shard_ids for item in plan.items(number)]
+            sample = ParitySample.about(plan.tokenizer.special_tokens, plan.sources, items, plan.rules)
         try:
-            pool.load(fast, with_reference=is_verified)
-            pool.start(task, fast, request.workers)
-            difference = ""
-            if is_verified:
-                items = [item for number in shard_ids for item in plan.items(number)]
-                sample = ParitySample.about(plan.tokenizer.special_tokens, plan.sources, items, plan.rules)
-                difference = pool.compare(fast, sample).result()
+            pool.load(fast, with_reference=sample is not None)
+            difference = pool.start(task, fast, request.workers, sample).result()
         except EnginesDiffer as error:
             difference = str(error)
         if not difference:
-            if is_verified:
+            if sample is not None:
                 LOGGER.info("fastokens gives the ids of tokenizers on hard strings and a sample of this input")
             return "fastokens"
         LOGGER.warning("fastokens is not used, tokenizers encodes instead (slower): %s", difference)

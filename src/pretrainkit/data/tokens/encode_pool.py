@@ -8,8 +8,8 @@ on a shared one, a worker that is killed in the middle of a send would block all
 
     with EncodePool(workers) as pool:               # first of all: it forks, so there must be no threads yet
         pool.load(engine, with_reference=True)      # optional: loading overlaps with what this process does next
-        pool.start(task, engine, workers)           # raises EnginesDiffer if fastokens can't load the tokenizer
-        difference = pool.compare(engine, sample).result()     # "" if fastokens gives the ids of tokenizers
+        difference = pool.start(task, engine, workers, sample)  # raises EnginesDiffer if fastokens can't load it
+        difference.result()                         # "" if fastokens gives the ids of tokenizers
         for block, piece in pool.ordered(blocks):   # replies in the order of the items; `submit` gives futures
             ...
 
@@ -109,24 +109,37 @@ class EncodePool:
         return len(self._workers) or self._max_workers
 
     def load(self, engine: EngineSpec, *, with_reference: bool = False) -> None:
-        """Begin to load a tokenizer in advance of `start`, and with the reference what `compare` needs."""
+        """Begin to load a tokenizer in advance of `start`, and with the reference what comparing a sample needs."""
         if with_reference:
             self._reference = self._fork(REFERENCE, _ReferenceTask(engine.reference))
         with self._watching_server():
             self._server.send(("load", engine))
 
-    def start(self, task: EncodeTask, engine: EngineSpec, count: int) -> None:
+    def start(
+        self, task: EncodeTask, engine: EngineSpec, count: int, sample: ParitySample | None = None
+    ) -> Future[str]:
         """Load the tokenizer and fork `count` workers, in place of those of an earlier `start`.
 
+        The future says, in words, where the workers' ids of a sample differ from those of Hugging Face tokenizers,
+        which are asked while the tokenizer loads; empty if nowhere. It raises DataError when the sample can't be read.
         Raises EnginesDiffer when fastokens can't load the tokenizer, DataError when tokenizers can't.
         """
         self.stop()
+        difference: Future[str] = Future()
+        if sample is None:
+            difference.set_result("")
+        else:
+            reference = self._reference or self._fork(REFERENCE, _ReferenceTask(engine.reference))
+            self._reference = None
+            arguments = reference, sample, difference
+            threading.Thread(target=self._compare, args=arguments, name=REFERENCE, daemon=True).start()
         self._ask_server("check", engine)
         for number in range(min(count, self._max_workers)):
             self._workers.append(self._fork(f"worker {number}", _WorkerTask(task, number)))
         for worker in self._workers:
             worker.thread = threading.Thread(target=self._serve_worker, args=(worker,), name=worker.name, daemon=True)
             worker.thread.start()
+        return difference
 
     def stop(self) -> None:
         """End the workers; replies that were not taken are lost."""
@@ -156,18 +169,6 @@ class EncodePool:
                 yield first()
         while waiting:
             yield first()
-
-    def compare(self, engine: EngineSpec, sample: ParitySample) -> Future[str]:
-        """Where the workers' ids differ from those of Hugging Face tokenizers, in words; empty if nowhere.
-
-        The future raises DataError when the sample can't be read.
-        """
-        reference = self._reference or self._fork(REFERENCE, _ReferenceTask(engine.reference))
-        self._reference = None
-        future: Future[str] = Future()
-        thread = threading.Thread(target=self._compare, args=(reference, sample, future), name=REFERENCE, daemon=True)
-        thread.start()
-        return future
 
     def close(self) -> None:
         """End all processes at once. Replies that were not taken are lost, nothing else."""
@@ -381,7 +382,7 @@ def _load_error(engine: EngineSpec, error: Exception) -> Exception:
 
 
 class _WorkerTask:
-    """What a worker does: the sink's task, and `compare`."""
+    """What a worker does: the sink's task, and comparing the ids of a sample."""
 
     def __init__(self, task: EncodeTask, number: int) -> None:
         self._task, self._number = task, number

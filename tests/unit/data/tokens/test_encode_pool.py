@@ -86,9 +86,9 @@ def test_what_a_worker_raises_is_raised_where_its_reply_is_taken(shared_pool: En
     assert len(good.result()) == 3
 
 
-def test_ids_are_compared_with_those_of_tokenizers(shared_pool: EncodePool, tokenizer_folder: Path) -> None:
+def test_ids_are_compared_with_those_of_tokenizers(pool: EncodePool, tokenizer_folder: Path) -> None:
     sample = ParitySample(("<|end|>",), [], [], RecordRules(("text",)))
-    assert shared_pool.compare(spec(tokenizer_folder), sample).result(timeout=60) == ""
+    assert pool.start(CountTask(), spec(tokenizer_folder), 1, sample).result(timeout=60) == ""
 
 
 def test_workers_are_replaced_by_those_of_another_engine(pool: EncodePool, tokenizer_folder: Path) -> None:
