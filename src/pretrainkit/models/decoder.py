@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from pretrainkit.config.schema import ModelShape, RopeScaling
@@ -38,20 +39,6 @@ def check_sliding_window(config: Mapping[str, Any]) -> None:
         )
 
 
-def check_required(family: str, config: Mapping[str, Any]) -> None:
-    """Raise RequestError when a field that shapes the model is absent."""
-    missing = [name for name in REQUIRED_FIELDS if config.get(name) is None]
-    if family != "llama":  # Llama's first configs lacked these; the defaults of other families differ from Llama's
-        rope = config.get("rope_parameters") or {}
-        missing += ["num_key_value_heads"] if config.get("num_key_value_heads") is None else []
-        missing += ["rope_theta"] if config.get("rope_theta") is None and "rope_theta" not in rope else []
-    if missing:
-        raise RequestError(
-            f"config.json lacks {', '.join(missing)}",
-            needed="the config.json that belongs to the model's weights",
-        )
-
-
 def read_decoder(
     family: str, config: Mapping[str, Any], *, default_head_dim: int | None = None, **extra: Any
 ) -> ModelShape:
@@ -59,10 +46,18 @@ def read_decoder(
 
     Without `head_dim` in the config and `default_head_dim`, the hidden size is divided by the number of heads.
     """
-    check_required(family, config)
-    heads = config["num_attention_heads"]
     theta, scaling = read_rope(config)
-    fields: dict[str, Any] = {
+    missing = sorted(name for name in REQUIRED_FIELDS if config.get(name) is None)
+    if family != "llama":  # Llama's first configs lacked these; the defaults of other families differ from Llama's
+        missing += ["num_key_value_heads"] if config.get("num_key_value_heads") is None else []
+        missing += ["rope_theta"] if theta is None else []
+    if missing:
+        raise RequestError(
+            f"config.json lacks {', '.join(missing)}",
+            needed="the config.json that belongs to the model's weights",
+        )
+    heads = config["num_attention_heads"]
+    shared: dict[str, Any] = {
         "family": family,
         "num_layers": config["num_hidden_layers"],
         "hidden_size": config["hidden_size"],
@@ -72,13 +67,13 @@ def read_decoder(
         "head_dim": config.get("head_dim") or default_head_dim or config["hidden_size"] // heads,
         "vocab_size": config["vocab_size"],
         "max_position_embeddings": config["max_position_embeddings"],
-        "rope_theta": float(theta),
+        "rope_theta": float(theta or 10000.0),
         "rms_norm_eps": config["rms_norm_eps"],
         "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
         "rope_scaling": scaling,
         "initializer_range": config.get("initializer_range", 0.02),
     }
-    shape = ModelShape(**{**fields, **extra})
+    shape = ModelShape(**{**shared, **extra})
     if shape.num_attention_heads % shape.num_query_groups:
         raise RequestError(
             f"{heads} attention heads don't divide into {shape.num_query_groups} key/value heads",
@@ -88,36 +83,25 @@ def read_decoder(
     return shape
 
 
-def read_rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+def read_rope(config: Mapping[str, Any]) -> tuple[float | None, RopeScaling | None]:
     """The rotary base and its scaling, from either spelling (`rope_theta` + `rope_scaling`, or `rope_parameters`)."""
     parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = parameters.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
-    kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
+    theta = parameters.pop("rope_theta", None) or config.get("rope_theta")
+    kind = parameters.pop("rope_type", None) or parameters.get("type") or "default"
     parameters.pop("type", None)
+    known = {"default": (), "llama3": [field.name for field in fields(RopeScaling)]}
+    where = "config.json: rope_scaling"
+    if kind not in known:
+        raise RequestError(f"rope type {kind!r} is not supported", where=where, needed="'default' or 'llama3'")
+    if missing := [name for name in known[kind] if name not in parameters]:
+        raise RequestError(f"rope type 'llama3' lacks {', '.join(missing)}", where=where)
+    if unknown := sorted(parameters.keys() - set(known[kind])):
+        raise RequestError(f"unknown rope settings: {', '.join(unknown)}", where=where)
     if kind == "default":
-        _refuse_rope(parameters)
         return theta, None
-    if kind != "llama3":
-        raise RequestError(
-            f"rope type {kind!r} is not supported", where="config.json: rope_scaling", needed="'default' or 'llama3'"
-        )
-    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    missing = [name for name in names if name not in parameters]
-    if missing:
-        raise RequestError(f"rope type 'llama3' lacks {', '.join(missing)}", where="config.json: rope_scaling")
-    scaling = RopeScaling(
-        factor=float(parameters.pop("factor")),
-        low_freq_factor=float(parameters.pop("low_freq_factor")),
-        high_freq_factor=float(parameters.pop("high_freq_factor")),
-        original_max_position_embeddings=parameters.pop("original_max_position_embeddings"),
-    )
-    _refuse_rope(parameters)
-    return theta, scaling
-
-
-def _refuse_rope(rest: Mapping[str, Any]) -> None:
-    if rest:
-        raise RequestError(f"unknown rope settings: {', '.join(sorted(rest))}", where="config.json: rope_scaling")
+    context = parameters.pop("original_max_position_embeddings")
+    factors = {name: float(value) for name, value in parameters.items()}
+    return theta, RopeScaling(**factors, original_max_position_embeddings=context)
 
 
 def embedding(shape: ModelShape, megatron: str = "embedding.word_embeddings", hf: str = "model.embed_tokens") -> Weight:

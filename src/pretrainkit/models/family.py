@@ -67,6 +67,15 @@ class ConfigFields:
     ignored: frozenset[str] = frozenset()
     """Fields that don't affect pretraining (limits, losses of other tasks)."""
 
+    def __or__(self, other: ConfigFields) -> ConfigFields:
+        """The fields of both; at fields that both fix, the values of `other`."""
+        return ConfigFields(self.read | other.read, {**self.fixed, **other.fixed}, self.ignored | other.ignored)
+
+
+def names(text: str) -> frozenset[str]:
+    """The names of fields in a text."""
+    return frozenset(text.split())
+
 
 @dataclass(frozen=True)
 class NemoClasses:

@@ -7,7 +7,7 @@ from typing import Any
 
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.models.decoder import check_sliding_window, dense_weights, read_decoder
-from pretrainkit.models.family import ConfigFields, Family, NemoClasses
+from pretrainkit.models.family import ConfigFields, Family, NemoClasses, names
 
 
 def read_shape(config: Mapping[str, Any]) -> ModelShape:
@@ -19,7 +19,7 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
 FAMILY = Family(
     name="mistral",
     architectures=("MistralForCausalLM",),
-    fields=ConfigFields(read=frozenset({"sliding_window"})),
+    fields=ConfigFields(read=names("sliding_window")),
     shape=read_shape,
     weights=dense_weights,
     nemo=NemoClasses(

@@ -6,12 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from pretrainkit.config.schema import ModelShape
-from pretrainkit.models.decoder import (
-    check_sliding_window,
-    moe_weights,
-    read_decoder,
-)
-from pretrainkit.models.family import ConfigFields, Family, NemoClasses, Weight
+from pretrainkit.models.decoder import check_sliding_window, moe_weights, read_decoder
+from pretrainkit.models.family import ConfigFields, Family, NemoClasses, Weight, names
 
 
 def read_shape(config: Mapping[str, Any]) -> ModelShape:
@@ -39,9 +35,9 @@ FAMILY = Family(
     name="mixtral",
     architectures=("MixtralForCausalLM",),
     fields=ConfigFields(
-        read=frozenset({"sliding_window", "num_local_experts", "num_experts_per_tok", "router_aux_loss_coef"}),
+        read=names("sliding_window num_local_experts num_experts_per_tok router_aux_loss_coef"),
         fixed={"router_jitter_noise": (0.0, None)},
-        ignored=frozenset({"output_router_logits"}),
+        ignored=names("output_router_logits"),
     ),
     shape=read_shape,
     weights=weights,

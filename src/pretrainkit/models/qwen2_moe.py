@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from pretrainkit.config.schema import ModelShape
-from pretrainkit.models.config_fields import QWEN_FIELDS, QWEN_MOE_FIXED, QWEN_MOE_READ
-from pretrainkit.models.decoder import (
-    gated_mlp,
-    moe_weights,
-    read_decoder,
-    read_qwen_moe,
-)
-from pretrainkit.models.family import Family, Layout, Weight
+from pretrainkit.models.config_fields import QWEN_MOE_FIELDS
+from pretrainkit.models.decoder import gated_mlp, moe_weights, read_decoder, read_qwen_moe
+from pretrainkit.models.family import ConfigFields, Family, Layout, Weight, names
 
 
 def read_shape(config: Mapping[str, Any]) -> ModelShape:
@@ -42,12 +36,7 @@ def weights(shape: ModelShape) -> tuple[Weight, ...]:
 FAMILY = Family(
     name="qwen2_moe",
     architectures=("Qwen2MoeForCausalLM",),
-    fields=replace(
-        QWEN_FIELDS,
-        read=QWEN_FIELDS.read | QWEN_MOE_READ | {"shared_expert_intermediate_size", "qkv_bias"},
-        fixed={**QWEN_FIELDS.fixed, **QWEN_MOE_FIXED},
-        ignored=QWEN_FIELDS.ignored | {"output_router_logits"},
-    ),
+    fields=QWEN_MOE_FIELDS | ConfigFields(read=names("shared_expert_intermediate_size qkv_bias")),
     shape=read_shape,
     weights=weights,
 )

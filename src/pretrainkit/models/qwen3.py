@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 from pretrainkit.models.config_fields import QWEN_FIELDS
 from pretrainkit.models.decoder import dense_weights, read_decoder
-from pretrainkit.models.family import Family, NemoClasses
+from pretrainkit.models.family import ConfigFields, Family, NemoClasses
 
 FAMILY = Family(
     name="qwen3",
     architectures=("Qwen3ForCausalLM",),
-    fields=replace(QWEN_FIELDS, fixed={**QWEN_FIELDS.fixed, "attention_bias": (False,)}),
+    fields=QWEN_FIELDS | ConfigFields(fixed={"attention_bias": (False,)}),
     shape=partial(read_decoder, "qwen3", default_head_dim=128, qk_norm=True),
     weights=dense_weights,
     nemo=NemoClasses(

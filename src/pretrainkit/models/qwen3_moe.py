@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from pretrainkit.config.schema import ModelShape
-from pretrainkit.models.config_fields import QWEN_FIELDS, QWEN_MOE_FIXED, QWEN_MOE_READ
-from pretrainkit.models.decoder import (
-    moe_weights,
-    read_decoder,
-    read_qwen_moe,
-)
-from pretrainkit.models.family import Family, NemoClasses, Weight
+from pretrainkit.models.config_fields import QWEN_MOE_FIELDS
+from pretrainkit.models.decoder import moe_weights, read_decoder, read_qwen_moe
+from pretrainkit.models.family import ConfigFields, Family, NemoClasses, Weight
 
 
 def read_shape(config: Mapping[str, Any]) -> ModelShape:
@@ -30,12 +25,7 @@ def weights(shape: ModelShape) -> tuple[Weight, ...]:
 FAMILY = Family(
     name="qwen3_moe",
     architectures=("Qwen3MoeForCausalLM",),
-    fields=replace(
-        QWEN_FIELDS,
-        read=QWEN_FIELDS.read | QWEN_MOE_READ,
-        fixed={**QWEN_FIELDS.fixed, **QWEN_MOE_FIXED, "attention_bias": (False,)},
-        ignored=QWEN_FIELDS.ignored | {"output_router_logits"},
-    ),
+    fields=QWEN_MOE_FIELDS | ConfigFields(fixed={"attention_bias": (False,)}),
     shape=read_shape,
     weights=weights,
     nemo=NemoClasses(

@@ -12,18 +12,14 @@ from typing import Any
 
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import RequestError
-from pretrainkit.models import config_fields, llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
+from pretrainkit.models import llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
+from pretrainkit.models.config_fields import DECODER_FIELDS
 from pretrainkit.models.family import Family
 
 FAMILIES: tuple[Family, ...] = tuple(
     module.FAMILY for module in (llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe)
 )
 """All families; a new one is registered here."""
-
-
-def supported_architectures() -> list[str]:
-    """All values of `architectures` in config.json that can be converted."""
-    return sorted(name for family in FAMILIES for name in family.architectures)
 
 
 def family_named(name: str) -> Family:
@@ -56,11 +52,12 @@ def find_family(config: Mapping[str, Any], where: str = "config.json") -> Family
     for family in FAMILIES:
         if any(name in family.architectures for name in architectures):
             return family
+    supported = sorted(name for family in FAMILIES for name in family.architectures)
     raise RequestError(
         f"architecture {', '.join(architectures) or 'missing'} (model_type {config.get('model_type')!r})"
         " is not supported",
         where=where,
-        needed=f"one of {', '.join(supported_architectures())}",
+        needed=f"one of {', '.join(supported)}",
     )
 
 
@@ -79,9 +76,9 @@ def read_shape(hf_folder: str | Path, *, ignore_fields: Iterable[str] = ()) -> M
 
 def _check_fields(config: Mapping[str, Any], family: Family, ignored: set[str], where: str) -> None:
     problems = []
-    fixed = {**config_fields.FIXED_FIELDS, **family.fields.fixed}
-    for name, values in fixed.items():
-        if name in config and config[name] not in values and name not in family.fields.read:
+    fields = DECODER_FIELDS | family.fields
+    for name, values in fields.fixed.items():
+        if name in config and config[name] not in values and name not in fields.read:
             problems.append(
                 RequestError(
                     f"{name} = {config[name]!r} is not supported for {family.name}",
@@ -89,14 +86,11 @@ def _check_fields(config: Mapping[str, Any], family: Family, ignored: set[str], 
                     needed=f"{name} = {' or '.join(json.dumps(value) for value in values)}",
                 )
             )
-    known = (
-        config_fields.READ_FIELDS
-        | config_fields.IGNORED_FIELDS
-        | family.fields.read
-        | family.fields.ignored
-        | set(fixed)
+    known = fields.read | fields.ignored | fields.fixed.keys() | ignored
+    # Neither private fields of transformers nor ids of special tokens can affect the forward pass.
+    unknown = sorted(
+        name for name in config.keys() - known if not name.startswith("_") and not name.endswith("_token_id")
     )
-    unknown = sorted(name for name in config if name not in known | ignored and not _is_bookkeeping(name))
     if unknown:
         problems.append(
             RequestError(
@@ -109,8 +103,3 @@ def _check_fields(config: Mapping[str, Any], family: Family, ignored: set[str], 
         )
     if problems:
         raise RequestError.of_all(problems)
-
-
-def _is_bookkeeping(name: str) -> bool:
-    """Whether a field can't affect the forward pass: private fields of transformers, and ids of special tokens."""
-    return name.startswith("_") or name.endswith("_token_id")
