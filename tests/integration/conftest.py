@@ -32,7 +32,7 @@ from pretrainkit.config.schema import (
 from pretrainkit.data.indexed.inspect import count_epoch
 from pretrainkit.megatron.kernels import choose_for, installed_libraries
 from pretrainkit.models.registry import read_shape
-from pretrainkit.run.metrics import read_metrics
+from pretrainkit.run.json_lines import read_records
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -159,7 +159,7 @@ def train_request() -> Callable[..., list[dict[str, Any]]]:
 
 def train_in_forked_ranks(run_file: Path) -> list[dict[str, Any]]:
     ranks.run_ranks(ranks.train_rank, read_run(run_file).world_size, run_file.parent, run_file=run_file)
-    return read_metrics(run_file.parent / "metrics.jsonl")
+    return read_records(run_file.parent / "metrics.jsonl")
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrainkit.run.metrics import read_metrics
+from pretrainkit.run.json_lines import read_records
 
 pytestmark = pytest.mark.integration
 REPOSITORY = Path(__file__).parents[2]
@@ -35,7 +35,7 @@ def run(script: str, *words: object, **variables: object) -> subprocess.Complete
 
 def steps(experiment: Path) -> list[int]:
     """Numbers of the steps that were trained, in order."""
-    records = read_metrics(experiment / "metrics.jsonl")
+    records = read_records(experiment / "metrics.jsonl")
     return [record["step"] for record in records if "loss" in record and "learning_rate" in record]
 
 

@@ -10,7 +10,7 @@ import exchange_ranks
 import pytest
 import ranks
 
-from pretrainkit.run.metrics import read_metrics
+from pretrainkit.run.json_lines import read_records
 
 pytestmark = pytest.mark.integration
 
@@ -30,7 +30,7 @@ def test_a_run_has_the_losses_of_megatrons_layers(
     plain = [record["loss"] for record in train_tiny(model, "plain", **settings) if "loss" in record]
     run_file = write_tiny_run(model, "overlapped", **settings)
     ranks.run_ranks(exchange_ranks.train, 2, run_file.parent, run_file=run_file, shared=tmp_path)
-    records = read_metrics(run_file.parent / "metrics.jsonl")
+    records = read_records(run_file.parent / "metrics.jsonl")
     assert [record["loss"] for record in records if "loss" in record] == pytest.approx(plain, abs=1e-6)
     used = next(record["kernels"] for record in records if record.get("event") == "start")
     assert (used["tp_comm_overlap"], used["attention"]) == ("copies", "cpu")

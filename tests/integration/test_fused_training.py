@@ -10,7 +10,7 @@ import fused_ranks
 import pytest
 import ranks
 
-from pretrainkit.run.metrics import read_metrics
+from pretrainkit.run.json_lines import read_records
 
 pytestmark = pytest.mark.integration
 
@@ -27,7 +27,7 @@ def test_tensor_parallel_ranks_have_the_losses_of_plain_torch(
     plain = train_tiny(model, "plain", **settings)
     run_file = write_tiny_run(model, "fused", **settings)
     ranks.run_ranks(fused_ranks.train, 2, run_file.parent, run_file=run_file)
-    fused = read_metrics(run_file.parent / "metrics.jsonl")
+    fused = read_records(run_file.parent / "metrics.jsonl")
     for name in ("loss", "grad_norm"):
         values = [[record[name] for record in records if "loss" in record] for records in (fused, plain)]
         assert values[0] == pytest.approx(values[1], rel=1e-5)

@@ -15,7 +15,7 @@ import fused_ranks
 import pytest
 import ranks
 
-from pretrainkit.run.metrics import read_metrics
+from pretrainkit.run.json_lines import read_records
 
 pytestmark = pytest.mark.integration
 LAYERS, BOTH_PASSES = 2, 2
@@ -60,7 +60,7 @@ def test_losses_and_gradients_are_those_of_launched_layers(
     ranks.run_ranks(
         fused_ranks.train_replaying, num_ranks, run_file.parent, run_file=run_file, fused=fused, overlaps=overlaps
     )
-    replayed = read_metrics(run_file.parent / "metrics.jsonl")
+    replayed = read_records(run_file.parent / "metrics.jsonl")
     assert _values(replayed) == pytest.approx(_values(launched), rel=1e-5 if fused else 1e-9)
     (count,) = re.findall(r"^replays: (\d+)$", (run_file.parent / "rank0.log").read_text(), re.MULTILINE)
     assert int(count) == steps * samples // num_ranks * LAYERS * BOTH_PASSES

@@ -16,7 +16,7 @@ import ranks
 
 from pretrainkit.checkpoint.convert import convert
 from pretrainkit.errors import EXIT_STOPPED_AFTER_SAVING
-from pretrainkit.run.metrics import read_metrics
+from pretrainkit.run.json_lines import read_records
 
 pytestmark = pytest.mark.integration
 
@@ -89,10 +89,10 @@ def test_waiting_for_it_is_no_part_of_a_step_and_ended_by_a_signal(
     process.join(60)
     assert process.exitcode == EXIT_STOPPED_AFTER_SAVING, log.read_text()[-3000:]
     assert "got SIGTERM before the first step" in log.read_text()
-    assert not steps(read_metrics(run_file.with_name("metrics.jsonl")))
+    assert not steps(read_records(run_file.with_name("metrics.jsonl")))
 
     ranks.run_ranks(ranks.train_rank_with_delays, 1, run_file.parent, run_file=run_file)
-    records = read_metrics(run_file.with_name("metrics.jsonl"))
+    records = read_records(run_file.with_name("metrics.jsonl"))
     assert [record["step"] for record in records if "val_loss" in record] == [1, 2]
     assert max(record["step_time_s"] for record in records if "loss" in record) < ranks.DELAY_S
 
@@ -147,7 +147,7 @@ def test_other_weights_are_refused_before_the_first_step(
             hf_weights=model,
             tensor=2,
         )
-    records = read_metrics(tmp_path / "refused" / "metrics.jsonl")
+    records = read_records(tmp_path / "refused" / "metrics.jsonl")
     print(parity(records))
     assert parity(records)["result"] == "refused" and not steps(records)
     assert not list((tmp_path / "refused").glob("checkpoints/*"))
@@ -161,7 +161,7 @@ def test_another_rope_theta_is_refused(model: Path, start: Path, train_tiny: Tra
     (changed / "config.json").write_text(json.dumps(config | {"rope_theta": 500000.0}))
     with pytest.raises(AssertionError, match="the loaded model is not that of"):
         train_tiny(changed, "refused", initial_checkpoint=start, hf_weights=model)
-    print(parity(read_metrics(tmp_path / "refused" / "metrics.jsonl")))
+    print(parity(read_records(tmp_path / "refused" / "metrics.jsonl")))
 
 
 def test_a_hugging_face_model_that_cannot_run_stops_all_ranks(

@@ -101,7 +101,7 @@ def train_rows(
 
     from pretrainkit.checkpoint.convert import convert
     from pretrainkit.config.run_file import write_run
-    from pretrainkit.run.metrics import read_metrics
+    from pretrainkit.run.json_lines import read_records
 
     model, start = make_hf_llama(), tmp_path_factory.mktemp("start") / "nemo"
     convert(model, start)
@@ -115,7 +115,7 @@ def train_rows(
         )
         write_run(run_file, run)
         ranks.run_ranks(ranks.train_rank, run.world_size, run_file.parent, run_file=run_file)
-        return [record["loss"] for record in read_metrics(run_file.parent / "metrics.jsonl") if "loss" in record]
+        return [record["loss"] for record in read_records(run_file.parent / "metrics.jsonl") if "loss" in record]
 
     return train
 

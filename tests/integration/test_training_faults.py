@@ -19,7 +19,7 @@ from pretrainkit.errors import EXIT_STOPPED_AFTER_SAVING
 from pretrainkit.run import checkpoints as resume
 from pretrainkit.run.attempts import read_attempts, restarts_without_progress
 from pretrainkit.run.folder import COMMIT_MARK, RunFolder
-from pretrainkit.run.metrics import read_metrics
+from pretrainkit.run.json_lines import read_records
 
 pytestmark = pytest.mark.integration
 TRIALS = int(os.environ.get("PRETRAINKIT_TRIALS", "2"))
@@ -117,7 +117,7 @@ def test_a_signal_during_an_evaluation_cuts_it_short(
     assert process.exitcode == EXIT_STOPPED_AFTER_SAVING, log.read_text()[-3000:]
     newest = resume.newest_complete(run_file.parent / "checkpoints")
     assert newest and newest.step == 3
-    records = read_metrics(run_file.parent / "metrics.jsonl")
+    records = read_records(run_file.parent / "metrics.jsonl")
     assert not any("val_loss" in record for record in records)  # of some batches it would be another's
     assert records[-1]["event"] == "stopped" and records[-1]["step"] == 3
     assert log.read_text().count("asked to stop: the held-out loss after step 3 is not measured") == 1
@@ -167,7 +167,7 @@ def test_a_full_disk_ends_the_run_and_leaves_the_last_good_checkpoint(
     assert "Error" in log.read_text()
     newest = resume.newest_complete(run_file.parent / "checkpoints")
     assert newest and newest.step == 2
-    records = read_metrics(run_file.parent / "metrics.jsonl")
+    records = read_records(run_file.parent / "metrics.jsonl")
     assert [record["step"] for record in records if record.get("event") == "checkpoint"] == [2]
     ranks.run_ranks(ranks.train_rank, 1, run_file.parent, run_file=run_file)  # there is room again
     newest = resume.newest_complete(run_file.parent / "checkpoints")
@@ -179,7 +179,7 @@ def test_processes_that_never_begin_hold_nothing_up(tiny: Path, write_tiny_run: 
     settings = {"max_steps": 4, "save_interval": 2, "val_interval": 2, "val_steps": 1, "async_save": "on"}
     run_file = write_tiny_run(tiny, "still", data_parallel=2, num_workers=1, **settings)
     ranks.run_ranks(ranks.train_rank_whose_forks_stand_still, 2, run_file.parent, run_file=run_file)
-    records = read_metrics(run_file.parent / "metrics.jsonl")
+    records = read_records(run_file.parent / "metrics.jsonl")
     assert [record["step"] for record in records if "loss" in record] == [1, 2, 3, 4]
     assert [record["step"] for record in records if "val_loss" in record] == [2, 4]
     assert [checkpoint.step for checkpoint in resume.all_complete(run_file.parent / "checkpoints")] == [2, 4]

@@ -14,7 +14,7 @@ import ranks
 from pretrainkit.checkpoint.convert import convert
 from pretrainkit.config.run_file import read_run, write_run
 from pretrainkit.run import checkpoints as resume
-from pretrainkit.run.metrics import read_metrics
+from pretrainkit.run.json_lines import read_records
 from pretrainkit.run.retention import remove
 
 pytestmark = pytest.mark.integration
@@ -76,7 +76,7 @@ def train_with(write_tiny_run: Callable[..., Path]) -> Callable[..., list[dict[s
         changed = dataclasses.replace(run.config.optimizer, **optimizer)
         write_run(run_file, dataclasses.replace(run, config=dataclasses.replace(run.config, optimizer=changed)))
         ranks.run_ranks(ranks.train_rank, run.world_size, run_file.parent, run_file=run_file)
-        return read_metrics(run_file.parent / "metrics.jsonl")
+        return read_records(run_file.parent / "metrics.jsonl")
 
     return train
 

@@ -24,7 +24,7 @@ from pretrainkit.errors import EXIT_STOPPED_AFTER_SAVING
 from pretrainkit.run import checkpoints
 from pretrainkit.run.attempts import read_attempts
 from pretrainkit.run.folder import COMMIT_MARK, RunFolder, checkpoint_name
-from pretrainkit.run.metrics import read_metrics
+from pretrainkit.run.json_lines import read_records
 
 pytestmark = pytest.mark.integration
 DEADLINE_S = 120
@@ -56,7 +56,7 @@ def train_faulty(
             process.join(DEADLINE_S)
             assert process.exitcode is not None, logs[0].read_text()[-3000:]
         assert len({process.exitcode for process in processes}) == 1, logs[-1].read_text()[-3000:]
-        return processes[0].exitcode, logs[0].read_text(), read_metrics(run_file.parent / "metrics.jsonl")
+        return processes[0].exitcode, logs[0].read_text(), read_records(run_file.parent / "metrics.jsonl")
 
     return train
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -13,17 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 from indexed_writer import IndexedDatasetWriter
+from tiny_runs import tiny_run
 
-from pretrainkit.config.schema import (
-    DataConfig,
-    DatasetFacts,
-    InitialWeights,
-    ModelShape,
-    OptimizerConfig,
-    ResolvedRun,
-    RunConfig,
-    TrainingConfig,
-)
+from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.run import checkpoints
 from pretrainkit.run.folder import RunFolder
 
@@ -107,37 +100,7 @@ def make_pair(tmp_path: Path) -> MakePair:
 @pytest.fixture
 def make_run(tmp_path: Path) -> Callable[..., ResolvedRun]:
     """A factory of runs of 10 samples an epoch and 4 a step; keyword arguments change the training's settings."""
-
-    def make(*, initial_checkpoint: str | None = None, blend: bool = False, **training: Any) -> ResolvedRun:
-        settings = {"global_batch_size": 4, "max_steps": 20, **training}
-        return ResolvedRun(
-            config=RunConfig(
-                experiment="tiny",
-                data=DataConfig(sequence_length=128),
-                optimizer=OptimizerConfig(lr=1e-3),
-                training=TrainingConfig(**settings),
-            ),
-            model=ModelShape("llama", 2, 64, 128, 8, 2, 8, 320, 512, 10000.0, 1e-6, False),
-            dataset=DatasetFacts(("/a", "/b"), (1.0, 2.0), 10, 1, None, "h")
-            if blend
-            else DatasetFacts(("/a",), (), 10, 1, None, "h"),
-            experiment_dir=str(tmp_path),
-            hf_folder="/hf",
-            initial_weights=initial_checkpoint and InitialWeights(initial_checkpoint, initial_checkpoint, None),
-            accelerator="cpu",
-            precision="fp32",
-            world_size=1,
-            data_parallel_size=1,
-            sequence_parallel=False,
-            max_steps=settings["max_steps"] or 10 // settings["global_batch_size"],
-            lr_warmup_steps=2,
-            lr_decay_steps=20,
-            min_lr=1e-4,
-            samples_per_epoch=10,
-            padded_vocab_size=384,
-        )
-
-    return make
+    return functools.partial(tiny_run, tmp_path)
 
 
 @pytest.fixture

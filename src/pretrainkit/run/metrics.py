@@ -8,15 +8,16 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import psutil
 
+from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.logs import get_logger
+from pretrainkit.models.flops import training_flops_per_token
 from pretrainkit.run.attempts import AttemptLog
 from pretrainkit.run.folder import RunFolder
-from pretrainkit.run.json_lines import JsonLinesWriter, read_records
+from pretrainkit.run.json_lines import JsonLinesWriter
 from pretrainkit.run.trackers import Tracker, numbers_of
 from pretrainkit.units import format_count, format_duration
 
@@ -34,21 +35,11 @@ class RunRecorder:
     A kill loses at most the line being written. After a resume a step may be in the file twice: the later line counts.
     """
 
-    def __init__(
-        self,
-        folder: RunFolder,
-        *,
-        tokens_per_sample: int,
-        samples_per_step: int,
-        flops_per_token: float,
-        max_steps: int,
-        world_size: int,
-        peak_flops: float | None = None,
-    ) -> None:
+    def __init__(self, run: ResolvedRun, *, peak_flops: float | None = None) -> None:
+        """`peak_flops`: of the device in dense bf16, where that is known."""
+        folder = RunFolder.of(run)
+        self._run, self._peak_flops = run, peak_flops
         self._attempts, self._file = AttemptLog(folder), JsonLinesWriter(folder.metrics)
-        self._tokens_per_sample, self._tokens_per_step = tokens_per_sample, tokens_per_sample * samples_per_step
-        self._max_steps, self._world_size = max_steps, world_size
-        self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
         self.trackers: list[Tracker] = []
         self._data_wait_s = 0.0
         self._padded: list[Any] = []
@@ -82,73 +73,44 @@ class RunRecorder:
 
         MFU (model FLOPs use) is a rank's model FLOP/s over its device's dense bf16 peak, where that is known.
         """
-        now_s = time.monotonic()
+        run, now_s = self._run, time.monotonic()
         steps = step - (self._last_step if self._last_step is not None else step - 1)
         step_time_s = (now_s - self._last_time_s) / max(steps, 1)
         self._last_time_s, self._last_step = now_s, step
         self._step_times_s.append(step_time_s)
-        tokens_per_second = self._tokens_per_step / step_time_s
-        flops_per_rank = tokens_per_second * self._flops_per_token / self._world_size
+        tokens_per_second = run.tokens_per_step / step_time_s
+        flops_per_token = training_flops_per_token(run.model, run.config.data.sequence_length)
+        flops_per_rank = tokens_per_second * flops_per_token / run.world_size
         data_wait_share = self._data_wait_s / max(steps * step_time_s, 1e-9)
-        self._data_wait_s = 0.0
         padding_share = sum(map(float, self._padded)) / len(self._padded) if self._padded else None
-        self._padded.clear()
-        mfu = None if self._peak_flops is None else flops_per_rank / self._peak_flops
+        mfu = flops_per_rank / self._peak_flops if self._peak_flops else None
+        self._data_wait_s, self._padded = 0.0, []
         self._write(
             step=step,
             loss=loss,
             learning_rate=learning_rate,
             grad_norm=grad_norm,
-            tokens=consumed_samples * self._tokens_per_sample,
+            tokens=consumed_samples * run.config.data.sequence_length,
             step_time_s=round(step_time_s, 4),
             tokens_per_second=round(tokens_per_second, 2),
-            tokens_per_second_per_rank=round(tokens_per_second / self._world_size, 2),
+            tokens_per_second_per_rank=round(tokens_per_second / run.world_size, 2),
             tflops_per_rank=round(flops_per_rank / 1e12, 4),
-            mfu=None if mfu is None else round(mfu, 4),
+            mfu=mfu and round(mfu, 4),
             data_wait_share=round(data_wait_share, 4),
-            padding_share=None if padding_share is None else round(padding_share, 6),
-            peak_memory_gib=None if peak_memory_gib is None else round(peak_memory_gib, 3),
+            padding_share=padding_share and round(padding_share, 6),
+            peak_memory_gib=peak_memory_gib and round(peak_memory_gib, 3),
         )
         norm = "" if grad_norm is None else f"grad norm {grad_norm:.3f}  "
         log.info(
-            f"step {step}/{self._max_steps}  loss {loss:.4f}  lr {learning_rate:.3g}  {norm}"
+            f"step {step}/{run.max_steps}  loss {loss:.4f}  lr {learning_rate:.3g}  {norm}"
             f"{format_count(tokens_per_second)} tokens/s  {'' if mfu is None else f'MFU {mfu:.1%}  '}"
-            f"{format_duration((self._max_steps - step) * statistics.median(self._step_times_s))} left"
+            f"{format_duration((run.max_steps - step) * statistics.median(self._step_times_s))} left"
         )
 
     def validation(self, step: int, *, loss: float) -> None:
         """Record the held-out loss after optimizer step `step`; its time doesn't count as training time."""
         self._write(step=step, val_loss=loss)
-        log.info(f"step {step}/{self._max_steps}  held-out loss {loss:.4f}")
-
-    def bad_loss(
-        self,
-        step: int,
-        *,
-        problem: str,
-        loss: float,
-        grad_norm: float,
-        samples: range,
-        documents: dict[str, list[int]],
-        skipped: bool,
-    ) -> None:
-        """Record a step that updated nothing, with the samples and documents of its batch."""
-        shown = "; ".join(f"{prefix}: {', '.join(map(str, ids[:20]))}" for prefix, ids in documents.items())
-        log.warning(
-            f"step {step}: {problem}; {'skipped' if skipped else 'stopping'}. "
-            f"Samples {samples.start} to {samples.stop - 1}, documents of {shown}"
-        )
-        self.event(
-            "bad_loss",
-            step=step,
-            problem=problem,
-            batch_loss=loss,
-            grad_norm=grad_norm,
-            first_sample=samples.start,
-            last_sample=samples.stop - 1,
-            documents=documents,
-            skipped=skipped,
-        )
+        log.info(f"step {step}/{self._run.max_steps}  held-out loss {loss:.4f}")
 
     def event(self, kind: str, **details: Any) -> None:
         """Record something that happened, such as the start of an attempt or a checkpoint."""
@@ -160,7 +122,10 @@ class RunRecorder:
 
     def _write(self, **record: Any) -> None:
         # JSON has no NaN.
-        finite = {name: None if _is_not_finite(value) else value for name, value in record.items()}
+        finite = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in record.items()
+        }
         self._attempts.add(finite)
         self._file.append(finite)
         if "event" not in record:
@@ -177,31 +142,22 @@ class RunRecorder:
     def close(self) -> None:
         """Let the trackers send what is queued, with a timeout: the run is done, and other ranks wait."""
         trackers = len(self.trackers)
-        self._send_to_trackers(lambda tracker: _within(TRACKER_FLUSH_TIMEOUT_S, tracker.finish))
+        self._send_to_trackers(_finish)
         if len(self.trackers) < trackers:  # Python would wait for the library's process when it exits
             for process in psutil.Process().children(recursive=True):
                 process.kill()
 
 
-def _within(limit_s: float, function: Callable[[], None]) -> None:
-    """Call a function of the main thread; raises TimeoutError when it takes longer."""
+def _finish(tracker: Tracker) -> None:
+    """End a tracker in the main thread, as W&B asks; raises TimeoutError when it takes too long."""
 
     def stop(*_: Any) -> None:
-        raise TimeoutError(f"not done within {format_duration(limit_s)}")
+        raise TimeoutError(f"not done within {format_duration(TRACKER_FLUSH_TIMEOUT_S)}")
 
     before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    signal.setitimer(signal.ITIMER_REAL, TRACKER_FLUSH_TIMEOUT_S)
     try:
-        function()
+        tracker.finish()
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-
-
-def _is_not_finite(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """All intact records of a run in the order they were written, over all its attempts."""
-    return read_records(path)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tiny_runs import tiny_run
 
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import EXIT_FAILED, PretrainkitError
@@ -21,7 +22,7 @@ from pretrainkit.run.metrics import RunRecorder
 
 
 def recorder_of(folder: RunFolder) -> RunRecorder:
-    return RunRecorder(folder, tokens_per_sample=2, samples_per_step=4, flops_per_token=1.0, max_steps=99, world_size=1)
+    return RunRecorder(tiny_run(folder.path, max_steps=99))
 
 
 def record(folder: RunFolder, *runs: tuple[int, int]) -> None:

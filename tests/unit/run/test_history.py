@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiny_runs import tiny_run
 
 from pretrainkit.errors import RequestError
-from pretrainkit.run.folder import RunFolder
 from pretrainkit.run.history import read_history
 from pretrainkit.run.metrics import RunRecorder
 from pretrainkit.run.plot import plot_history
@@ -20,14 +20,7 @@ REPOSITORY = Path(__file__).parents[3]
 
 
 def train(experiment: Path, begin: int, end: int, loss: float) -> None:
-    recorder = RunRecorder(
-        RunFolder(experiment),
-        tokens_per_sample=2,
-        samples_per_step=4,
-        flops_per_token=1.0,
-        max_steps=20,
-        world_size=2,
-    )
+    recorder = RunRecorder(tiny_run(experiment, world_size=2))
     recorder.event("start", step=begin, mode="continue" if begin else "random", world_size=2)
     for step in range(begin + 1, end + 1):
         recorder.train_step(

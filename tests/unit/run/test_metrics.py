@@ -9,23 +9,17 @@ from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
+from tiny_runs import tiny_run
 
+from pretrainkit.models.flops import training_flops_per_token
 from pretrainkit.run import metrics
-from pretrainkit.run.folder import RunFolder
-from pretrainkit.run.metrics import RunRecorder, read_metrics
+from pretrainkit.run.json_lines import read_records
+from pretrainkit.run.metrics import RunRecorder
 from pretrainkit.run.trackers import Tracker
 
 
 def recorder(folder: Path, trackers: Sequence[Tracker] = ()) -> RunRecorder:
-    made = RunRecorder(
-        RunFolder(folder),
-        tokens_per_sample=128,
-        samples_per_step=4,
-        flops_per_token=1e9,
-        max_steps=10,
-        world_size=2,
-        peak_flops=1e12,
-    )
+    made = RunRecorder(tiny_run(folder, max_steps=10, world_size=2), peak_flops=1e12)
     made.trackers = list(trackers)
     return made
 
@@ -38,7 +32,7 @@ def test_records_of_several_attempts_follow_each_other(tmp_path: Path) -> None:
         attempt.start(start)
         attempt.train_step(start + 1, consumed_samples=4 * (start + 1), loss=loss, learning_rate=1e-3, grad_norm=None)
         attempt.validation(start + 1, loss=loss + 1)
-    metrics = read_metrics(path)
+    metrics = read_records(path)
     assert [record.get("loss") for record in metrics] == [None, 3.0, None, None, 2.0, None]
     assert [record.get("val_loss") for record in metrics] == [None, None, 4.0, None, None, 3.0]
     assert metrics[4]["tokens"] == 1024
@@ -48,7 +42,7 @@ def test_rate_is_the_mean_since_the_last_record(tmp_path: Path) -> None:
     attempt = recorder(tmp_path)
     attempt.start(0)
     attempt.train_step(5, consumed_samples=20, loss=3.0, learning_rate=1e-3, grad_norm=1.0)
-    (record,) = read_metrics(tmp_path / "metrics.jsonl")
+    (record,) = read_records(tmp_path / "metrics.jsonl")
     assert record["tokens_per_second_per_rank"] * 2 - record["tokens_per_second"] < 0.02
     assert record["tokens"] == 5 * 512
 
@@ -59,7 +53,7 @@ def test_time_of_evaluations_and_saves_is_left_out_and_that_of_steps_is_not(tmp_
     attempt.skip_time(-1000.0)  # as if steps had taken that long
     attempt.skip_time(400.0)
     attempt.train_step(6, consumed_samples=24, loss=3.0, learning_rate=1e-3, grad_norm=1.0)
-    assert read_metrics(tmp_path / "metrics.jsonl")[0]["step_time_s"] == pytest.approx(100, rel=0.01)
+    assert read_records(tmp_path / "metrics.jsonl")[0]["step_time_s"] == pytest.approx(100, rel=0.01)
 
 
 def test_the_time_left_is_told_by_usual_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -82,14 +76,14 @@ def test_the_share_of_positions_without_a_loss_is_a_mean_over_microbatches(tmp_p
     attempt.padding(torch.ones(2, 2))
     for step in (1, 2):
         attempt.train_step(step, consumed_samples=4 * step, loss=3.0, learning_rate=1e-3, grad_norm=1.0)
-    assert [record["padding_share"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [0.125, None]
+    assert [record["padding_share"] for record in read_records(tmp_path / "metrics.jsonl")] == [0.125, None]
 
 
 def test_a_line_torn_by_a_kill_is_cut_off(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "lo')
     recorder(tmp_path).event("start", step=1)
-    assert [record.get("step") for record in read_metrics(path)] == [1, 1]
+    assert [record.get("step") for record in read_records(path)] == [1, 1]
 
 
 def test_mfu_is_the_share_of_the_peak(tmp_path: Path) -> None:
@@ -97,8 +91,9 @@ def test_mfu_is_the_share_of_the_peak(tmp_path: Path) -> None:
     attempt.start(0)
     attempt.data_wait(1e-6)
     attempt.train_step(1, consumed_samples=4, loss=3.0, learning_rate=1e-3, grad_norm=1.0, peak_memory_gib=1.5)
-    (record,) = read_metrics(tmp_path / "metrics.jsonl")
-    assert record["mfu"] == pytest.approx(record["tokens_per_second"] * 1e9 / 2 / 1e12, rel=1e-3)
+    (record,) = read_records(tmp_path / "metrics.jsonl")
+    flops = training_flops_per_token(attempt._run.model, 128)
+    assert record["mfu"] == pytest.approx(record["tokens_per_second"] * flops / 2 / 1e12, rel=1e-3)
     assert record["tflops_per_rank"] == pytest.approx(record["mfu"], abs=1e-3)
     assert 0 < record["data_wait_share"] <= 1
     assert record["peak_memory_gib"] == 1.5
@@ -129,11 +124,11 @@ def test_a_full_disk_costs_no_record_and_not_the_run(tmp_path: Path, caplog: pyt
     attempt._file._file = disk  # type: ignore[assignment]
     for step in (1, 2):
         attempt.validation(step, loss=float(step))
-    assert [record.get("val_loss") for record in read_metrics(path)] == [None]
+    assert [record.get("val_loss") for record in read_records(path)] == [None]
     assert caplog.text.count("be written (No space left on device)") == 1
     disk.room = 10_000
     attempt.validation(3, loss=3.0)
-    assert [record.get("val_loss") for record in read_metrics(path)] == [None, 1.0, 2.0, 3.0]
+    assert [record.get("val_loss") for record in read_records(path)] == [None, 1.0, 2.0, 3.0]
 
 
 def test_a_tracker_that_does_not_end_is_left(
@@ -171,4 +166,4 @@ def test_a_tracker_that_fails_is_left_out(tmp_path: Path, caplog: pytest.LogCapt
         broken.calls == 1
         and "Broken failed and gets no more records of this attempt: RuntimeError('no server')" in caplog.text
     )
-    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 2
+    assert len(read_records(tmp_path / "metrics.jsonl")) == 2

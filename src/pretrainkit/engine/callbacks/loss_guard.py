@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.engine.agreement import all_ranks_any
 from pretrainkit.errors import PretrainkitError
+from pretrainkit.logs import get_logger
 from pretrainkit.megatron.dataset import documents_of_samples
 from pretrainkit.run.metrics import RunRecorder
 
@@ -22,6 +23,8 @@ WINDOW_STEPS = 32
 """Steps whose mean loss a new one is compared with."""
 MIN_STEPS = 8
 """Steps in the window before a spike can be detected; every start begins with an empty window."""
+
+log = get_logger(__name__)
 
 
 class LossJudge:
@@ -130,12 +133,22 @@ class LossGuard(pl.Callback):
         first = trainer.datamodule.state_dict()["consumed_samples"]
         samples = range(first, first + self._run.config.training.global_batch_size)
         documents = documents_of_samples(trainer.datamodule._train_ds, samples)
-        self._recorder.bad_loss(
+        step, shown = (
             trainer.global_step + 1,
+            "; ".join(f"{prefix}: {', '.join(map(str, ids[:20]))}" for prefix, ids in documents.items()),
+        )
+        log.warning(
+            f"step {step}: {what}; {'stopping' if stop else 'skipped'}. "
+            f"Samples {samples.start} to {samples.stop - 1}, documents of {shown}"
+        )
+        self._recorder.event(
+            "bad_loss",
+            step=step,
             problem=what,
-            loss=loss,
+            batch_loss=loss,
             grad_norm=self.grad_norm,
-            samples=samples,
+            first_sample=samples.start,
+            last_sample=samples.stop - 1,
             documents=documents,
             skipped=not stop,
         )

@@ -16,12 +16,11 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from megatron.core.datasets.blended_dataset import BlendedDataset
 
 from pretrainkit.config.schema import Kernels, ResolvedRun
+from pretrainkit.engine.callbacks.before_steps import UseCudaGraphs
 from pretrainkit.engine.callbacks.loss_guard import LossGuard
-from pretrainkit.engine.callbacks.on_start import UseCudaGraphs
 from pretrainkit.logs import get_logger
 from pretrainkit.megatron.attention_kernels import attention_kernel
 from pretrainkit.megatron.dataset import shares_drawn
-from pretrainkit.models.flops import training_flops_per_token
 from pretrainkit.run.attempts import read_attempts
 from pretrainkit.run.folder import RunFolder
 from pretrainkit.run.gpu_specs import peak_flops
@@ -39,13 +38,7 @@ def begin_recorder(run: ResolvedRun, plan: StartPlan, chosen: Kernels, requests:
     folder = RunFolder.of(run)
     furthest = max((attempt.last_step for attempt in read_attempts(folder)), default=0)
     recorder = RunRecorder(
-        folder,
-        tokens_per_sample=run.config.data.sequence_length,
-        samples_per_step=run.config.training.global_batch_size,
-        flops_per_token=training_flops_per_token(run.model, run.config.data.sequence_length),
-        max_steps=run.max_steps,
-        world_size=run.world_size,
-        peak_flops=peak_flops(torch.cuda.get_device_name()) if run.accelerator == "gpu" else None,
+        run, peak_flops=peak_flops(torch.cuda.get_device_name()) if run.accelerator == "gpu" else None
     )
     attention = "te" if chosen.layer_spec == "te" else attention_kernel(run)
     used = {**dataclasses.asdict(chosen), "attention": attention}
