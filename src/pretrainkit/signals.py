@@ -1,7 +1,8 @@
-"""Signals and time limits that ask a process to stop: as an error that ends a command, as requests to a rank."""
+"""Signals and time limits that ask a process to stop, as an error or as requests to a rank; and orphans (Linux)."""
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 import signal
@@ -9,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import psutil
@@ -25,7 +26,25 @@ theirs to every process, so every process of a run handles the same ones."""
 JOB_START_VARIABLE = "PRETRAINKIT_JOB_START_S"
 """Environment variable: start of the job or command that a rank belongs to, in seconds since 1970."""
 
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+"""Options of prctl (linux/prctl.h)."""
+
 log = get_logger(__name__)
+
+
+def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
+    """Have the system send this process a signal when its parent dies, however it dies."""
+    _prctl(_PR_SET_PDEATHSIG, number)
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of descendants whose parent dies, so that it can end them."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    with suppress(OSError, AttributeError):  # another system than Linux
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 class _Signal(BaseException):

@@ -47,7 +47,7 @@ def train(
         patches.apply(nemo_patches.CPU)
     prefixes = local_prefixes(run)
     chosen = run.kernels
-    assert chosen, "pretraining/train.py refuses a run without kernels"
+    assert chosen, "run_rank refuses a run without kernels"
     patches.apply_kernels(chosen)
     patches.apply_optimizer()
 

@@ -21,11 +21,11 @@ from pretrainkit.errors import EXIT_STOPPED_AFTER_SAVING
 from pretrainkit.imports import heavy_imports
 from pretrainkit.jobs.secrets import passed_on
 from pretrainkit.launch.plan import LaunchPlan
-from pretrainkit.launch.supervise import GRACE_S, KILL_SIGNAL, GracefulStop, adopt_orphans, kill_descendants
+from pretrainkit.launch.supervise import GRACE_S, KILL_SIGNAL, GracefulStop, kill_descendants
 from pretrainkit.logs import get_logger
 from pretrainkit.run.folder import PID_FILE
 from pretrainkit.run.outcome import Outcome, read_outcome
-from pretrainkit.signals import STOP_SIGNALS
+from pretrainkit.signals import STOP_SIGNALS, adopt_orphans
 
 HOME_NAME = ".nemo_run"
 """NeMo-Run's own records, in the experiment's folder instead of the user's home."""
@@ -56,7 +56,7 @@ def run_local(plan: LaunchPlan) -> Outcome:
 
 
 def _wait_for_orphaned_ranks(plan: LaunchPlan, stop: GracefulStop) -> None:
-    """Let ranks whose node process was killed save and end: the kernel has sent them SIGTERM (`train.py`)."""
+    """Let ranks whose node process was killed save and end: the kernel has sent them SIGTERM (`run_rank`)."""
     import psutil
 
     ranks = []

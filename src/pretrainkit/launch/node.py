@@ -19,18 +19,12 @@ from pretrainkit import logs
 from pretrainkit.errors import PretrainkitError
 from pretrainkit.jobs.rendezvous import Endpoint, open_store
 from pretrainkit.launch.agent import Agent, with_run_file_of_attempt
-from pretrainkit.launch.supervise import (
-    KILL_SIGNAL,
-    GracefulStop,
-    adopt_orphans,
-    redirect_output,
-    supervise,
-)
+from pretrainkit.launch.supervise import KILL_SIGNAL, GracefulStop, redirect_output, supervise
 from pretrainkit.machine import count_cpus
 from pretrainkit.run.folder import NODE_LOG, PID_FILE, RANKS_LOCK, RunFolder, locked
 from pretrainkit.run.outcome import Outcome, write_outcome
 from pretrainkit.run.resource_plan import choose_on_node
-from pretrainkit.signals import STOP_SIGNALS
+from pretrainkit.signals import STOP_SIGNALS, adopt_orphans
 
 log = logs.get_logger(__name__)
 

@@ -10,7 +10,6 @@ running when it is killed. So its agent runs in a thread (`agent.py`), and the m
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import sys
@@ -34,8 +33,6 @@ _POLL_S = 0.1
 _AGENT_S = 5
 """Longest wait for the agent to notice that its ranks were killed."""
 _KILL_WAIT_S = 10
-_PR_SET_CHILD_SUBREAPER = 36
-"""prctl option (linux/prctl.h): orphaned descendants become our children, so that we can end them."""
 
 log = logs.get_logger(__name__)
 
@@ -128,12 +125,6 @@ def redirect_output(path: Path) -> int:
         os.dup2(file, stream.fileno())
     os.close(file)
     return former
-
-
-def adopt_orphans() -> None:
-    """Make this process the parent of descendants whose parent dies, where the system supports it (Linux)."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def kill_descendants() -> list[int]:

@@ -7,7 +7,6 @@ computation is that of transformers; weights are read with the safetensors packa
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
 import os
@@ -26,12 +25,11 @@ from pretrainkit import logs
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import CheckpointError, PretrainkitError
 from pretrainkit.imports import heavy_imports
+from pretrainkit.signals import die_with_parent
 
 PROCESS_BYTES = 1_500_000_000
 """Memory of Python, torch and transformers; assumed (0.7 GB were measured)."""
 PROGRESS_INTERVAL_S = 30.0
-PR_SET_PDEATHSIG = 1
-"""prctl option (linux/prctl.h): the signal that a process gets when its parent dies."""
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 log = logs.get_logger(__name__)
@@ -189,7 +187,7 @@ class _Progress:
 
 def main() -> int:
     """Answer the request on stdin; an error message goes to stdout too, with exit code 1."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    die_with_parent()
     logs.configure()
     result, sys.stdout = sys.stdout, sys.stderr  # keeps what libraries print out of the result
     try:

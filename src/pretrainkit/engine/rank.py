@@ -1,0 +1,59 @@
+"""One rank, from run.json and torchrun's variables to its exit code. NeMo is imported once there is something to do."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from pretrainkit import logs
+from pretrainkit.config.run_file import read_run
+from pretrainkit.errors import EXIT_DONE, EXIT_STOPPED_AFTER_SAVING, RequestError
+from pretrainkit.imports import heavy_imports, leave_out
+from pretrainkit.run import resume_plan
+from pretrainkit.signals import RankStopRequests, die_with_parent
+
+log = logs.get_logger(__name__)
+
+
+def run_rank(run_file: Path) -> int:
+    """Train the run of a run.json on this rank; its exit code. Raises PretrainkitError."""
+    die_with_parent(signal.SIGTERM)  # without what started the ranks they would hold their GPUs: they save and end
+    requests = RankStopRequests()  # from here on a signal means: finish the step, save, end
+    run = read_run(run_file)
+    rank, world_size, local_world_size = (
+        int(os.environ.get(name, default))
+        for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1"))
+    )
+    if world_size != run.world_size:
+        raise RequestError(
+            f"{world_size} processes were started",
+            needed=f"{run.world_size}, as the run was resolved for",
+            action="start it with pretrain.py, or with as many ranks as run.json says",
+            where=str(run_file),
+        )
+    if run.kernels is None:
+        raise RequestError(
+            "the run's kernels are not chosen",
+            needed="kernels in run.json, as pretrain.py writes them, or the first node of a job",
+            action="start it with pretrain.py",
+            where=str(run_file),
+        )
+    plan = resume_plan.plan_start(run)
+    if plan.is_done:
+        log.info("nothing to do: %d of %d steps are done", plan.step, run.max_steps)
+        return EXIT_DONE
+    if rank == 0:
+        resume_plan.prepare(run, plan)
+    if run.kernels.layer_spec == "torch":
+        # Importing it takes seconds, memory of the GPU, and may bring a cuDNN with which torch doesn't run attention.
+        leave_out("transformer_engine")
+    with heavy_imports():
+        if run.accelerator == "cpu":
+            from pretrainkit.megatron import cpu
+
+            cpu.bridge()
+        from pretrainkit.engine import train
+    logs.quiet_upstream()
+    done = train.train(run, plan, rank=rank, local_world_size=local_world_size, requests=requests)
+    return EXIT_DONE if done else EXIT_STOPPED_AFTER_SAVING
