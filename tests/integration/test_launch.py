@@ -18,6 +18,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import tiny_runs
 
 pytestmark = pytest.mark.integration
 DEADLINE_S = 240
@@ -52,14 +53,16 @@ sys.exit(85)
 START = """
 import sys
 from pathlib import Path
+from tiny_runs import tiny_run
 from pretrainkit import logs
-from pretrainkit.launch.plan import LaunchPlan
+from pretrainkit.launch.local import LaunchPlan
 from pretrainkit.launch.start import run_attempt
 logs.configure()
 experiment, script, mode = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 class Plan(LaunchPlan):
     rank_command = property(lambda self: [sys.executable, str(script), "--run", mode, 'a b', '$HOME $$ "c'])
-plan = Plan(experiment, experiment / "run.json", experiment / "logs" / "attempt_1", 2, {}, script)
+run = tiny_run(experiment, world_size=2)
+plan = Plan(run, experiment / "run.json", experiment / "logs" / "attempt_1", script)
 sys.exit(run_attempt(plan))
 """
 
@@ -146,7 +149,8 @@ def launcher(folder: Path) -> Callable[[str], Attempt]:
             other.write_text("#!/bin/sh\nexit 99\n")
             other.chmod(0o755)
         command = [sys.executable, "-c", START, str(folder), str(folder / "rank.py"), mode]
-        return Attempt(folder, command, PATH=f"{folder / 'bin'}:{os.environ['PATH']}")
+        support = f"{Path(tiny_runs.__file__).parent}:{os.environ.get('PYTHONPATH', '')}"
+        return Attempt(folder, command, PATH=f"{folder / 'bin'}:{os.environ['PATH']}", PYTHONPATH=support)
 
     return start
 

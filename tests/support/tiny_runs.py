@@ -9,6 +9,7 @@ from pretrainkit.config.schema import (
     DataConfig,
     DatasetFacts,
     InitialWeights,
+    LaunchConfig,
     ModelShape,
     OptimizerConfig,
     ResolvedRun,
@@ -26,6 +27,7 @@ def tiny_run(
         config=RunConfig(
             experiment="tiny",
             data=DataConfig(sequence_length=128),
+            launch=LaunchConfig(num_gpus=world_size),
             optimizer=OptimizerConfig(lr=1e-3),
             training=TrainingConfig(**settings),
         ),

@@ -15,7 +15,8 @@ from typing import Any
 from pretrainkit.config.run_file import read_run, write_run
 from pretrainkit.config.schema import ResolvedRun, TrackingConfig
 from pretrainkit.errors import RequestError
-from pretrainkit.launch.plan import LaunchPlan, plan_launch
+from pretrainkit.jobs.run_job import rank_environment
+from pretrainkit.launch.local import LaunchPlan
 from pretrainkit.megatron.kernels import choose_for, installed_libraries
 from pretrainkit.run.folder import RUN_FILE, RunFolder
 
@@ -47,20 +48,15 @@ class Program:
         logs = RunFolder(scratch).attempt(1)
         logs.mkdir(parents=True)
         shutil.copyfile(run_file, logs / RUN_FILE)  # ranks read the attempt's
-        return self._launch_plan(run_file, logs).node_command
+        assert self.train_script
+        run = dataclasses.replace(self.run, experiment_dir=str(run_file.parent))
+        return LaunchPlan(run, run_file, logs, self.train_script).node_command
 
     def start_environment(self) -> dict[str, str]:
         """Variables that the program needs; the user's own win, as in a real start."""
         if self.run is None:
             return self.environment
-        plan = self._launch_plan(Path(RUN_FILE), Path())
-        return {name: value for name, value in plan.environment.items() if name not in os.environ}
-
-    def _launch_plan(self, run_file: Path, log_dir: Path) -> LaunchPlan:
-        """As for a real start of the run."""
-        assert self.run and self.train_script
-        run = dataclasses.replace(self.run, experiment_dir=str(run_file.parent))
-        return plan_launch(run, run_file=run_file, log_dir=log_dir, train_script=self.train_script)
+        return {name: value for name, value in rank_environment(self.run).items() if name not in os.environ}
 
 
 def of_experiment(folder: Path, train_script: Path) -> Program:

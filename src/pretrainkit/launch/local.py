@@ -1,4 +1,4 @@
-"""Starts a plan on this machine through NeMo-Run.
+"""An attempt on this machine: one node process, started through NeMo-Run, which starts the ranks.
 
 NeMo-Run's LocalExecutor can't be stopped: when its process is killed, what it started keeps running. So this module
 forwards signals to the node process itself, and ends whatever outlives that.
@@ -10,17 +10,21 @@ import contextlib
 import math
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pretrainkit
+from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import EXIT_STOPPED_AFTER_SAVING
 from pretrainkit.imports import heavy_imports
+from pretrainkit.jobs.container import Container
+from pretrainkit.jobs.run_job import NODE_MODULE, python_of, rank_environment
 from pretrainkit.jobs.secrets import passed_on
-from pretrainkit.launch.plan import LaunchPlan
 from pretrainkit.launch.supervise import GRACE_S, KILL_SIGNAL, GracefulStop, kill_descendants
 from pretrainkit.logs import get_logger
 from pretrainkit.run.folder import PID_FILE
@@ -36,6 +40,40 @@ _SECOND_CTRL_C_S = 1.0
 log = get_logger(__name__)
 
 
+@dataclass(frozen=True)
+class LaunchPlan:
+    """Everything that starting an attempt needs."""
+
+    run: ResolvedRun
+    run_file: Path
+    log_dir: Path
+    train_script: Path
+    """The script that every rank runs."""
+    container: Container | None = None
+
+    @property
+    def rank_command(self) -> list[str]:
+        """Command of every rank."""
+        return [sys.executable, str(self.train_script), "--run", str(self.run_file)]
+
+    @property
+    def node_command(self) -> list[str]:
+        """Command that starts the ranks, in the container if there is one; else with this interpreter."""
+        config = self.run.config.launch
+        command = [
+            *(python_of(config, self.container is not None), "-m", NODE_MODULE),
+            *("--ranks", str(config.num_gpus)),
+            *("--experiment_dir", self.run.experiment_dir),
+            *("--log_dir", str(self.log_dir)),
+            *(["--choose_kernels"] if self.container else []),
+            "--",
+            *self.rank_command[1:],
+        ]
+        if self.container is None:
+            return command
+        return ["apptainer", "exec", *self.container.apptainer_options(), self.container.image, *command]
+
+
 def run_local(plan: LaunchPlan) -> Outcome:
     """Start an attempt on this machine, wait for its end, and return how it ended. Must run in the main thread.
 
@@ -48,9 +86,7 @@ def run_local(plan: LaunchPlan) -> Outcome:
         _wait_for_orphaned_ranks(plan, stop)
     if left := kill_descendants():
         log.warning("killed processes that were left behind: %s", ", ".join(map(str, left)))
-    if (
-        stop.requested and not (plan.log_dir / PID_FILE).exists()
-    ):  # the signal killed the node process before it listened
+    if stop.requested and not (plan.log_dir / PID_FILE).exists():  # the node process was killed before it listened
         return Outcome(EXIT_STOPPED_AFTER_SAVING, None, "stopped before the ranks were started")
     return read_outcome(plan.log_dir)
 
@@ -72,11 +108,11 @@ def _wait_for_orphaned_ranks(plan: LaunchPlan, stop: GracefulStop) -> None:
 
 
 def _run_experiment(plan: LaunchPlan) -> None:
-    home = plan.experiment_dir / HOME_NAME
+    home = Path(plan.run.experiment_dir) / HOME_NAME
     os.environ["NEMORUN_HOME"] = str(home)  # read when nemo_run is imported
-    for name, value in plan.environment.items():
+    for name, value in rank_environment(plan.run).items():  # the launcher's own variables win
         os.environ.setdefault(name, value)
-    os.environ.update(plan.asked_environment)
+    os.environ.update(plan.run.config.launch.environment)  # those of --env and the site win over all others
     if plan.container is not None:
         _export_to_container(plan)
     with heavy_imports():
@@ -105,7 +141,14 @@ def _export_to_container(plan: LaunchPlan) -> None:
     """Choose the variables that Apptainer lets in: with --cleanenv it lets in no others."""
     plain, secret = passed_on(os.environ)
     ours = (name for name in os.environ if name.startswith("PRETRAINKIT_"))
-    names = {*plain, *secret, *ours, *plan.environment, *plan.asked_environment, "CUDA_VISIBLE_DEVICES"}
+    names = {
+        *plain,
+        *secret,
+        *ours,
+        *rank_environment(plan.run),
+        *plan.run.config.launch.environment,
+        "CUDA_VISIBLE_DEVICES",
+    }
     inside = {name: os.environ[name] for name in names if name in os.environ}
     inside |= {"PYTHONNOUSERSITE": "1", "PYTHONPATH": str(Path(pretrainkit.__file__).parents[1])}
     os.environ.update({f"APPTAINERENV_{name}": value for name, value in inside.items()})

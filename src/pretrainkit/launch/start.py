@@ -22,7 +22,7 @@ from pretrainkit.jobs.start_job import planned_job, start_job
 from pretrainkit.jobs.submit import describe as describe_job
 from pretrainkit.launch.agent import rank_log_names
 from pretrainkit.launch.inputs import inspect_inputs
-from pretrainkit.launch.plan import LaunchPlan, plan_launch
+from pretrainkit.launch.local import LaunchPlan, run_local
 from pretrainkit.launch.summary import summarize, summarize_estimates
 from pretrainkit.launch.supervise import GRACE_S
 from pretrainkit.logs import get_logger, masked
@@ -70,7 +70,7 @@ def start(config: RunConfig, *, train_script: Path, command_line: Sequence[str],
             files.write_text(place / SOURCE_FILE, source)
         files.write_text(log_dir / RUN_FILE, run_file.read_text(encoding="utf-8"))
         log.info("experiment %s, logs in %s", config.experiment, log_dir)
-        return run_attempt(_plan(run, run_file, log_dir, train_script, container))
+        return run_attempt(LaunchPlan(run, run_file, log_dir, train_script.resolve(), container))
 
 
 def dry_run(config: RunConfig, *, train_script: Path) -> int:
@@ -87,7 +87,7 @@ def dry_run(config: RunConfig, *, train_script: Path) -> int:
     if job is not None:
         print(f"\n{describe_job(job)}")
         return EXIT_DONE
-    plan = _plan(run, run_file, folder.attempt("N"), train_script, container)
+    plan = LaunchPlan(run, run_file, folder.attempt("N"), train_script.resolve(), container)
     print(f"command    {shlex.join(plan.node_command)}")
     return EXIT_DONE
 
@@ -116,27 +116,13 @@ def _container(run: ResolvedRun, train_script: Path) -> Container | None:
     return container_of(run.config.launch, needs=needs, on_gpu=run.accelerator == "gpu")
 
 
-def _plan(
-    run: ResolvedRun, run_file: Path, log_dir: Path, train_script: Path, container: Container | None
-) -> LaunchPlan:
-    return plan_launch(
-        run,
-        run_file=run_file,
-        log_dir=log_dir,
-        train_script=train_script.resolve(),
-        container=container,
-    )
-
-
 def run_attempt(plan: LaunchPlan) -> int:
     """Run an attempt on this machine to its end, with its output on the terminal."""
-    from pretrainkit.launch.local import run_local
-
     shown = [plan.log_dir / name for name in (NODE_LOG, *rank_log_names(0))]
     with Follower(shown, sys.stderr.buffer):
         outcome = run_local(plan)
     if outcome.exit_code == EXIT_DONE:
-        log.info("done: %s", plan.experiment_dir)
+        log.info("done: %s", plan.run.experiment_dir)
     elif outcome.exit_code == EXIT_STOPPED_AFTER_SAVING:
         log.warning("stopped as asked; the same command continues it")
     else:
