@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+LIBRARIES = ("transformer_engine.pytorch", "flash_attn", "liger_kernel")
 TOKENS, HEADS, HEAD_SIZE, HIDDEN = 512, 8, 64, 1024
 LARGEST_ERROR = 0.03
 """Of a bf16 kernel against fp32, relative to the largest value (rounding is 0.004, sums of a thousand of them 0.01)."""
@@ -124,10 +125,18 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("kernels     skipped  no GPU")
         return 0
-    installed = {
-        name for name in ("liger_kernel", "transformer_engine", "flash_attn") if importlib.util.find_spec(name)
-    }
+    installed: set[str] = set()
     code = 0
+    # All before the first kernel: whoever imports Transformer Engine later gets another cuDNN than torch has loaded.
+    for name in LIBRARIES:
+        if importlib.util.find_spec(name.partition(".")[0]):
+            try:
+                importlib.import_module(name)
+            except Exception as error:
+                print(f"kernels     failed   import {name}: {type(error).__name__}: {error}")
+                code = 1
+            else:
+                installed.add(name)
     for name, kernel in kernels(installed).items():
         begin_s = time.monotonic()
         try:

@@ -15,6 +15,11 @@ check_kernels = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(check_kernels)
 
 
+@pytest.mark.parametrize("library", check_kernels.LIBRARIES)
+def test_each_library_has_kernels_to_check(library: str) -> None:
+    assert len(check_kernels.kernels({library})) > len(check_kernels.kernels(set()))
+
+
 def test_a_kernel_with_a_wrong_result_is_found() -> None:
     import torch
 

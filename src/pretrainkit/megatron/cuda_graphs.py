@@ -11,6 +11,7 @@ refuses modules with hooks, and captures in a mode that an allocation by the dat
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -173,7 +174,7 @@ class GraphedLayers:
         graphs = CudaGraphs()
         _warm_up(graphs, self._block.layers[0], hidden, rotary)
         layers, passes = [], []
-        with _megatron_hooks_off():
+        with _capturing():
             output = hidden.detach().clone()
             for module in self._block.layers:
                 passes.append(current := _Pass(module, output, rotary))
@@ -240,13 +241,16 @@ def _restore_generator() -> None:
 
 
 @contextmanager
-def _megatron_hooks_off() -> Iterator[None]:
-    """Turn Megatron's hooks off during a capture."""
+def _capturing() -> Iterator[None]:
+    """Turn Megatron's hooks off during a capture, and Python's collector: destroying an old graph would end it."""
+    gc.collect()
+    gc.disable()
     cuda_graphs._set_capture_start()
     try:
         yield
     finally:
         cuda_graphs._set_capture_end()
+        gc.enable()
 
 
 def install(data_parallel: Any) -> GraphedLayers:
