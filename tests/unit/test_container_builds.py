@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrainkit.jobs.caches import CACHES, HOME_CACHES
+from pretrainkit.jobs.scripts import CACHES, HOME_CACHES
 
 CONTAINERS = Path(__file__).parents[2] / "containers"
 SETTINGS = dict(

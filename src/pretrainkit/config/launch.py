@@ -94,7 +94,7 @@ class LaunchConfig:
     requeue: bool = option(False, "requeue the job each time it hits its time limit")
     check_nodes: bool = option(True, "check each node before the ranks start; a bad node ends the job", flag=None)
     login_host: str | None = option(
-        None, "host with the same files to run Slurm's commands on, over ssh", flag=None, unset="this machine"
+        None, "host with the same files to run the scheduler's commands on, over ssh", flag=None, unset="this machine"
     )
     login_user: str | None = option(None, "user name on login_host", flag=None, unset="ssh's default")
     login_port: int | None = option(None, "ssh port of login_host", flag=None, unset="ssh's default")

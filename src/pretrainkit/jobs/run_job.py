@@ -1,22 +1,28 @@
-"""The job of a pretraining run: what its nodes run, and which folders they need."""
+"""The job of a pretraining run: what its nodes run, which folders they need, and how it is submitted."""
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from pretrainkit.config.launch import LaunchConfig
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.data.shards.urls import is_url
-from pretrainkit.errors import RequestError
+from pretrainkit.errors import EXIT_DONE, RequestError
+from pretrainkit.jobs import submit, watch
 from pretrainkit.jobs.container import container_of
 from pretrainkit.jobs.job import Job
+from pretrainkit.jobs.scheduler import Run, runner_of
 from pretrainkit.jobs.scripts import CODE
 from pretrainkit.jobs.secrets import is_secret, passed_on
-from pretrainkit.jobs.submit import SECRETS
+from pretrainkit.run import initial_weights
 from pretrainkit.run.checkpoints import newest_committed
-from pretrainkit.run.folder import RunFolder
+from pretrainkit.run.folder import LAUNCHER_LOCK, RANKS_LOCK, RunFolder, locked
+from pretrainkit.run.identity import write_run_file
+from pretrainkit.run.resource_plan import finalize_run
+from pretrainkit.run.source import describe
 from pretrainkit.units import parse_duration
 
 NODE_MODULE = "pretrainkit.launch.node"
@@ -27,10 +33,14 @@ _MAX_WARNING_S = 65535
 """sbatch's bound."""
 
 
-def job_of(run: ResolvedRun, *, folder: Path, run_file: Path, train_script: Path) -> Job:
-    """The job that trains a run. Raises RequestError for unusable mounts, images, runtimes and variables."""
+def planned_job(run: ResolvedRun, train_script: Path) -> Job:
+    """The job that would be submitted next for a run; its ranks run a copy of `train_script`, an absolute path.
+
+    Raises RequestError for unusable mounts, images, runtimes and variables.
+    """
     config, experiment_dir = run.config.launch, Path(run.experiment_dir)
     check_environment(config)
+    folder = submit.next_folder(RunFolder.of(run).jobs)
     script = folder / CODE / train_script.parent.name / train_script.name
     node = ["--ranks", config.num_gpus, "--experiment_dir", experiment_dir, "--job_dir", folder]
     node += ["--num_nodes", config.num_nodes, "--accelerator", run.accelerator]
@@ -40,7 +50,8 @@ def job_of(run: ResolvedRun, *, folder: Path, run_file: Path, train_script: Path
     node += ["--slots_per_gpu", config.slots_per_gpu] if config.slots_per_gpu else []
     container = container_of(config, needs=needs_of(run), on_gpu=run.accelerator == "gpu")
     plain, secret = passed_on(os.environ)
-    command = [python_of(config, container is not None), "-m", NODE_MODULE, *node, "--", script, "--run", run_file]
+    node += ["--", script, "--run", RunFolder.of(run).run_file]
+    command = [python_of(config, container is not None), "-m", NODE_MODULE, *node]
     return Job(
         name=run.config.experiment,
         folder=folder,
@@ -54,8 +65,40 @@ def job_of(run: ResolvedRun, *, folder: Path, run_file: Path, train_script: Path
         ranks_per_node=config.num_gpus,
         time_limit=run.config.training.time_limit,
         warning_s=int(min(max(margin_s, _MIN_WARNING_S), _MAX_WARNING_S)),
-        secrets=folder / SECRETS if secret else None,
+        secrets=folder / submit.SECRETS if secret else None,
     )
+
+
+def start_job(run: ResolvedRun, *, train_script: Path, command_line: Sequence[str], follow: bool) -> int:
+    """Submit the job of a run; wait for its end with `follow`.
+
+    Raises PretrainkitError when the scheduler refuses it: run.json and converted weights stay, the job's folder
+    doesn't.
+    """
+    folder, launch = RunFolder.of(run), run.config.launch
+    with locked(folder, LAUNCHER_LOCK):
+        with locked(folder, RANKS_LOCK):
+            job = planned_job(run, train_script.resolve())
+            _refuse_second(folder, runner_of(launch))
+            run = finalize_run(run)
+            initial_weights.provide_for(run)
+        write_run_file(run)
+        submitted = submit.submit(job, train_script.resolve(), describe(run, command_line))
+    submit.announce(submitted)
+    if not follow:
+        return EXIT_DONE
+    return watch.follow(submitted, runner_of(launch), is_chain=launch.chain > 1, requeues=launch.requeue)
+
+
+def _refuse_second(folder: RunFolder, commands: Run) -> None:
+    """Two jobs of one experiment would train the same steps: refuse while an earlier one is queued or running."""
+    for job in submit.read_records(folder.jobs)[-1:]:
+        if job.is_alive(commands):
+            raise RequestError(
+                f"job {job.job_id} of this experiment is queued or running",
+                action=f"wait for it, or cancel it ({job.cancel_command}); --chain submits several in a row",
+                where=str(folder.path),
+            )
 
 
 def rank_environment(run: ResolvedRun) -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +25,7 @@ _QUERY_TIMEOUT_S = 20
 _NO_SUCH_JOB = re.compile(r"Invalid job id|do not exist|Unknown [Jj]ob|has finished")
 
 
-def run_here(words: list[str], *, timeout_s: float = _TIMEOUT_S) -> str:
+def run_here(words: list[str], *, timeout_s: float = _TIMEOUT_S, action: str = "") -> str:
     """Run a command on this machine, without a shell."""
     try:
         done = subprocess.run(
@@ -43,8 +44,22 @@ def run_here(words: list[str], *, timeout_s: float = _TIMEOUT_S) -> str:
         raise PretrainkitError(f"no answer within {timeout_s} s", where=words[0]) from None
     if done.returncode:
         said = masked((done.stderr or done.stdout).strip())
-        raise PretrainkitError(f"{words[0]} failed with exit code {done.returncode}: {said}", where=words[0])
+        found = f"{words[0]} failed with exit code {done.returncode}: {said}"
+        raise PretrainkitError(found, action=action, where=words[0])
     return done.stdout
+
+
+def runner_of(config: LaunchConfig) -> Run:
+    """What runs the scheduler's commands: here, or on the site's login node over ssh."""
+    if config.login_host is None:
+        return run_here
+    options = ["-o", "StrictHostKeyChecking=accept-new"]
+    options += ["-l", config.login_user] if config.login_user else []
+    options += ["-p", str(config.login_port)] if config.login_port else []
+    options += ["-i", config.login_identity] if config.login_identity else []
+    ssh = ["ssh", *options, config.login_host]
+    action = "if ssh can't connect, check login_host, login_user and login_identity of the site"
+    return lambda words: run_here([*ssh, shlex.join(words)], action=action)
 
 
 @dataclass(frozen=True)
@@ -55,8 +70,8 @@ class Allocation:
     """Each host once, in the scheduler's order; the first is the head."""
     slots: tuple[int, ...] = ()
     """Slots on each host under Grid Engine and PBS; empty under Slurm."""
-    tasks: str = "1"
-    """Tasks that srun has started on each node, in Slurm's form ('1(x2)')."""
+    tasks_per_node: int = 1
+    """Largest number of tasks that srun has started on a node."""
 
 
 class Scheduler(ABC):
@@ -151,10 +166,6 @@ class Scheduler(ABC):
     @abstractmethod
     def time_left(self, environment: Mapping[str, str]) -> float | None:
         """Seconds until this process's job is ended; None without a limit, or outside of this scheduler's jobs."""
-
-    def runner(self, config: LaunchConfig) -> Run:
-        """What runs this scheduler's commands."""
-        return run_here
 
     def cancel_command(self, job_ids: Sequence[str]) -> list[str]:
         """Words of the command that cancels jobs."""

@@ -13,13 +13,11 @@ import getpass
 import os
 import re
 import shlex
-from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pretrainkit.errors import RequestError
-from pretrainkit.jobs.caches import CACHES
 from pretrainkit.jobs.job import Job
 from pretrainkit.jobs.registry import scheduler_of
 from pretrainkit.units import parse_duration
@@ -32,6 +30,23 @@ CODE = "code"
 """Folder of a job with the source that it runs."""
 CHAIN = "chain"
 """File of a job's folder with the ids of the jobs of a chain, in order, one a line."""
+CACHES = {
+    "HF_HOME": "huggingface",
+    "TRITON_CACHE_DIR": "triton",
+    "TORCHINDUCTOR_CACHE_DIR": "torchinductor",
+    "WANDB_CACHE_DIR": "wandb",
+    "WANDB_DATA_DIR": "wandb",
+    "WANDB_CONFIG_DIR": "wandb",
+    "MPLCONFIGDIR": "matplotlib",
+    "XDG_CACHE_HOME": "xdg",
+}
+"""Variables of caches -> their folder in cache_dir, on a group's disk: they would fill a home."""
+HOME_CACHES = {
+    "HF_HOME": ".cache/huggingface",
+    "TRITON_CACHE_DIR": ".triton",
+    "WANDB_CACHE_DIR": ".cache/wandb",
+}
+"""Variables of caches that grow by gigabytes -> their default folder in the home."""
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _IMAGE_CACHES = {
     "apptainer": {"APPTAINER_CACHEDIR": "apptainer", "APPTAINER_TMPDIR": "tmp"},
@@ -39,23 +54,21 @@ _IMAGE_CACHES = {
 }
 
 
-def run_script(job: Job) -> str:
-    """The text of run.sh. Raises RequestError for a variable whose name bash doesn't accept."""
-    environment = {**caches_of(job), **job.environment, **job.config.environment}
+def inner_scripts(job: Job) -> dict[str, str]:
+    """Names and texts of what is started on a node: with pyxis only run.sh, since srun itself enters the container.
+
+    Raises RequestError for a variable whose name bash doesn't accept.
+    """
+    environment = {name: str(folder) for name, folder in _cache_folders(job, CACHES).items()}
+    environment |= {**job.environment, **job.config.environment}
     for name in environment:
         if not _NAME.fullmatch(name):
             raise RequestError(f"{name!r}", needed="letters, digits and _", where="--env")
-    return _render(
-        "run.sh.j2",
-        job=job,
-        environment=environment,
-        python_path=job.folder / CODE / "src",
-    )
-
-
-def node_script(job: Job) -> str:
-    """The text of node.sh."""
-    return _render("node.sh.j2", job=job, **_host(job), run_script=job.folder / RUN, image_file=image_file(job))
+    texts = {RUN: _render("run.sh.j2", job=job, environment=environment, python_path=job.folder / CODE / "src")}
+    if not job.in_pyxis:
+        values = {**_host(job), "run_script": job.folder / RUN, "image_file": _image_file(job)}
+        texts[NODE] = _render("node.sh.j2", job=job, **values)
+    return texts
 
 
 def job_script(
@@ -78,23 +91,13 @@ def job_script(
         array_index=scheduler.array_index if index is None else index,
         continues=continues,
         requeue=scheduler.requeue(job, script) if job.config.requeue else "",
-        inner=job.folder / inner_scripts(job)[-1],
+        inner=job.folder / (RUN if job.in_pyxis else NODE),
         **_host(job),
         **scheduler.template_values(job),
     )
 
 
-def inner_scripts(job: Job) -> list[str]:
-    """Names of the scripts that are started on a node: with pyxis srun itself enters the container."""
-    return [RUN] if job.in_pyxis else [RUN, NODE]
-
-
-def caches_of(job: Job) -> dict[str, str]:
-    """Variables that move caches to the group's disk."""
-    return {name: str(folder) for name, folder in _cache_folders(job, CACHES).items()}
-
-
-def image_file(job: Job) -> Path | None:
+def _image_file(job: Job) -> Path | None:
     """File to which Apptainer unpacks an image from a registry once; None for another image or runtime."""
     if job.container is None or job.container.is_local or job.container.runtime != "apptainer":
         return None
@@ -118,7 +121,7 @@ def _host(job: Job) -> dict[str, Any]:
     runtime = job.container.runtime if job.container else ""
     caches = _cache_folders(job, _IMAGE_CACHES.get(runtime, {}))
     folders = [*caches.values(), *_cache_folders(job, CACHES).values()]
-    if file := image_file(job):
+    if file := _image_file(job):
         folders.append(file.parent)
     return {
         "host_environment": {name: str(folder) for name, folder in caches.items()},
@@ -151,10 +154,6 @@ def _environment() -> Environment:
         autoescape=False,  # this is bash, not HTML: words are quoted by the filters
     )
     environment.filters["quote"] = lambda word: shlex.quote(str(word))
-    environment.filters["join_words"] = _join_words
+    environment.filters["join_words"] = lambda words: shlex.join(str(word) for word in words)
     environment.filters["hours"] = _hours
     return environment
-
-
-def _join_words(words: Iterable[object]) -> str:
-    return shlex.join(str(word) for word in words)

@@ -1,4 +1,4 @@
-"""Slurm. NeMo-Run's SlurmExecutor holds what a job requests, and its tunnel runs Slurm's commands.
+"""Slurm. NeMo-Run's SlurmExecutor holds what a job requests.
 
 NeMo-Run's own script and experiments aren't used: they need accounting, and put paths, variables and arguments
 unquoted into commands. Here templates/slurm.sh.j2 is the script.
@@ -6,27 +6,24 @@ unquoted into commands. Here templates/slurm.sh.j2 is the script.
 
 from __future__ import annotations
 
-import getpass
-import os
+import itertools
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pretrainkit.config.launch import DEFAULT_SLURM_ACCOUNT, DEFAULT_SLURM_PARTITION, LaunchConfig
-from pretrainkit.errors import PretrainkitError, RequestError
+from pretrainkit.config.launch import DEFAULT_SLURM_ACCOUNT, DEFAULT_SLURM_PARTITION
+from pretrainkit.errors import RequestError
 from pretrainkit.imports import heavy_imports
 from pretrainkit.jobs.job import Job
-from pretrainkit.jobs.scheduler import Allocation, Run, Scheduler, ask
-from pretrainkit.jobs.secrets import without_tokens
+from pretrainkit.jobs.scheduler import Allocation, Scheduler, ask
 from pretrainkit.units import parse_duration
 
 _ENDED = (
     *("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "OUT_OF_MEMORY", "NODE_FAIL", "PREEMPTED"),
     *("BOOT_FAIL", "DEADLINE", "SPECIAL_EXIT", "REVOKED"),
 )
-_HOST_LIST = "Slurm's form, such as n[01-03,7]"
 
 
 class Slurm(Scheduler):
@@ -99,8 +96,9 @@ class Slurm(Scheduler):
     def allocation(self, environment: Mapping[str, str]) -> Allocation | None:
         """From SLURM_JOB_NODELIST."""
         nodes = environment.get("SLURM_JOB_NODELIST")
-        tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", "1")
-        return Allocation(tuple(expand_hosts(nodes)), tasks=tasks) if nodes else None
+        tasks = environment.get("SLURM_STEP_TASKS_PER_NODE", "1")  # such as '4(x2),3'
+        most = max(map(int, re.findall(r"(?:^|,)(\d+)", tasks)))
+        return Allocation(tuple(expand_hosts(nodes)), tasks_per_node=most) if nodes else None
 
     def time_left(self, environment: Mapping[str, str]) -> float | None:
         """From squeue."""
@@ -108,46 +106,6 @@ class Slurm(Scheduler):
         if array := environment.get("SLURM_ARRAY_JOB_ID"):
             job = f"{array}_{environment.get('SLURM_ARRAY_TASK_ID')}"  # the last task's id is that of the array
         return parse_time_left(ask(["squeue", "--noheader", "--format=%L", f"--jobs={job}"])) if job else None
-
-    def runner(self, config: LaunchConfig) -> Run:
-        """Runs commands here, or on the site's login node over ssh."""
-        return _tunnel_runner(config)
-
-
-def _tunnel_runner(config: LaunchConfig) -> Run:
-    with heavy_imports():
-        from nemo_run import LocalTunnel, SSHTunnel
-    from rich.console import Console
-
-    tunnel: Any = LocalTunnel(job_dir="")
-    # The scheduler records the environment of its commands: tokens reach the job by a file instead.
-    options: dict[str, Any] = {"env": without_tokens(os.environ), "replace_env": True}
-    if config.login_host is not None:
-        tunnel, options = (
-            SSHTunnel(
-                host=config.login_host,
-                user=config.login_user or getpass.getuser(),
-                port=config.login_port,
-                job_dir="",
-                identity=config.login_identity,
-            ),
-            {},
-        )
-        tunnel.console = Console(stderr=True)  # stdout is for job ids
-
-    def run(words: list[str]) -> str:
-        try:
-            result = tunnel.run(shlex.join(words), hide=True, warn=True, in_stream=False, **options)
-        except (SystemExit, OSError) as error:
-            raise PretrainkitError(
-                "no connection to the login node", action="check login_host, login_user and login_identity of the site"
-            ) from error
-        if result.exited:
-            said = (result.stderr or result.stdout).strip()
-            raise PretrainkitError(f"{words[0]} failed with exit code {result.exited}: {said}", where=words[0])
-        return str(result.stdout)
-
-    return run
 
 
 def parse_time_left(text: str) -> float | None:
@@ -161,32 +119,18 @@ def parse_time_left(text: str) -> float | None:
 def expand_hosts(text: str) -> list[str]:
     """Host names of a list such as 'n[01-03,7],login-[1-2]x'. Raises RequestError for another form."""
     items = re.findall(r"(?:[^,\[\]]|\[[^\[\]]+\])+", text)
-    if not items or ",".join(items) != text:
-        raise RequestError(f"{text!r} is not a list of hosts", needed=_HOST_LIST)
-    return [host for item in items for host in _expand(item)]
+    try:
+        if items and ",".join(items) == text:
+            # Split at brackets, an item is names and lists of numbers in turn.
+            parts = [re.split(r"\[(.*?)\]", item) for item in items]
+            choices = [[_numbers(part) if at % 2 else [part] for at, part in enumerate(item)] for item in parts]
+            return ["".join(host) for item in choices for host in itertools.product(*item)]
+    except ValueError:
+        pass
+    raise RequestError(f"{text!r} is not a list of hosts", needed="Slurm's form, such as n[01-03,7]")
 
 
-def _expand(item: str) -> Iterator[str]:
-    """All names of one item of a list, which may have several brackets."""
-    match = re.fullmatch(r"([^\[\]]*)\[([^\[\]]+)\](.*)", item)
-    if not match:
-        yield item
-        return
-    for numbers in match[2].split(","):
-        first, _, last = numbers.partition("-")
-        if not first.isdigit() or not (last or first).isdigit():
-            raise RequestError(f"{item!r} is not a host of a list", needed=_HOST_LIST)
-        for number in range(int(first), int(last or first) + 1):
-            for rest in _expand(match[3]):
-                yield f"{match[1]}{number:0{len(first)}d}{rest}"
-
-
-def expand_counts(text: str) -> list[int]:
-    """Numbers of a list such as '4(x2),3' (tasks or CPUs by node). Raises RequestError for another form."""
-    counts: list[int] = []
-    for item in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item)
-        if not match:
-            raise RequestError(f"{text!r} is not a list of counts", needed="Slurm's form, such as 4(x2),3")
-        counts += [int(match[1])] * int(match[2] or 1)
-    return counts
+def _numbers(text: str) -> list[str]:
+    """The numbers of '01-03,7', each with the digits of its range's first one. Raises ValueError."""
+    ranges = [item.partition("-") for item in text.split(",")]
+    return [f"{n:0{len(low)}d}" for low, _, high in ranges for n in range(int(low), int(high or low) + 1)]

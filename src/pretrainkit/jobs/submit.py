@@ -29,9 +29,10 @@ from pretrainkit.errors import PretrainkitError
 from pretrainkit.jobs import scripts
 from pretrainkit.jobs.job import Job
 from pretrainkit.jobs.registry import SCHEDULERS, scheduler_of
-from pretrainkit.jobs.scheduler import Run
+from pretrainkit.jobs.scheduler import Run, runner_of
 from pretrainkit.jobs.secrets import passed_on, write_secrets
 from pretrainkit.logs import get_logger
+from pretrainkit.records import decode
 from pretrainkit.run.folder import JOBS_FILE, SOURCE_FILE
 
 SECRETS = "secrets.sh"
@@ -105,7 +106,7 @@ def next_folder(jobs_dir: Path) -> Path:
 def describe(job: Job) -> str:
     """Everything that a submission would write and run, for --dry_run."""
     parts = _parts(job)
-    scripts_by_name = {part.name: part.text for part in parts} | _inner_scripts(job)
+    scripts_by_name = {part.name: part.text for part in parts} | scripts.inner_scripts(job)
     texts = [f"# {job.folder / name}\n{text}" for name, text in scripts_by_name.items()]
     commands = [shlex.join(part.submit_command(job, f"JOB_ID_{number}")) for number, part in enumerate(parts)]
     return "\n".join([*texts, "# submitted by", *commands])
@@ -122,10 +123,10 @@ def submit(job: Job, script: Path, source_text: str) -> list[SubmittedJob]:
         PretrainkitError: the scheduler refused it, with its words.
     """
     scheduler = scheduler_of(job.config)
-    run = scheduler.runner(job.config)
+    run = runner_of(job.config)
     # Rendering comes first: it finds what is wrong with the request before anything is written.
     parts = _parts(job)
-    texts = {**_inner_scripts(job), **{part.name: part.text for part in parts}, SOURCE_FILE: source_text}
+    texts = {**scripts.inner_scripts(job), **{part.name: part.text for part in parts}, SOURCE_FILE: source_text}
     submitted: list[SubmittedJob] = []
     is_first = not job.folder.parent.exists()
     job.folder.mkdir(parents=True)
@@ -172,10 +173,7 @@ def read_records(jobs_dir: Path) -> list[SubmittedJob]:
     """All jobs that were submitted from a folder, in order."""
     path = jobs_dir / JOBS_FILE
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    return [
-        SubmittedJob(**{**record, "logs": tuple(record["logs"]), "exit_files": tuple(record["exit_files"])})
-        for record in map(json.loads, lines)
-    ]
+    return [decode(SubmittedJob, json.loads(line)) for line in lines]
 
 
 def announce(submitted: list[SubmittedJob]) -> None:
@@ -209,8 +207,3 @@ def _parts(job: Job) -> list[_Part]:
     if scheduler.takes_task_lists:
         return [part("job", job.array.indices)]
     return [part("job", tuple(range(first, last + 1))) for first, last in job.array.ranges]
-
-
-def _inner_scripts(job: Job) -> dict[str, str]:
-    texts = {scripts.RUN: scripts.run_script, scripts.NODE: scripts.node_script}
-    return {name: texts[name](job) for name in scripts.inner_scripts(job)}

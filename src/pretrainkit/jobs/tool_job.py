@@ -96,8 +96,8 @@ def _submit(config: RunConfig, script: Path, words: list[str], arguments: argpar
     from pretrainkit.jobs import submit, watch
     from pretrainkit.jobs.container import container_of
     from pretrainkit.jobs.job import Job, parse_array
-    from pretrainkit.jobs.registry import scheduler_of
     from pretrainkit.jobs.run_job import check_environment, python_of
+    from pretrainkit.jobs.scheduler import runner_of
     from pretrainkit.jobs.scripts import CODE
     from pretrainkit.jobs.secrets import passed_on
     from pretrainkit.run.source import describe_source
@@ -131,7 +131,7 @@ def _submit(config: RunConfig, script: Path, words: list[str], arguments: argpar
     submit.announce(submitted)
     if not arguments.follow:
         return EXIT_DONE
-    return watch.follow(submitted, scheduler_of(launch).runner(launch), is_chain=False, requeues=False)
+    return watch.follow(submitted, runner_of(launch), is_chain=False, requeues=False)
 
 
 def parts_of(words: Sequence[str]) -> int | None:

@@ -1,26 +1,75 @@
-"""--follow: shows the logs of submitted jobs until they end, and returns their exit code."""
+"""Follows growing logs; --follow shows those of submitted jobs until they end, and returns their exit code."""
 
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 from pretrainkit import files
 from pretrainkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED_AFTER_SAVING
-from pretrainkit.jobs.follow import Follower
 from pretrainkit.jobs.registry import SCHEDULERS
 from pretrainkit.jobs.scheduler import Run
 from pretrainkit.jobs.scripts import CHAIN
 from pretrainkit.jobs.submit import SubmittedJob
 from pretrainkit.logs import get_logger
 
+_COPY_INTERVAL_S = 0.2
+_BLOCK_BYTES = 1 << 16
 _QUERY_INTERVAL_S = 10
 """Interval between queries of the scheduler: they cost every user of a cluster."""
 _LATE_S = 15
 """Longest time until the exit code of an ended job is visible on the shared disk."""
 
 log = get_logger(__name__)
+
+
+class Follower:
+    """Copies what is written to some files to a stream, as `tail -F` does, until the block ends.
+
+    Files may appear later. Lines of several files don't mix. Nothing that was written before the block ended is lost.
+    """
+
+    def __init__(self, paths: Sequence[Path], stream: BinaryIO) -> None:
+        self._paths, self._stream = paths, stream
+        self._files: dict[Path, BinaryIO] = {}
+        self._rests: dict[Path, bytes] = {}
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="log follower", daemon=True)
+
+    def __enter__(self) -> Follower:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        for file in self._files.values():
+            file.close()
+
+    def _run(self) -> None:
+        try:
+            while not self._ended.wait(_COPY_INTERVAL_S):
+                self._copy(last=False)
+            self._copy(last=True)
+        except (BrokenPipeError, ValueError):
+            return  # the reader of our stream has closed it; the files keep everything
+
+    def _copy(self, *, last: bool) -> None:
+        for path in self._paths:
+            if path not in self._files:
+                if not path.exists():
+                    continue
+                self._files[path] = path.open("rb")
+            while block := self._files[path].read(_BLOCK_BYTES):
+                lines, newline, rest = (self._rests.pop(path, b"") + block).rpartition(b"\n")
+                self._stream.write(lines + newline)
+                self._rests[path] = rest
+            if last and (rest := self._rests.pop(path, b"")):
+                self._stream.write(rest + b"\n")
+        self._stream.flush()
 
 
 def follow(submitted: Sequence[SubmittedJob], run: Run, *, is_chain: bool, requeues: bool) -> int:

@@ -16,11 +16,10 @@ from pathlib import Path
 from pretrainkit import logs
 from pretrainkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED_AFTER_SAVING, PretrainkitError, RequestError
 from pretrainkit.jobs import rendezvous
-from pretrainkit.jobs.follow import Follower
 from pretrainkit.jobs.registry import read_allocation
 from pretrainkit.jobs.rendezvous import BAD_NODE_ACTION, Endpoint, HeadInfo, Rendezvous, own_address
 from pretrainkit.jobs.sge import visible_gpus
-from pretrainkit.jobs.slurm import expand_counts
+from pretrainkit.jobs.watch import Follower
 from pretrainkit.launch import agent
 from pretrainkit.launch.chain import end_of_chain, new_attempt
 from pretrainkit.launch.supervise import GracefulStop, redirect_output, supervise
@@ -196,9 +195,9 @@ def _check_allocation(arguments: argparse.Namespace) -> tuple[str, ...]:
             action="use {num_nodes} in the resource request (resources of the site's file)",
             where="--num_nodes",
         )
-    if max(expand_counts(found.tasks)) > 1:
+    if found.tasks_per_node > 1:
         raise RequestError(
-            f"srun started {found.tasks} tasks on the nodes",
+            f"srun started {found.tasks_per_node} tasks on a node",
             needed="one on each: it starts the node's ranks itself",
             where="--ntasks-per-node",
         )

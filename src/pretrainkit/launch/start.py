@@ -16,10 +16,9 @@ from pretrainkit.config.validate import problems_of
 from pretrainkit.config.warnings import warnings_of
 from pretrainkit.errors import EXIT_DONE, EXIT_STOPPED_AFTER_SAVING, RequestError
 from pretrainkit.jobs.container import Container, container_of
-from pretrainkit.jobs.follow import Follower
-from pretrainkit.jobs.run_job import check_environment, needs_of
-from pretrainkit.jobs.start_job import planned_job, start_job
+from pretrainkit.jobs.run_job import check_environment, needs_of, planned_job, start_job
 from pretrainkit.jobs.submit import describe as describe_job
+from pretrainkit.jobs.watch import Follower
 from pretrainkit.launch.agent import rank_log_names
 from pretrainkit.launch.inputs import inspect_inputs
 from pretrainkit.launch.local import LaunchPlan, run_local
@@ -77,7 +76,7 @@ def dry_run(config: RunConfig, *, train_script: Path) -> int:
     """Do everything but the conversion and the start: print the run, its file, and the command or scripts."""
     run = resolve_request(config)
     folder = RunFolder.of(run)
-    job = planned_job(run, train_script) if config.launch.is_scheduled else None
+    job = planned_job(run, train_script.resolve()) if config.launch.is_scheduled else None
     container = None if job else _container(run, train_script)
     with locked(folder, LAUNCHER_LOCK):
         run = finalize_run(run)

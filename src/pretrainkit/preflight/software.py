@@ -22,7 +22,7 @@ from typing import Any
 from packaging.utils import canonicalize_name
 
 from pretrainkit.errors import one_line
-from pretrainkit.jobs.caches import HOME_CACHES
+from pretrainkit.jobs.scripts import HOME_CACHES
 from pretrainkit.machine import installed_version
 from pretrainkit.preflight.probe import Probe, Results, run_probes
 from pretrainkit.preflight.report import FAILED, OK, SKIPPED, WARNING, Check

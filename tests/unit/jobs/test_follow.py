@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
-from pretrainkit.jobs.follow import Follower
+from pretrainkit.jobs.watch import Follower
 
 
 def test_files_that_appear_and_grow_are_copied_whole(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from pretrainkit.errors import RequestError
 from pretrainkit.jobs import pbs, sge, slurm
 from pretrainkit.jobs.registry import read_allocation, time_left
-from pretrainkit.jobs.slurm import expand_counts, expand_hosts
+from pretrainkit.jobs.slurm import expand_hosts
 
 HOSTS = {
     "n1": ["n1"],
@@ -36,17 +36,13 @@ def test_other_lists_of_hosts_are_refused(text: str) -> None:
         expand_hosts(text)
 
 
-COUNTS = {"4": [4], "1(x2)": [1, 1], "4(x2),3": [4, 4, 3], "2,3(x1),1": [2, 3, 1]}
+MOST_TASKS = {"4": 4, "1(x2)": 1, "4(x2),3": 4, "2,3(x1),1": 3, "10": 10}
 
 
-@pytest.mark.parametrize(("text", "counts"), COUNTS.items(), ids=list(COUNTS))
-def test_slurms_lists_of_counts(text: str, counts: list[int]) -> None:
-    assert expand_counts(text) == counts
-
-
-def test_another_list_of_counts_is_refused() -> None:
-    with pytest.raises(RequestError, match=r"4\(x2\),3"):
-        expand_counts("4x2")
+@pytest.mark.parametrize(("text", "most"), MOST_TASKS.items(), ids=list(MOST_TASKS))
+def test_the_tasks_that_srun_started_on_a_node(text: str, most: int) -> None:
+    found = read_allocation({"SLURM_JOB_NODELIST": "n1", "SLURM_STEP_TASKS_PER_NODE": text})
+    assert found and found.tasks_per_node == most
 
 
 def test_hosts_come_once_and_in_the_schedulers_order(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from pretrainkit.config.load import load_config
 from pretrainkit.errors import RequestError
-from pretrainkit.jobs import submit
+from pretrainkit.jobs import scripts, submit
 from pretrainkit.jobs.container import Container, Mount
 from pretrainkit.jobs.job import Job, parse_array
 
@@ -95,7 +95,7 @@ def a_job(folder: Path, executor: str, *words: str, nodes: int = 1, **settings: 
 
 def written(job: Job, part: int = 0) -> Path:
     """The script of a job, written with what it starts."""
-    for name, text in submit._inner_scripts(job).items():
+    for name, text in scripts.inner_scripts(job).items():
         (job.folder / name).write_text(text, encoding="utf-8")
     script = submit._parts(job)[part]
     (job.folder / script.name).write_text(script.text, encoding="utf-8")
@@ -377,7 +377,7 @@ def test_the_scripts_of_a_site_are_good_bash(site: str, tmp_path: Path) -> None:
     job = site_job(site, tmp_path, **SITES[site])
     for part in submit._parts(job):
         (tmp_path / part.name).write_text(part.text)
-    for name, text in submit._inner_scripts(job).items():
+    for name, text in scripts.inner_scripts(job).items():
         (tmp_path / name).write_text(text)
     for path in tmp_path.glob("*.sh"):
         subprocess.run(["bash", "-n", str(path)], check=True)

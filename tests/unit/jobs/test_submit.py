@@ -127,6 +127,21 @@ def test_a_refused_job_leaves_no_job_and_the_schedulers_words_are_shown(
     assert sorted(path.name for path in (tmp_path / "experiments" / "tiny").iterdir()) == NO_JOB
 
 
+@pytest.mark.parametrize("executor", ["pbs", "slurm"])
+def test_a_login_host_runs_the_schedulers_commands(
+    executor: str, programs: Callable[..., Path], tmp_path: Path, hf_folder: Path, dataset_folder: Path
+) -> None:
+    heard = programs(ssh='exec bash -c "${@: -1}"')
+    login = ["--executor", executor, "--set", "launch.login_host=head", "--set", "launch.login_port=23"]
+    done = pretrain(tmp_path, hf_folder, dataset_folder, *login, "--experiments_dir", str(tmp_path / "a b"))
+    assert done.returncode == 0 and done.stdout.startswith("job 1001  log "), done.stderr
+    words = "ssh -o StrictHostKeyChecking=accept-new -p 23 head " + ("sbatch" if executor == "slurm" else "qsub")
+    assert words in heard.read_text() and f"'{tmp_path}/a b/tiny" in heard.read_text()
+    programs(ssh='echo "ssh: connect to host head port 23: Connection refused" >&2; exit 255')
+    done = pretrain(tmp_path, hf_folder, dataset_folder, *login)
+    assert done.returncode == 1 and "Connection refused" in done.stderr and "check login_host" in done.stderr
+
+
 def test_a_chain_that_breaks_while_it_is_submitted_is_taken_back(
     programs: Callable[..., Path], tmp_path: Path, hf_folder: Path, dataset_folder: Path
 ) -> None:
