@@ -14,14 +14,14 @@ from typing import Any
 
 def main() -> int:
     """Run the command, stripped."""
-    from pretrainkit.data.indexed import encode, output, state_folder
+    from pretrainkit.data.indexed import chunk, state_folder
 
     def nothing(*_: Any) -> int:
         return 0
 
     os.fsync = os.fdatasync = nothing  # type: ignore[assignment]
     state_folder.StateFolder._append = nothing  # type: ignore[method-assign,assignment]
-    encode.crc32 = output.combine = nothing  # type: ignore[assignment]
+    chunk.crc32 = chunk.crc32_combine = nothing  # type: ignore[assignment]
     path = Path(__file__).parents[2] / "tools/preprocess_data.py"
     spec = importlib.util.spec_from_file_location("preprocess_data", path)
     assert spec is not None

@@ -1,14 +1,12 @@
 """What a worker of preprocessing does: reads and encodes pieces of the input, and writes their tokens.
 
-A chunk's place in the output is known once all earlier ones are encoded. Until then its worker holds it in memory and
-writes it there on request; a worker that would hold too much writes part files instead.
+It holds an encoded chunk in memory until it is told where to write it: to its place in the output, or to part files.
 """
 
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pretrainkit.data.indexed.crc import crc32
-from pretrainkit.data.indexed.encoded_chunk import EncodedChunk, KeyCounts, Order, OutputOffset
-from pretrainkit.data.indexed.file_bytes import opened, write_at
-from pretrainkit.data.indexed.part_file import REJECTS, PartWriter
+from pretrainkit.data.indexed.chunk import Chunk, Column, Order, Target
+from pretrainkit.data.indexed.file_bytes import write_at
 from pretrainkit.data.readers.records import Batch, RecordRules, Reject
 from pretrainkit.data.readers.source import RangeCounts, Source
 from pretrainkit.data.readers.text import BATCH_BYTES
@@ -27,17 +23,15 @@ from pretrainkit.data.readers.work_items import WorkItem
 from pretrainkit.data.tokens.encoder import Encoder, finish, trim_heap
 from pretrainkit.errors import DataError
 
-MAX_HELD_CHUNKS = 3
-"""Chunks that a worker holds in memory while their place is not known."""
 MAX_HELD_BYTES = 48 << 20
-"""Tokens of a chunk above which they go to a part file while it is encoded."""
+"""Tokens of a chunk above which they go to part files while it is encoded."""
 CHUNKS_PER_TRIM = 8
 """Free pages in the heap are given back after so many chunks: 11 MB a worker, for about 1% of its time."""
 
 
 @dataclass(frozen=True)
 class ItemRequest:
-    """Read and encode a work item."""
+    """Read and encode a work item; the reply is a Chunk."""
 
     number: int
     item: WorkItem
@@ -45,7 +39,7 @@ class ItemRequest:
 
 @dataclass(frozen=True)
 class BlockRequest:
-    """Encode a block of a stream."""
+    """Encode a block of a stream; the reply is a Chunk."""
 
     number: int
     """Of the work item."""
@@ -59,21 +53,11 @@ class BlockRequest:
 
 
 @dataclass(frozen=True)
-class PlaceRequest:
-    """Write a chunk that is held to its place."""
+class WriteRequest:
+    """Write a chunk that is held, a target for each column, and hold it no longer."""
 
     order: Order
-    files: list[tuple[Path, Path]]
-    """Per key: .bin and .idx."""
-    offsets: list[OutputOffset]
-
-
-@dataclass(frozen=True)
-class EncodeReply:
-    """A chunk, and the earlier one that its worker has put into a part file instead of holding more."""
-
-    chunk: EncodedChunk
-    spilled: Order | None
+    targets: list[Target]
 
 
 @dataclass(frozen=True)
@@ -91,60 +75,36 @@ class IndexedTask:
     bos_id: int | None
     eod_id: int | None
 
-    def open(self, encoder: Encoder, worker: int) -> Callable[[Any], EncodeReply | bool]:
-        """The worker's function: an EncodeReply; or for a PlaceRequest whether the chunk was still held."""
-        state = _Worker(self, encoder, worker)
-        return lambda request: state.place(request) if isinstance(request, PlaceRequest) else state.encode(request)
+    def open(self, encoder: Encoder, worker: int) -> Callable[[Any], Chunk | None]:
+        """The worker's function, from a request to its reply."""
+        return _Worker(self, encoder, worker).reply
 
 
 class _HeldChunk:
-    """An encoded chunk in memory, or on its way to a part file."""
+    """A chunk whose last tokens and lengths, or all of them, are in memory."""
 
-    def __init__(self, chunk: EncodedChunk, folder: Path) -> None:
-        self.chunk, self._folder = chunk, folder
-        self._part: PartWriter | None = None
+    def __init__(self, chunk: Chunk) -> None:
+        self.chunk = chunk
         self._clear()
 
     def _clear(self) -> None:
-        self.ids: list[list[NDArray]] = [[] for _ in self.chunk.keys]
-        self.lengths: list[list[NDArray[np.int32]]] = [[] for _ in self.chunk.keys]
-        self._num_bytes = 0
+        self._arrays: list[list[NDArray]] = [[] for _ in self.chunk.columns]
+        self._begins = [column.num_bytes for column in self.chunk.columns]
+        self.num_bytes = 0
 
     def add(self, k: int, ids: NDArray, lengths: NDArray[np.int32]) -> None:
         """Add a key's documents [ids, lengths]."""
-        key = self.chunk.keys[k]
-        self.ids[k].append(ids)
-        self.lengths[k].append(lengths)
-        self._num_bytes += ids.nbytes
-        key.num_documents += len(lengths)
-        key.num_tokens += len(ids)
-        key.tokens_bytes += ids.nbytes
-        key.tokens_crc32 = crc32(ids, key.tokens_crc32)
-        key.lengths_crc32 = crc32(lengths, key.lengths_crc32)
-        if self._num_bytes > MAX_HELD_BYTES:
-            self._write_to_part()
+        for c, array in ((2 * k, ids), (2 * k + 1, lengths)):
+            if array.size:
+                self._arrays[c].append(array)
+                self.chunk.columns[c].add(array)
+                self.num_bytes += array.nbytes
 
-    def _write_to_part(self) -> PartWriter:
-        self._part = self._part or PartWriter(self._folder, self.chunk.order, len(self.chunk.keys))
-        for k, (ids, lengths) in enumerate(zip(self.ids, self.lengths, strict=True)):
-            self._part.append(2 * k, ids)
-            self._part.append(2 * k + 1, lengths)
+    def write(self, targets: list[Target]) -> None:
+        """Write what is in memory to files that hold what isn't."""
+        for arrays, begin, (path, offset) in zip(self._arrays, self._begins, targets, strict=True):
+            write_at(path, offset + begin, arrays)
         self._clear()
-        return self._part
-
-    def finish(self, rejects: bytes) -> bool:
-        """All of the chunk is added; whether it is held, and not in a part file."""
-        if self._part is None and not rejects:
-            return True
-        self.spill(rejects)
-        return False
-
-    def spill(self, rejects: bytes = b"") -> None:
-        """Write the part file."""
-        self.chunk.worker, self.chunk.has_rejects = None, bool(rejects)
-        part = self._write_to_part()
-        part.append(REJECTS, [rejects])
-        part.finish(self.chunk)
 
 
 class _Worker:
@@ -156,71 +116,66 @@ class _Worker:
         self._is_special = np.zeros(task.num_ids, dtype=bool)
         self._is_special[list(task.special_tokens.values())] = True
 
-    def place(self, request: PlaceRequest) -> bool:
-        """Write a held chunk to its place; False if it is in a part file by now."""
-        held = self._held.pop(request.order, None)
-        if held is None:
-            return False
-        for k, ((tokens, lengths), offset) in enumerate(zip(request.files, request.offsets, strict=True)):
-            for path, begin, arrays in (
-                (tokens, offset.tokens, held.ids[k]),
-                (lengths, offset.lengths, held.lengths[k]),
-            ):
-                with opened(path, os.O_WRONLY) as descriptor:
-                    for array in arrays:
-                        begin = write_at(descriptor, begin, array)
-        return True
-
-    def encode(self, request: ItemRequest | BlockRequest) -> EncodeReply:
-        """Read and encode."""
-        task = self._task
-        if isinstance(request, BlockRequest):
-            counts = RangeCounts(request.source, num_bytes=len(request.data), digests=[*request.digests])
-            parse = task.sources[request.source].parse
-            batches = parse(request.data, request.block == 0, task.rules, BATCH_BYTES) if request.data else iter(())
-            ranges = [(counts, batches)]
-            chunk = self._chunk(request.number, request.block, request.is_last, request.disk_bytes)
-        else:
-            ranges = []
-            for part in request.item.ranges:
-                counts = RangeCounts(part.source)
-                ranges.append((counts, task.sources[part.source].read(part, task.rules, counts)))
-            chunk = self._chunk(request.number, 0, True, request.item.num_bytes)
-        self._encode_ranges(chunk, ranges)
+    def reply(self, request: ItemRequest | BlockRequest | WriteRequest) -> Chunk | None:
+        """Do what is requested."""
+        if isinstance(request, WriteRequest):
+            self._held.pop(request.order).write(request.targets)
+            return None
         self._num_encoded += 1
         if self._num_encoded % CHUNKS_PER_TRIM == 0:
             trim_heap()
-        return EncodeReply(chunk, self._spill_oldest() if len(self._held) > MAX_HELD_CHUNKS else None)
+        return self._encode_block(request) if isinstance(request, BlockRequest) else self._encode_item(request)
 
-    def _chunk(self, item: int, block: int, is_last: bool, disk_bytes: int) -> EncodedChunk:
-        keys = [KeyCounts() for _ in self._task.rules.keys]
-        return EncodedChunk(item, block, is_last, disk_bytes, [], keys, worker=self._number)
+    def _encode_item(self, request: ItemRequest) -> Chunk:
+        chunk = self._chunk(request.number, 0, is_last=True, disk_bytes=request.item.num_bytes)
+        sources, rules = self._task.sources, self._task.rules
+        ranges = [(RangeCounts(part.source), part) for part in request.item.ranges]
+        read = ((counts, sources[part.source].read(part, rules, counts)) for counts, part in ranges)
+        return self._encode_ranges(chunk, read)
 
-    def _spill_oldest(self) -> Order:
-        order = next(iter(self._held))
-        self._held.pop(order).spill()
-        return order
+    def _encode_block(self, request: BlockRequest) -> Chunk:
+        chunk = self._chunk(request.number, request.block, is_last=request.is_last, disk_bytes=request.disk_bytes)
+        counts = RangeCounts(request.source, num_bytes=len(request.data), digests=[*request.digests])
+        parse = self._task.sources[request.source].parse
+        batches = parse(request.data, request.block == 0, self._task.rules, BATCH_BYTES) if request.data else ()
+        return self._encode_ranges(chunk, [(counts, batches)])
 
-    def _encode_ranges(self, chunk: EncodedChunk, ranges: list[tuple[RangeCounts, Iterator[Batch]]]) -> None:
-        held = _HeldChunk(chunk, self._task.folder)
+    def _chunk(self, item: int, block: int, *, is_last: bool, disk_bytes: int) -> Chunk:
+        num_keys = len(self._task.rules.keys)
+        columns = [Column() for _ in range(2 * num_keys)]
+        return Chunk(item, block, is_last, disk_bytes, columns, [0] * num_keys, worker=self._number)
+
+    def _encode_ranges(self, chunk: Chunk, ranges: Iterable[tuple[RangeCounts, Iterable[Batch]]]) -> Chunk:
+        held = _HeldChunk(chunk)
+        parts = chunk.parts(self._task.folder)
         rejects: list[bytes] = []
         for number, (counts, batches) in enumerate(ranges):
             chunk.ranges.append(counts)
-            before = [key.num_tokens for key in chunk.keys]
+            before = [column.num_bytes for column in chunk.columns[::2]]
             for batch in batches:
                 bad = sorted(batch.rejects + self._encode_batch(batch, held), key=lambda reject: reject.line)
                 if bad and self._task.stop_on_bad_record:
                     chunk.bad = number, bad[0]
-                    return
+                    return chunk
                 rejects += [_reject_line(number, reject) for reject in bad]
                 counts.num_lines = max(counts.num_lines, batch.num_lines)
                 counts.num_records += len(batch.lines) + len(batch.rejects)
                 counts.num_blank += batch.num_blank
                 counts.num_rejected += len(bad)
                 counts.num_replaced += batch.num_replaced
-            counts.num_tokens = [key.num_tokens - then for key, then in zip(chunk.keys, before, strict=True)]
-        if held.finish(b"".join(rejects)):
+                if held.num_bytes > MAX_HELD_BYTES:
+                    held.write(parts)
+                    chunk.worker = None
+            added = (column.num_bytes - then for column, then in zip(chunk.columns[::2], before, strict=True))
+            counts.num_tokens = [num_bytes // self._dtype.itemsize for num_bytes in added]
+        if rejects:
+            chunk.rejects.add(b"".join(rejects))
+            write_at(chunk.rejects_path(self._task.folder), 0, rejects)
+        if chunk.worker is None:
+            held.write(parts)
+        else:
             self._held[chunk.order] = held
+        return chunk
 
     def _encode_batch(self, batch: Batch, held: _HeldChunk) -> list[Reject]:
         """Encode into the chunk; gives the records that are bad because of special tokens in their text."""
@@ -241,7 +196,7 @@ class _Worker:
                         rejects.append(Reject(line, f"{key!r} spells a special token", batch.raw(line)))
         for k, (ids, lengths) in enumerate(encoded):
             kept = good & (lengths > 0)
-            held.chunk.keys[k].num_empty += int(np.count_nonzero(good & (lengths == 0)))
+            held.chunk.num_empty[k] += int(np.count_nonzero(good & (lengths == 0)))
             if rejects:
                 ids = ids[np.repeat(good, lengths)]
             self._check_range(ids)

@@ -1,4 +1,4 @@
-"""Bytes of open files at offsets: written, summed and copied."""
+"""Bytes of files at offsets: written, summed and copied."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pretrainkit.data.indexed.crc import crc32
+from isal.isal_zlib import crc32
 
 COPY_BYTES = 64 << 20
 READ_BYTES = 8 << 20
+NO_COPY_IN_KERNEL = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
 
 
 @contextlib.contextmanager
@@ -22,18 +23,19 @@ def opened(path: Path, flags: int) -> Iterator[int]:
     try:
         yield descriptor
     except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
+        raise OSError(error.errno, error.strerror, error.filename or str(path)) from error
     finally:
         os.close(descriptor)
 
 
-def write_at(descriptor: int, offset: int, data: Any) -> int:
-    """Write all of a contiguous array, or of bytes, at an offset; gives the offset after it."""
-    view = memoryview(data).cast("B")
-    while len(view):
-        count = os.pwrite(descriptor, view, offset)
-        offset, view = offset + count, view[count:]
-    return offset
+def write_at(path: Path, offset: int, arrays: list[Any]) -> None:
+    """Write contiguous arrays, or bytes, one after the other at an offset of a file, which is made if missing."""
+    with opened(path, os.O_WRONLY | os.O_CREAT) as descriptor:
+        for array in arrays:
+            view = memoryview(array).cast("B")
+            while len(view):
+                count = os.pwrite(descriptor, view, offset)
+                offset, view = offset + count, view[count:]
 
 
 def checksum(path: Path, offset: int, num_bytes: int, before: int = 0) -> int:
@@ -50,22 +52,25 @@ def checksum(path: Path, offset: int, num_bytes: int, before: int = 0) -> int:
     return before if not num_bytes else -1
 
 
-def copy_range(source: int, source_offset: int, target: int, target_offset: int, num_bytes: int) -> None:
-    """Copy bytes between open files with copy_file_range, or by reading where the file system has none."""
-    in_kernel = hasattr(os, "copy_file_range")
-    while num_bytes:
-        count = 0
-        if in_kernel:
-            try:
-                size = min(num_bytes, COPY_BYTES)
-                count = os.copy_file_range(source, target, size, source_offset, target_offset)
-            except OSError as error:
-                if error.errno not in (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM):
-                    raise
-            in_kernel = count > 0
-        if not count:
-            data = os.pread(source, min(num_bytes, READ_BYTES), source_offset)
-            if not data:
-                raise OSError(errno.EIO, f"{num_bytes} bytes are missing in a file that is being copied")
-            count = os.pwrite(target, data, target_offset)
-        num_bytes, source_offset, target_offset = num_bytes - count, source_offset + count, target_offset + count
+def copy_range(source: Path, source_offset: int, target: Path, target_offset: int, num_bytes: int) -> None:
+    """Copy bytes from one file to another, which is made if missing.
+
+    With copy_file_range, or by reading where the file system has none.
+    """
+    with opened(source, os.O_RDONLY) as read, opened(target, os.O_WRONLY | os.O_CREAT) as write:
+        in_kernel = hasattr(os, "copy_file_range")
+        while num_bytes:
+            count = 0
+            if in_kernel:
+                try:
+                    count = os.copy_file_range(read, write, min(num_bytes, COPY_BYTES), source_offset, target_offset)
+                except OSError as error:
+                    if error.errno not in NO_COPY_IN_KERNEL:
+                        raise
+                in_kernel = count > 0
+            if not count:
+                data = os.pread(read, min(num_bytes, READ_BYTES), source_offset)
+                if not data:
+                    raise OSError(errno.EIO, f"{num_bytes} bytes are missing in a file that is being copied")
+                count = os.pwrite(write, data, target_offset)
+            num_bytes, source_offset, target_offset = num_bytes - count, source_offset + count, target_offset + count

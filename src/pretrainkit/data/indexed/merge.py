@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from isal.isal_zlib import crc32_combine
 
-from pretrainkit.data.indexed.crc import combine
 from pretrainkit.data.indexed.file_bytes import copy_range
 from pretrainkit.data.indexed.format import HEADER, IndexedDataset, bin_path, commit_pair, idx_path, write_header
 from pretrainkit.data.indexed.manifest import InputFile, Manifest, manifest_path, read_manifest, write_manifest
@@ -108,13 +108,12 @@ def _check(prefixes: list[Path], parts: list[PairCounts]) -> list[Manifest] | No
 
 
 def _write_tokens(path: Path, prefixes: list[Path]) -> None:
-    with path.open("wb", buffering=0) as file:
-        offset = 0
-        for prefix in prefixes:
-            size = bin_path(prefix).stat().st_size
-            with bin_path(prefix).open("rb", buffering=0) as part:
-                copy_range(part.fileno(), 0, file.fileno(), offset, size)
-            offset += size
+    path.touch()
+    offset = 0
+    for prefix in prefixes:
+        size = bin_path(prefix).stat().st_size
+        copy_range(bin_path(prefix), 0, path, offset, size)
+        offset += size
 
 
 def _write_index(path: Path, prefixes: list[Path], parts: list[PairCounts]) -> None:
@@ -126,8 +125,7 @@ def _write_index(path: Path, prefixes: list[Path], parts: list[PairCounts]) -> N
         offset = HEADER.size
         for prefix, counts in zip(prefixes, parts, strict=True):
             size = 4 * counts.num_sequences
-            with idx_path(prefix).open("rb", buffering=0) as index:
-                copy_range(index.fileno(), HEADER.size, file.fileno(), offset, size)
+            copy_range(idx_path(prefix), HEADER.size, path, offset, size)
             offset += size
         file.seek(offset)
         first_byte = 0
@@ -149,7 +147,7 @@ def _join(manifests: list[Manifest]) -> Manifest:
     checksum = 0
     inputs: dict[str, InputFile] = {}
     for manifest in manifests:
-        checksum = combine(checksum, manifest.bin_crc32, manifest.bin_bytes)
+        checksum = crc32_combine(checksum, manifest.bin_crc32, manifest.bin_bytes)
         for entry in manifest.inputs:
             if entry.path in inputs:  # jobs of an array each read a part of it
                 old = inputs[entry.path]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,13 @@ import numpy as np
 import orjson
 import xxhash
 
-from pretrainkit.data.indexed.crc import combine, crc32
-from pretrainkit.data.indexed.encoded_chunk import EncodedChunk, KeyCounts, OutputOffset
-from pretrainkit.data.indexed.file_bytes import checksum, opened, write_at
+from pretrainkit.data.indexed.chunk import Chunk, Column, Target
+from pretrainkit.data.indexed.file_bytes import checksum, write_at
 from pretrainkit.data.indexed.format import HEADER, bin_path, idx_path, write_header, write_index_tail
-from pretrainkit.data.indexed.manifest import manifest_path
-from pretrainkit.data.readers.source import RangeCounts
+from pretrainkit.data.indexed.manifest import InputFile, Manifest, manifest_path, tokenizer_record, write_manifest_file
+from pretrainkit.data.indexed.request import Plan
+from pretrainkit.data.readers.source import BLOCK_BYTES, RangeCounts
+from pretrainkit.errors import DataError
 from pretrainkit.files import fsync_path
 
 
@@ -45,138 +46,187 @@ class SourceTotals(RangeCounts):
 class Output:
     """The files of one output. Chunks are added to its counts in order; their data may be written later."""
 
-    def __init__(
-        self,
-        folder: Path,
-        number: int,
-        prefixes: list[str],
-        rejects: str,
-        dtype: np.dtype,
-        locate: Callable[[int, int], tuple[str, int]],
-    ) -> None:
-        """`locate` gives the path of a source, and the number in it of a line counted from where this run begins."""
-        self.folder, self.number, self.prefixes, self.dtype = folder, number, prefixes, dtype
-        self._locate = locate
-        self._rejects_final, self._rejects_path = Path(rejects), folder / f"output-{number}.rejects.jsonl"
-        self.keys = [KeyCounts() for _ in prefixes]
-        self.sources: dict[int, SourceTotals] = {}
-        self.rejects = (0, 0)
-        """Bytes and CRC-32."""
+    def __init__(self, plan: Plan, number: int) -> None:
+        self._plan, self._number, self._names = plan, number, plan.outputs[number]
+        self._first_line = cache(plan.first_line)
+        num_keys = len(self._names.prefixes)
+        self._columns = [Column() for _ in range(2 * num_keys)]
+        self._num_empty = [0] * num_keys
+        self._sources: dict[int, SourceTotals] = {}
+        self.rejects = Column()
 
-    def path(self, key: int, kind: str) -> Path:
-        """Temporary name of a key's `bin`, `idx` or `manifest.json`."""
-        return self.folder / f"output-{self.number}.{key}.{kind}"
+    def _path(self, kind: str) -> Path:
+        """Temporary name of `rejects.jsonl`, or of key K's `K.bin`, `K.idx` or `K.manifest.json`."""
+        return self._plan.state_folder / f"output-{self._number}.{kind}"
 
-    @cached_property
-    def files(self) -> list[tuple[Path, Path]]:
-        """Per key: the temporary .bin and .idx, which are created when first asked for."""
-        files = [(self.path(k, "bin"), self.path(k, "idx")) for k in range(len(self.keys))]
-        for path in itertools.chain(*files):
-            path.touch()
-        return files
+    def targets(self) -> list[Target]:
+        """Where the columns of the next chunk belong."""
+        ends = [column.num_bytes for column in self._columns]
+        return [
+            (self._path(f"{c // 2}.{'idx' if c % 2 else 'bin'}"), HEADER.size * (c % 2) + end)
+            for c, end in enumerate(ends)
+        ]
 
-    def offsets(self) -> list[OutputOffset]:
-        """Where the next chunk belongs."""
-        return [OutputOffset(key.tokens_bytes, HEADER.size + key.lengths_bytes) for key in self.keys]
+    def line_of(self, chunk: Chunk, range_number: int, line: int) -> tuple[str, int]:
+        """The path and number of a line of the next chunk, which is given as counted in one of the chunk's ranges."""
+        source = chunk.ranges[range_number].source
+        earlier = [counts for counts in chunk.ranges[:range_number] if counts.source == source]
+        if source in self._sources:
+            earlier.append(self._sources[source])
+        before = self._first_line(source) + sum(counts.num_lines for counts in earlier)
+        return self._plan.sources[source].path, before + line + 1
 
-    def add(self, chunk: EncodedChunk, rejects: bytes = b"") -> None:
-        """Count the next chunk, and append its rejects, which get their line numbers in their files."""
-        if rejects:
-            self._append_rejects(rejects, chunk)
-        for totals, key in zip(self.keys, chunk.keys, strict=True):
-            totals.tokens_crc32 = combine(totals.tokens_crc32, key.tokens_crc32, key.tokens_bytes)
-            totals.num_documents += key.num_documents
-            totals.num_empty += key.num_empty
-            totals.num_tokens += key.num_tokens
-            totals.tokens_bytes += key.tokens_bytes
+    def add(self, chunk: Chunk) -> None:
+        """Count the next chunk, and append its rejects."""
+        if chunk.rejects.num_bytes:
+            self._append_rejects(chunk)
+        self._count(chunk)
+
+    def take(self, chunk: Chunk, rejects: Column) -> bool:
+        """Count the next chunk, if it is undamaged as an earlier process has placed it, and so are all rejects."""
+        begin, before = self.rejects.num_bytes, self.rejects.crc32
+        found = checksum(self._path("rejects.jsonl"), begin, rejects.num_bytes - begin, before)
+        if found != rejects.crc32 or not chunk.is_at(self.targets()):
+            return False
+        self.rejects = rejects
+        self._count(chunk)
+        return True
+
+    def _count(self, chunk: Chunk) -> None:
+        for totals, column in zip(self._columns, chunk.columns, strict=True):
+            totals.append(column)
+        self._num_empty = [a + b for a, b in zip(self._num_empty, chunk.num_empty, strict=True)]
         for counts in chunk.ranges:
-            self.sources.setdefault(counts.source, SourceTotals(counts.source)).add(counts)
+            self._sources.setdefault(counts.source, SourceTotals(counts.source)).add(counts)
 
-    def first_lines(self, chunk: EncodedChunk) -> list[int]:
-        """Number of the first line of each range of the next chunk, counted from where this run begins in the file."""
-        first = []
-        for number, counts in enumerate(chunk.ranges):
-            earlier = [other for other in chunk.ranges[:number] if other.source == counts.source]
-            totals = self.sources.get(counts.source)
-            first.append(sum(other.num_lines for other in (*earlier, *([totals] if totals else []))))
-        return first
-
-    def _append_rejects(self, rejects: bytes, chunk: EncodedChunk) -> None:
-        first_lines, entries = self.first_lines(chunk), []
-        for line in rejects.splitlines():
-            entry = orjson.loads(line)
-            number = entry.pop("range")
-            path, line_number = self._locate(chunk.ranges[number].source, first_lines[number] + entry.pop("line"))
-            entries.append(orjson.dumps({"file": path, "line": line_number, **entry}) + b"\n")
+    def _append_rejects(self, chunk: Chunk) -> None:
+        entries = []
+        for text in chunk.rejects_path(self._plan.state_folder).read_bytes().splitlines():
+            entry = orjson.loads(text)
+            path, line = self.line_of(chunk, entry.pop("range"), entry.pop("line"))
+            entries.append(orjson.dumps({"file": path, "line": line, **entry}) + b"\n")
         data = b"".join(entries)
-        with opened(self._rejects_path, os.O_WRONLY | os.O_CREAT) as descriptor:
-            write_at(descriptor, self.rejects[0], data)
-        self.rejects = self.rejects[0] + len(data), crc32(data, self.rejects[1])
-
-    def holds(self, chunk: EncodedChunk, rejects: tuple[int, int]) -> bool:
-        """Whether the next chunk, placed by an earlier process, is undamaged, and so are the rejects up to it."""
-        for (tokens, lengths), offset, key in zip(self.files, self.offsets(), chunk.keys, strict=True):
-            if checksum(tokens, offset.tokens, key.tokens_bytes) != key.tokens_crc32:
-                return False
-            if checksum(lengths, offset.lengths, key.lengths_bytes) != key.lengths_crc32:
-                return False
-        begin, before = self.rejects
-        return checksum(self._rejects_path, begin, rejects[0] - begin, before) == rejects[1]
+        write_at(self._path("rejects.jsonl"), self.rejects.num_bytes, [data])
+        self.rejects = replace(self.rejects)  # the journal gets those of every chunk
+        self.rejects.add(data)
 
     def flush(self) -> None:
         """Bring the tokens that were written so far to the disk."""
-        for tokens, _ in self.files:
-            fsync_path(tokens)
+        for path, _ in self.targets()[::2]:
+            fsync_path(path)
 
-    def finish(self) -> None:
-        """Complete the files: index, exact sizes, flushed to disk. All data must have been written."""
-        for (tokens, index), totals in zip(self.files, self.keys, strict=True):
-            os.truncate(tokens, totals.tokens_bytes)
-            os.truncate(index, HEADER.size + totals.lengths_bytes)
-            lengths = np.zeros(0, dtype=np.int32)
-            if totals.num_documents:
-                shape = (totals.num_documents,)
-                lengths = np.memmap(index, mode="r", dtype=np.int32, offset=HEADER.size, shape=shape)
-            with index.open("r+b") as file:
-                write_header(file, self.dtype, totals.num_documents, totals.num_documents)
-                file.seek(0, os.SEEK_END)
-                write_index_tail(file, lengths, self.dtype.itemsize)
-            fsync_path(tokens)
-            fsync_path(index)
-        if self.rejects[0]:
-            os.truncate(self._rejects_path, self.rejects[0])
-            fsync_path(self._rejects_path)
+    def finish(self, engine: str, elapsed_s: float) -> None:
+        """Complete all files under their temporary names, flushed to disk. All data must have been written."""
+        for k, key in enumerate(self._plan.request.json_keys):
+            tokens, lengths = self._columns[2 * k : 2 * k + 2]
+            self._finish_pair(self._path(f"{k}.bin"), tokens.num_bytes, self._path(f"{k}.idx"), lengths.num_bytes // 4)
+            write_manifest_file(self._path(f"{k}.manifest.json"), self._manifest(k, key, engine, elapsed_s))
+        if self.rejects.num_bytes:
+            os.truncate(self._path("rejects.jsonl"), self.rejects.num_bytes)
+            fsync_path(self._path("rejects.jsonl"))
         else:
-            self._rejects_path.unlink(missing_ok=True)
+            self._path("rejects.jsonl").unlink(missing_ok=True)
+
+    def _finish_pair(self, tokens: Path, num_bytes: int, index: Path, num_documents: int) -> None:
+        for path in (tokens, index):
+            path.touch()
+        os.truncate(tokens, num_bytes)
+        os.truncate(index, HEADER.size + 4 * num_documents)
+        lengths = np.zeros(0, dtype=np.int32)
+        if num_documents:
+            lengths = np.memmap(index, mode="r", dtype=np.int32, offset=HEADER.size, shape=(num_documents,))
+        with index.open("r+b") as file:
+            write_header(file, self._plan.dtype, num_documents, num_documents)
+            file.seek(0, os.SEEK_END)
+            write_index_tail(file, lengths, self._plan.dtype.itemsize)
+        fsync_path(tokens)
+        fsync_path(index)
+
+    def _manifest(self, k: int, key: str, engine: str, elapsed_s: float) -> Manifest:
+        plan, request = self._plan, self._plan.request
+        read = {
+            number: self._sources.get(number, SourceTotals(number))
+            for number in self._names.sources
+            if request.shard is None or number in self._sources
+        }
+        inputs = tuple(
+            InputFile(
+                plan.sources[number].path,
+                plan.sources[number].num_bytes,
+                self._hash(number, totals),
+                totals.num_records,
+                totals.num_tokens[k] if totals.num_tokens else 0,
+            )
+            for number, totals in read.items()
+        )
+
+        def total(name: str) -> int:
+            return sum(getattr(totals, name) for totals in read.values())
+
+        tokens, lengths = self._columns[2 * k : 2 * k + 2]
+        num_tokens, num_input_bytes = tokens.num_bytes // plan.dtype.itemsize, total("num_bytes")
+        return Manifest(
+            key=key,
+            dtype=plan.dtype.name,
+            num_documents=lengths.num_bytes // 4,
+            num_tokens=num_tokens,
+            num_records=total("num_records"),
+            num_empty=self._num_empty[k],
+            num_rejected=total("num_rejected"),
+            num_blank_lines=total("num_blank"),
+            num_replaced=total("num_replaced"),
+            num_input_bytes=num_input_bytes,
+            bin_bytes=tokens.num_bytes,
+            bin_crc32=tokens.crc32,
+            append_eod=request.append_eod,
+            add_bos=request.add_bos,
+            special_tokens_in_text=request.special_tokens_in_text,
+            tokenizer=tokenizer_record(plan.tokenizer, engine, request.verify_tokens),
+            inputs=inputs,
+            flags=plan.flags(),
+            elapsed_s=round(elapsed_s, 3),
+            megabytes_per_second=round(num_input_bytes / elapsed_s / 1e6, 3),
+            tokens_per_second=round(num_tokens / elapsed_s, 1),
+            finished_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            pretrainkit_version=version("pretrainkit"),
+        )
+
+    def _hash(self, number: int, totals: SourceTotals) -> str:
+        """Empty when only a part of the file was read here."""
+        num_pieces = -(-self._plan.sources[number].num_bytes // BLOCK_BYTES)
+        return totals.digest.hexdigest() if totals.num_pieces == num_pieces else ""
 
     def commit(self) -> None:
         """Give all files their final names: tokens, index, then the manifest, the mark of completeness.
 
-        An old output of the same name stays until here. May be called again after it was cut off.
+        An old output of the same name stays until here. May be called again after it was cut off. Raises DataError when
+        files are missing.
         """
-        for k, prefix in enumerate(self.prefixes):
+        prefixes = self._names.prefixes
+        folders = {Path(prefix).parent for prefix in prefixes}
+        for k, prefix in enumerate(prefixes):
             Path(prefix).parent.mkdir(parents=True, exist_ok=True)
-            if self.path(k, "bin").exists():
+            if self._path(f"{k}.bin").exists():
                 manifest_path(prefix).unlink(missing_ok=True)
                 idx_path(prefix).unlink(missing_ok=True)
                 if k == 0:
-                    self._rejects_final.unlink(missing_ok=True)
-                self.path(k, "bin").replace(bin_path(prefix))
-            _replace(self.path(k, "idx"), idx_path(prefix))
-        _replace(self._rejects_path, self._rejects_final)
-        folders = {Path(prefix).parent for prefix in self.prefixes}
+                    Path(self._names.rejects).unlink(missing_ok=True)
+                self._path(f"{k}.bin").replace(bin_path(prefix))
+            self._rename(f"{k}.idx", idx_path(prefix))
+        self._rename("rejects.jsonl", Path(self._names.rejects))
         for folder in folders:
             fsync_path(folder)
-        for k, prefix in enumerate(self.prefixes):
-            _replace(self.path(k, "manifest.json"), manifest_path(prefix))
+        for k, prefix in enumerate(prefixes):
+            self._rename(f"{k}.manifest.json", manifest_path(prefix))
         for folder in folders:
             fsync_path(folder)
+        if not all(path.exists() for prefix in prefixes for path in (bin_path(prefix), manifest_path(prefix))):
+            raise DataError(
+                "this finished output was removed while others were not finished",
+                where=prefixes[0],
+                action="run again with --no-resume",
+            )
 
-    def is_committed(self) -> bool:
-        """Whether all files have their final names."""
-        return all(p.exists() for prefix in self.prefixes for p in (bin_path(prefix), manifest_path(prefix)))
-
-
-def _replace(source: Path, target: Path) -> None:
-    with contextlib.suppress(FileNotFoundError):  # there is none, or an earlier process, cut off here, renamed it
-        source.replace(target)
+    def _rename(self, kind: str, final: Path) -> None:
+        with contextlib.suppress(FileNotFoundError):  # there is none, or an earlier process, cut off here, renamed it
+            self._path(kind).replace(final)

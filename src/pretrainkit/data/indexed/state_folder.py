@@ -3,8 +3,8 @@
     <prefix>.partial/
       request.json          what was asked; another request never continues this state
       lock                  held while a process works here
-      journal.jsonl         a line per chunk that is in its place, and per finished output
-      <item>-<block>.part   encoded chunks whose place is not known yet (see `part_file`)
+      journal.jsonl         a line per chunk that is in its place or in part files, and per finished output
+      <item>-<block>.*.part encoded chunks whose place is not known yet (see `chunk`)
       output-<n>.<key>.bin  outputs as far as they are put together
 
 Nothing is flushed to disk before the end; a state that lost data in a power cut is found by its checksums.
@@ -12,106 +12,127 @@ Nothing is flushed to disk before the end; a state that lost data in a power cut
 
 from __future__ import annotations
 
-import os
 import shutil
+from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from pretrainkit.data.indexed.encoded_chunk import EncodedChunk
+from pretrainkit.data.indexed.chunk import Chunk, Column, Order
 from pretrainkit.errors import RequestError
-from pretrainkit.files import LockHeldError, leftovers, locked, temporary_name, write_json
+from pretrainkit.files import LockHeldError, atomic_file, leftovers, locked, temporary_name, write_json
 from pretrainkit.logs import get_logger
 
 LOGGER = get_logger(__name__)
-VERSION = 2
+VERSION = 3
 """Of this folder's format. It is part of what was asked, so that a state of another version is not continued."""
-
-
-@dataclass(frozen=True)
-class PlacedChunk:
-    """A chunk in its place in the output."""
-
-    chunk: EncodedChunk
-    rejects: tuple[int, int]
-    """Bytes and CRC-32 of the output's rejects up to here."""
-    journal_bytes: int
-    """The journal's length before this line."""
 
 
 @dataclass
 class Journal:
     """What a journal says."""
 
-    placed: list[PlacedChunk] = field(default_factory=list)
-    """Chunks of the output that is not finished, in order."""
-    num_finished: int = 0
-    """Outputs whose files are complete, under temporary or final names."""
     engine: str = ""
     """The library that had to be taken, when it isn't the default one."""
+    num_finished: int = 0
+    """Outputs whose files are complete, under temporary or final names."""
+    placed: dict[Order, tuple[Chunk, Column]] = field(default_factory=dict)
+    """Chunks in their place in the output that is not finished, and the output's rejects up to there."""
+    parts: dict[Order, Chunk] = field(default_factory=dict)
+    """Chunks that were put into part files."""
+
+    def lines(self) -> Iterator[bytes]:
+        """As a file."""
+        if self.engine:
+            yield _line({"engine": self.engine})
+        yield _line({"finished": self.num_finished - 1})
+        for chunk, rejects in self.placed.values():
+            yield _line({"placed": chunk.to_json(), "rejects": asdict(rejects)})
+        for chunk in self.parts.values():
+            yield _line({"part": chunk.to_json()})
+
+
+def _line(entry: dict[str, Any]) -> bytes:
+    return orjson.dumps(entry) + b"\n"
+
+
+def _read_journal(path: Path) -> Journal:
+    journal = Journal()
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        try:
+            entry = orjson.loads(line)
+        except orjson.JSONDecodeError:
+            continue  # the line at which it was killed
+        if "placed" in entry:
+            chunk = Chunk.from_json(entry["placed"])
+            journal.placed[chunk.order] = chunk, Column(**entry["rejects"])
+        elif "part" in entry:
+            chunk = Chunk.from_json(entry["part"])
+            journal.parts[chunk.order] = chunk
+        elif "finished" in entry:
+            journal.num_finished, journal.placed = entry["finished"] + 1, {}
+        else:
+            journal.engine = entry["engine"]
+    return journal
 
 
 class StateFolder:
-    """An open state folder, held by this process alone."""
+    """An open state folder, held by this process alone. `begin` comes before any `add_`."""
 
     def __init__(self, path: Path, request: dict[str, Any], *, resume: bool) -> None:
         """Raises RequestError when another process works in it."""
-        self.path = path
-        request = {**request, "state": VERSION}
+        self.path, self._request, self._journal_path = path, request, path / "journal.jsonl"
         path.mkdir(parents=True, exist_ok=True)
-        self._lock = ExitStack()
+        self._stack = ExitStack()
         try:
-            self._lock.enter_context(locked(path / "lock"))
+            self._stack.enter_context(locked(path / "lock"))
         except LockHeldError as error:
             raise RequestError(
                 f"another process is writing this output now: {error.holder}",
                 where=str(path),
                 action="wait for it, or give another --output-prefix",
             ) from None
-        self._journal_path = path / "journal.jsonl"
-        self._request = request
         self.is_resumed = resume and _is_of(path, request)
-        if not self.is_resumed:
-            if self._journal_path.exists():
-                LOGGER.warning(
-                    "%s holds unfinished work of another request or version, or is not to be continued: dropped", path
-                )
-            self._clear()
-        self._open()
+        if self.is_resumed:
+            self.journal = _read_journal(self._journal_path)
+            """What was done before."""
+            return
+        if self._journal_path.exists():
+            LOGGER.warning(
+                "%s holds unfinished work of another request or version, or is not to be continued: dropped", path
+            )
+        self.reset("")
 
-    def _clear(self) -> None:
+    def reset(self, engine: str) -> None:
+        """Forget everything, and begin again with this library; empty: the default one."""
         for entry in self.path.iterdir():
             if entry.name != "lock":
                 entry.unlink()
+        self.journal = Journal(engine)
+        self.begin()
 
-    def _open(self) -> None:
-        self.journal = _read(self._journal_path)
-        write_json(self.path / "request.json", self._request)
-        self._file = os.open(self._journal_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        os.write(self._file, b"\n")  # ends the line at which an earlier process was killed
-
-    def reset(self, engine: str) -> None:
-        """Forget everything, and begin again with this library."""
-        os.close(self._file)
-        self._clear()
-        self._open()
-        self._append({"engine": engine})
-
-    def truncate(self, placed: PlacedChunk) -> None:
-        """Forget a chunk, whose data is damaged, and all later lines."""
-        os.ftruncate(self._file, placed.journal_bytes)
+    def begin(self) -> None:
+        """Write down what the journal says now, and append to it from here on."""
+        write_json(self.path / "request.json", {**self._request, "state": VERSION})
+        with atomic_file(self._journal_path) as temporary:
+            temporary.write_bytes(b"".join(self.journal.lines()))
+        self._file = self._stack.enter_context(self._journal_path.open("ab", buffering=0))
 
     def _append(self, entry: dict[str, Any]) -> None:
-        data = orjson.dumps(entry) + b"\n"
-        if os.write(self._file, data) != len(data):
+        data = _line(entry)
+        if self._file.write(data) != len(data):
             raise OSError(28, "No space left on device", str(self.path))
 
-    def add_placed(self, chunk: EncodedChunk, rejects: tuple[int, int]) -> None:
-        """A chunk is in its place."""
-        self._append({"placed": chunk.to_json(), "rejects": rejects})
+    def add_part(self, chunk: Chunk) -> None:
+        """A chunk is in part files."""
+        self._append({"part": chunk.to_json()})
+
+    def add_placed(self, chunk: Chunk, rejects: Column) -> None:
+        """A chunk is in its place, and so are the rejects of its output up to there."""
+        self._append({"placed": chunk.to_json(), "rejects": asdict(rejects)})
 
     def add_finished(self, output: int) -> None:
         """An output's files are complete and flushed."""
@@ -119,8 +140,7 @@ class StateFolder:
 
     def close(self) -> None:
         """Release the lock; the state stays, to be continued."""
-        os.close(self._file)
-        self._lock.close()
+        self._stack.close()
 
     def remove(self) -> None:
         """The work is done: remove the state. A kill in between leaves a name that says so (see `remove_finished`)."""
@@ -141,7 +161,7 @@ def remove_finished(path: Path) -> bool:
 
 def num_finished_outputs(path: Path, request: dict[str, Any]) -> int:
     """Outputs that unfinished work of this very request has completed; changes nothing."""
-    return _read(path / "journal.jsonl").num_finished if _is_of(path, {**request, "state": VERSION}) else 0
+    return _read_journal(path / "journal.jsonl").num_finished if _is_of(path, request) else 0
 
 
 def _is_of(path: Path, request: dict[str, Any]) -> bool:
@@ -150,25 +170,7 @@ def _is_of(path: Path, request: dict[str, Any]) -> bool:
         earlier = orjson.loads((path / "request.json").read_bytes())
     except (OSError, orjson.JSONDecodeError):
         return False
-    wanted = orjson.loads(orjson.dumps(request))
+    wanted = orjson.loads(orjson.dumps({**request, "state": VERSION}))
     # What was done while every bad record stopped the run had none, so it suits any policy.
     on_error = earlier.pop("on_error", None), wanted.pop("on_error", None)
     return earlier == wanted and on_error[0] in (on_error[1], "stop")
-
-
-def _read(path: Path) -> Journal:
-    journal, position = Journal(), 0
-    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
-        try:
-            entry = orjson.loads(line)
-        except orjson.JSONDecodeError:
-            entry = {}  # the line at which it was killed
-        if "placed" in entry:
-            chunk, (rejects_bytes, rejects_crc32) = EncodedChunk.from_json(entry["placed"]), entry["rejects"]
-            journal.placed.append(PlacedChunk(chunk, (rejects_bytes, rejects_crc32), position))
-        elif "finished" in entry:
-            journal.num_finished, journal.placed = entry["finished"] + 1, []
-        elif "engine" in entry:
-            journal.engine = entry["engine"]
-        position += len(line)
-    return journal

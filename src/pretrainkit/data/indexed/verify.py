@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from isal.isal_zlib import crc32
 from numpy.typing import NDArray
 
-from pretrainkit.data.indexed.crc import crc32
 from pretrainkit.data.indexed.format import HEADER, IndexedDataset, bin_path, idx_path
 from pretrainkit.data.indexed.manifest import Manifest, read_manifest
 from pretrainkit.errors import DataError

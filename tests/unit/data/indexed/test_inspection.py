@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from isal.isal_zlib import crc32
 
 from pretrainkit.data.indexed.blend import dataset_path, make_blend, read_blend, write_blend
-from pretrainkit.data.indexed.crc import crc32
 from pretrainkit.data.indexed.format import IndexedDataset, bin_path, idx_path
 from pretrainkit.data.indexed.inspect import count_epoch, plot, read_statistics, show
 from pretrainkit.data.indexed.manifest import Manifest, TokenizerRecord, manifest_path, read_manifest, write_manifest
