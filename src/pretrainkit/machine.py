@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -48,30 +49,98 @@ def count_cpus() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def count_gpus() -> int:
-    """CUDA devices that the driver shows to this process, CUDA_VISIBLE_DEVICES respected; 0 without a driver."""
+def _cuda_driver() -> Any:
+    """The CUDA driver's library, initialised; None without one."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
-        count = ctypes.c_int(0)
-        if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
-            return 0
+        return driver if driver.cuInit(0) == 0 else None
     except (OSError, AttributeError):
-        return 0
-    return count.value
+        return None
+
+
+def count_gpus() -> int:
+    """CUDA devices that the driver shows to this process, CUDA_VISIBLE_DEVICES respected; 0 without a driver."""
+    driver, count = _cuda_driver(), ctypes.c_int(0)
+    return count.value if driver and driver.cuDeviceGetCount(ctypes.byref(count)) == 0 else 0
 
 
 def describe_gpu() -> tuple[str | None, float | None]:
     """Name and memory in GiB of the first CUDA device, as its driver gives them; None for what it doesn't."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-        device, memory, name = ctypes.c_int(0), ctypes.c_size_t(0), ctypes.create_string_buffer(256)
-        if driver.cuInit(0) != 0 or driver.cuDeviceGet(ctypes.byref(device), 0) != 0:
-            return None, None
-        named = driver.cuDeviceGetName(name, len(name), device) == 0
-        measured = driver.cuDeviceTotalMem_v2(ctypes.byref(memory), device) == 0
-    except (OSError, AttributeError):
+    driver, device = _cuda_driver(), ctypes.c_int(0)
+    memory, name = ctypes.c_size_t(0), ctypes.create_string_buffer(256)
+    if not driver or driver.cuDeviceGet(ctypes.byref(device), 0) != 0:
         return None, None
+    named = driver.cuDeviceGetName(name, len(name), device) == 0
+    measured = driver.cuDeviceTotalMem_v2(ctypes.byref(memory), device) == 0
     return name.value.decode(errors="replace") if named else None, memory.value / 2**30 if measured else None
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU as NVML reports it."""
+
+    index: int
+    """NVML's, which is that of nvidia-smi."""
+    uuid: str
+    name: str
+    driver: str
+    """Version of the driver."""
+    total_mib: int
+    used_mib: int
+    uncorrected_errors: int
+    """Uncorrected memory errors since the last reset; 0 where the GPU doesn't count them."""
+    has_nvlink: bool
+    """Whether at least one NVLink is up."""
+
+
+def read_gpus() -> list[Gpu]:
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves visible, without a CUDA context; none without a driver or for MIG."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return []
+    try:
+        gpus = [_read(pynvml, index) for index in range(pynvml.nvmlDeviceGetCount())]
+    finally:
+        pynvml.nvmlShutdown()
+    return _visible(gpus)
+
+
+def _read(pynvml: Any, index: int) -> Gpu:
+    handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+    memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
+    uncorrected = (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)
+    try:
+        errors = pynvml.nvmlDeviceGetTotalEccErrors(handle, *uncorrected)
+    except pynvml.NVMLError:  # consumer GPUs have no ECC
+        errors = 0
+    try:
+        has_nvlink = pynvml.nvmlDeviceGetNvLinkState(handle, 0) == pynvml.NVML_FEATURE_ENABLED
+    except pynvml.NVMLError:
+        has_nvlink = False
+    return Gpu(
+        index=index,
+        uuid=pynvml.nvmlDeviceGetUUID(handle),
+        name=pynvml.nvmlDeviceGetName(handle),
+        driver=pynvml.nvmlSystemGetDriverVersion(),
+        total_mib=memory.total // 2**20,
+        used_mib=memory.used // 2**20,
+        uncorrected_errors=errors,
+        has_nvlink=has_nvlink,
+    )
+
+
+def _visible(gpus: list[Gpu]) -> list[Gpu]:
+    """Those that CUDA_VISIBLE_DEVICES names, by index or the beginning of the UUID; all without it."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return gpus
+    names = [name.strip() for name in visible.split(",") if name.strip()]
+    if any(name.startswith("MIG") for name in names):
+        return []
+    return [gpu for name in names for gpu in gpus if str(gpu.index) == name or gpu.uuid.startswith(name)]
 
 
 def torch_has_cuda() -> bool:

@@ -23,7 +23,7 @@ from pretrainkit.jobs.watch import Follower
 from pretrainkit.launch import agent
 from pretrainkit.launch.chain import end_of_chain, new_attempt
 from pretrainkit.launch.supervise import GracefulStop, redirect_output, supervise
-from pretrainkit.preflight.cluster import check_connections
+from pretrainkit.preflight.collectives import check_world
 from pretrainkit.preflight.node import NodeCheckRequest, check_node
 from pretrainkit.run.folder import NODE_LOG, RANKS_LOCK, RunFolder, locked
 from pretrainkit.run.outcome import Outcome, write_outcome
@@ -143,9 +143,8 @@ def _check_network(nodes: Rendezvous, arguments: argparse.Namespace, endpoint: E
     """What is wrong with the connections of the nodes, the same text on all; empty when nothing is."""
     if not arguments.check or endpoint.num_nodes == 1:
         return ""
-    check = check_connections(
-        _check_request(arguments), endpoint.address, endpoint.port, node=endpoint.node, hosts=nodes.hosts
-    )
+    request = _check_request(arguments)
+    check = check_world(request, endpoint.address, endpoint.port, node=endpoint.node, hosts=nodes.hosts)
     if nodes.is_head:
         log.info("%s", check.describe())
     return check.found if check.is_failed else ""

@@ -7,7 +7,7 @@ is missing there.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from pretrainkit.jobs.registry import read_allocation
 from pretrainkit.jobs.rendezvous import own_address
 from pretrainkit.preflight import collectives
 from pretrainkit.preflight.node import NodeCheckRequest, check_node
-from pretrainkit.preflight.report import FAILED, SKIPPED, Check, NodeReport, guarded
+from pretrainkit.preflight.report import FAILED, SKIPPED, Check, NodeReport
 
 
 @dataclass(frozen=True)
@@ -87,26 +87,6 @@ def check_nodes(request: NodeCheckRequest, place: Place) -> tuple[list[NodeRepor
     return reports, network
 
 
-def check_connections(request: NodeCheckRequest, address: str, port: int, *, node: int, hosts: Sequence[str]) -> Check:
-    """The check 'network': an all-reduce over the ranks of all nodes.
-
-    All nodes call it at once, each with its place in `hosts`, while a TCPStore is open at address:port. All of them
-    get the same answer.
-    """
-    return guarded(
-        "network",
-        lambda: collectives.check_world(
-            request.ranks,
-            request.accelerator,
-            address=address,
-            port=port,
-            node=node,
-            hosts=hosts,
-            timeout_s=request.timeout_s,
-        ),
-    )
-
-
 def _gather(folder: Path, place: Place, timeout_s: float) -> list[NodeReport]:
     paths = [folder / f"report_{node}.json" for node in range(place.num_nodes)]
     files.wait_until(lambda: all(path.is_file() for path in paths), timeout_s=timeout_s)
@@ -132,7 +112,7 @@ def _connect(folder: Path, place: Place, request: NodeCheckRequest, hosts: list[
     elif not files.wait_until(head.is_file, timeout_s=request.timeout_s):
         return Check("network", FAILED, f"node 0 ({hosts[0]}) has not published its address")
     where = files.read_json(head)
-    return check_connections(request, where["address"], where["port"], node=place.node, hosts=hosts)
+    return collectives.check_world(request, where["address"], where["port"], node=place.node, hosts=hosts)
 
 
 def _leave(folder: Path, place: Place, timeout_s: float) -> None:

@@ -15,13 +15,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pretrainkit.errors import one_line
-from pretrainkit.preflight.gpus import read_gpus
-from pretrainkit.preflight.probe import Probe, Results, run_probes
-from pretrainkit.preflight.report import FAILED, OK, SKIPPED, WARNING, Check
+from pretrainkit.machine import read_gpus
+from pretrainkit.preflight.probe import Probe, run_probes
+from pretrainkit.preflight.report import FAILED, OK, SKIPPED, WARNING, Check, Finding, check
 from pretrainkit.units import format_bytes
+
+if TYPE_CHECKING:
+    from pretrainkit.preflight.node import NodeCheckRequest
 
 _MODULE = "pretrainkit.preflight.collectives"
 SLOW_SHARE = 0.8
@@ -50,74 +53,75 @@ def check_local(ranks: int, accelerator: str, *, timeout_s: float) -> list[Check
         return [*checks, _all_reduce(results, accelerator, _nccl_transport(Path(folder)), has_nvlink)]
 
 
-def check_world(
-    ranks: int, accelerator: str, *, address: str, port: int, node: int, hosts: Sequence[str], timeout_s: float
-) -> Check:
-    """The check 'network' over all nodes, the same on each of them; they meet at a TCPStore at address:port."""
+@check("network")
+def check_world(request: NodeCheckRequest, address: str, port: int, *, node: int, hosts: Sequence[str]) -> Finding:
+    """The check 'network': an all-reduce over the ranks of all nodes.
+
+    All nodes call it at once, each with its place in `hosts`, while a TCPStore is open at address:port. All of them
+    get the same answer.
+    """
+    ranks, accelerator = request.ranks, request.accelerator
     with tempfile.TemporaryDirectory(prefix="check_node_") as folder:
-        first = Probe(accelerator, 0, ranks, folder, timeout_s, node, len(hosts), address, port)
+        first = Probe(accelerator, 0, ranks, folder, request.timeout_s, node, len(hosts), address, port)
         result = run_probes([replace(first, local_rank=rank) for rank in range(ranks)], _MODULE)[0]
         library = _nccl_transport(Path(folder)) or ("NCCL" if accelerator == "gpu" else "gloo")
     if "answers" not in result:
-        return Check("network", FAILED, f"no answer from node 0 ({hosts[0]}): {result['error']}", _CLUSTER_ADVICE)
+        return FAILED, f"no answer from node 0 ({hosts[0]}): {result['error']}", _CLUSTER_ADVICE
     if failure := _network_failure(result["answers"], hosts):
-        return failure
+        return FAILED, failure, _CLUSTER_ADVICE
     speed = f"{format_bytes(result['num_bytes'])} at {format_bytes(result['bytes_per_s'])}/s"
     return _network(f"{ranks * len(hosts)} ranks on {len(hosts)} nodes over {library}, {speed}")
 
 
-def active_infiniband(folder: Path = INFINIBAND) -> list[str]:
-    """Names of the InfiniBand (or RoCE) devices of this node that have an active port."""
-    ports = sorted(folder.glob("*/ports/*/state"))
-    return list(dict.fromkeys(port.parts[-4] for port in ports if "ACTIVE" in port.read_text(errors="replace")))
-
-
-def _network(found: str, infiniband: Sequence[str] | None = None) -> Check:
-    """The check of a network that works; a warning when NCCL leaves InfiniBand unused."""
-    devices = active_infiniband() if infiniband is None else infiniband
-    if "NET/Socket" in found and devices:
+def _network(found: str) -> Finding:
+    """The finding of a network that works; a warning when NCCL leaves active InfiniBand (or RoCE) unused."""
+    ports = sorted(INFINIBAND.glob("*/ports/*/state"))
+    active = dict.fromkeys(port.parts[-4] for port in ports if "ACTIVE" in port.read_text(errors="replace"))
+    if "NET/Socket" in found and active:
         action = "the image needs the libraries of InfiniBand (rdma-core), and /dev/infiniband; look at NCCL_IB_DISABLE"
-        return Check("network", WARNING, f"{found}; sockets, though there is InfiniBand: {', '.join(devices)}", action)
-    return Check("network", OK, found)
+        return WARNING, f"{found}; sockets, though there is InfiniBand: {', '.join(active)}", action
+    return OK, found
 
 
-def _network_failure(answers: list[str], hosts: Sequence[str]) -> Check | None:
-    """What is wrong with the network, by what each node answered: 'ok', an error, or nothing."""
+def _network_failure(answers: list[str], hosts: Sequence[str]) -> str:
+    """What is wrong with the network, by what each node answered: 'ok', an error, or nothing; empty if all is well."""
     silent = [f"{node} ({hosts[node]})" for node, answer in enumerate(answers) if not answer]
     if silent:
-        return Check("network", FAILED, f"no answer from node {', '.join(silent)}", _CLUSTER_ADVICE)
+        return f"no answer from node {', '.join(silent)}"
     failed = [f"node {node} ({hosts[node]}): {answer}" for node, answer in enumerate(answers) if answer != "ok"]
-    return Check("network", FAILED, f"the all-reduce failed: {'; '.join(failed)}", _CLUSTER_ADVICE) if failed else None
+    return f"the all-reduce failed: {'; '.join(failed)}" if failed else ""
 
 
-def _compute(results: list[dict[str, Any]]) -> Check:
+@check("compute")
+def _compute(results: list[dict[str, Any]]) -> Finding:
     """Whether each GPU computes exactly, and as fast as its neighbours."""
     action = "exclude the node and tell its administrators"
     if failed := _failures("GPU", results, "tflops"):
-        return Check("compute", FAILED, failed, action)
+        return FAILED, failed, action
     speeds = [float(result["tflops"]) for result in results]
     usual = statistics.median(speeds)
     found = f"{min(speeds):.0f} to {max(speeds):.0f} TFLOP/s, bf16 matrix product"
     slow = [f"GPU {rank} ({speed:.0f})" for rank, speed in enumerate(speeds) if speed < SLOW_SHARE * usual]
     if slow:
-        return Check("compute", WARNING, f"slower than the others: {', '.join(slow)}; {found}", action)
-    return Check("compute", OK, found)
+        return WARNING, f"slower than the others: {', '.join(slow)}; {found}", action
+    return OK, found
 
 
-def _all_reduce(results: list[dict[str, Any]], accelerator: str, transport: str, has_nvlink: bool) -> Check:
+@check("all-reduce")
+def _all_reduce(results: list[dict[str, Any]], accelerator: str, transport: str, has_nvlink: bool) -> Finding:
     if failed := _failures("rank", results, "bytes_per_s"):
-        return Check("all-reduce", FAILED, failed, _CLUSTER_ADVICE)
+        return FAILED, failed, _CLUSTER_ADVICE
     first = results[0]
     found = f"{len(results)} rank{'s' if len(results) > 1 else ''} over "
     found += f"NCCL {first['nccl']}" if accelerator == "gpu" else "gloo"
     if len(results) == 1:
-        return Check("all-reduce", OK, found)
+        return OK, found
     speed = min(float(result["bytes_per_s"]) for result in results)
     found += f"{f', {transport}' if transport else ''}, {format_bytes(first['num_bytes'])} at {format_bytes(speed)}/s"
     if has_nvlink and transport and "P2P" not in transport:
         action = "unset NCCL_P2P_DISABLE; Docker needs --ipc=host; look at nvidia-smi topo -m"
-        return Check("all-reduce", WARNING, f"{found}; the GPUs have NVLink, and NCCL doesn't use it", action)
-    return Check("all-reduce", OK, found)
+        return WARNING, f"{found}; the GPUs have NVLink, and NCCL doesn't use it", action
+    return OK, found
 
 
 def _failures(what: str, results: list[dict[str, Any]], wanted: str) -> str:
@@ -143,27 +147,26 @@ def _nccl_transport(folder: Path) -> str:
 def main() -> int:
     """Run one rank of a probe; its results are in the probe's file."""
     probe = Probe.from_command_line()
-    results = Results(probe.result_file)
     try:
-        (_run_world if probe.address else _run_local)(probe, results)
+        (_run_world if probe.address else _run_local)(probe)
     except Exception as error:
-        results.add(error=one_line(error))
+        probe.report(error=one_line(error))
         os._exit(1)  # a communicator that has failed may hang while it is taken down
     os._exit(0)
 
 
-def _run_local(probe: Probe, results: Results) -> None:
+def _run_local(probe: Probe) -> None:
     import torch
     from torch.distributed import FileStore
 
     device = _device(probe)
     if device.type == "cuda":
-        results.add(tflops=_multiply(device), nccl=".".join(map(str, torch.cuda.nccl.version())))
+        probe.report(tflops=_multiply(device), nccl=".".join(map(str, torch.cuda.nccl.version())))
     store = FileStore(f"{probe.folder}/store", probe.ranks_per_node)
-    results.add(**_time_all_reduce(store, probe.local_rank, probe.ranks_per_node, device, probe))
+    probe.report(**_time_all_reduce(store, probe.local_rank, probe.ranks_per_node, device, probe))
 
 
-def _run_world(probe: Probe, results: Results) -> None:
+def _run_world(probe: Probe) -> None:
     """An all-reduce over all nodes; the first rank of each node then reads in the store how it went on the others."""
     from torch.distributed import PrefixStore, TCPStore
 
@@ -172,7 +175,7 @@ def _run_world(probe: Probe, results: Results) -> None:
     rank, world_size = probe.node * probe.ranks_per_node + probe.local_rank, probe.num_nodes * probe.ranks_per_node
     answer = "ok"
     try:
-        results.add(**_time_all_reduce(PrefixStore("ranks", store), rank, world_size, _device(probe), probe))
+        probe.report(**_time_all_reduce(PrefixStore("ranks", store), rank, world_size, _device(probe), probe))
     except Exception as error:
         answer = one_line(error)
     store.set(f"rank/{rank}", answer)
@@ -184,7 +187,7 @@ def _run_world(probe: Probe, results: Results) -> None:
         if probe.node == 0:
             store.set("answers", "\n".join(worst))
         agreed = _read(store, "answers", probe.timeout_s)
-        results.add(answers=agreed.split("\n") if agreed else worst)
+        probe.report(answers=agreed.split("\n") if agreed else worst)
 
 
 def _device(probe: Probe) -> Any:

@@ -54,18 +54,14 @@ class Probe:
         """The probe that this process is to run."""
         return cls(**json.loads(sys.argv[1]))
 
+    @property
+    def results(self) -> dict[str, Any]:
+        """What the process has reported so far."""
+        return files.read_json(self.result_file) if self.result_file.is_file() else {}
 
-class Results:
-    """Results of a probe process so far; on disk after each step."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._values: dict[str, Any] = {}
-
-    def add(self, **values: Any) -> None:
-        """Add values, or replace those of the same name."""
-        self._values |= values
-        files.write_json(self._path, self._values)
+    def report(self, **values: Any) -> None:
+        """Add values to the results of this process, or replace those of the same name."""
+        files.write_json(self.result_file, self.results | values)
 
 
 def run_probes(probes: list[Probe], module: str) -> list[dict[str, Any]]:
@@ -103,7 +99,7 @@ def _start(module: str, probe: Probe) -> subprocess.Popen[bytes]:
 
 
 def _result(probe: Probe, exit_code: int, hung: bool) -> dict[str, Any]:
-    results: dict[str, Any] = files.read_json(probe.result_file) if probe.result_file.is_file() else {}
+    results = probe.results
     if hung:
         results.setdefault("error", f"no answer within {probe.timeout_s:.0f} s")
     elif exit_code < 0:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ParamSpec
 
 OK, WARNING, FAILED, SKIPPED = "ok", "warning", "failed", "skipped"
 
@@ -63,9 +64,22 @@ class NodeReport:
         return cls(values["host"], tuple(Check(**check) for check in values["checks"]))
 
 
-def guarded(name: str, run: Callable[[], Check]) -> Check:
-    """The result of a check; one that raises is a failure of the node, since it would break the ranks too."""
-    try:
-        return run()
-    except Exception as error:
-        return Check(name, FAILED, f"the check itself failed: {type(error).__name__}: {error}")
+P = ParamSpec("P")
+Finding = tuple[str, str] | tuple[str, str, str]
+"""Status, what was found, and where it is needed what to do about it."""
+
+
+def check(name: str) -> Callable[[Callable[P, Finding]], Callable[P, Check]]:
+    """Make a check of a function; if it raises, the node has failed, since the ranks would break too."""
+
+    def decorate(look: Callable[P, Finding]) -> Callable[P, Check]:
+        @functools.wraps(look)
+        def run(*args: P.args, **kwargs: P.kwargs) -> Check:
+            try:
+                return Check(name, *look(*args, **kwargs))
+            except Exception as error:
+                return Check(name, FAILED, f"the check itself failed: {type(error).__name__}: {error}")
+
+        return run
+
+    return decorate

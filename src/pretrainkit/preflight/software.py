@@ -24,8 +24,8 @@ from packaging.utils import canonicalize_name
 from pretrainkit.errors import one_line
 from pretrainkit.jobs.scripts import HOME_CACHES
 from pretrainkit.machine import installed_version
-from pretrainkit.preflight.probe import Probe, Results, run_probes
-from pretrainkit.preflight.report import FAILED, OK, SKIPPED, WARNING, Check
+from pretrainkit.preflight.probe import Probe, run_probes
+from pretrainkit.preflight.report import FAILED, OK, SKIPPED, WARNING, Check, Finding, check
 from pretrainkit.units import format_bytes
 
 _MODULE = "pretrainkit.preflight.software"
@@ -52,7 +52,8 @@ OPTIONAL = ("triton", "liger_kernel", "transformer_engine.pytorch", "flash_attn"
 """Modules that make it fast; those that are installed must work."""
 
 
-def check_packages(constraints: Path | None) -> Check:
+@check("packages")
+def check_packages(constraints: Path | None) -> Finding:
     """Installed packages that this project needs, against the versions it is tested with."""
     needed = needed_packages()
     installed = {name: installed_version(name) for name in needed}
@@ -60,9 +61,9 @@ def check_packages(constraints: Path | None) -> Check:
     if missing:
         found = f"not installed: {', '.join(missing)}"
         action = "install what the run uses: pip install -c constraints.txt, with --no-deps in an image that works"
-        return Check("packages", FAILED if ENGINE & set(missing) else WARNING, found, action)
+        return FAILED if ENGINE & set(missing) else WARNING, found, action
     if constraints is None or not constraints.is_file():
-        return Check("packages", SKIPPED, f"{len(needed)} installed; no constraints.txt to compare with")
+        return SKIPPED, f"{len(needed)} installed; no constraints.txt to compare with"
     tested = read_constraints(constraints.read_text(encoding="utf-8"))
     different = [
         f"{name} {installed[name]} (tested: {', '.join(sorted(tested[name]))})"
@@ -71,8 +72,8 @@ def check_packages(constraints: Path | None) -> Check:
     ]
     if different:
         action = "fine in an image that works; else install with -c constraints.txt"
-        return Check("packages", WARNING, f"{len(different)} of {len(needed)} differ: {'; '.join(different)}", action)
-    return Check("packages", OK, f"{len(needed)}, as in {constraints.name}")
+        return WARNING, f"{len(different)} of {len(needed)} differ: {'; '.join(different)}", action
+    return OK, f"{len(needed)}, as in {constraints.name}"
 
 
 def read_constraints(text: str) -> dict[str, set[str]]:
@@ -94,32 +95,33 @@ def needed_packages() -> list[str]:
     return sorted(canonicalize_name(match[0]) for match in names if match)
 
 
-def check_kept(path: Path) -> Check:
+@check("image's own")
+def check_kept(path: Path) -> Finding:
     """Whether the packages that an image must keep (name==version lines) are still those it came with."""
     lines = [line.partition("==") for line in path.read_text(encoding="utf-8").split()]
     found = {name: (version, installed_version(name)) for name, _, version in lines}
     changed = [f"{name} {was} -> {now or 'none'}" for name, (was, now) in found.items() if was != now]
     if changed:
         action = "build the image again; torch and its kin are compiled for each other"
-        return Check("image's own", FAILED, f"replaced: {', '.join(changed)}", action)
-    return Check("image's own", OK, f"{len(found)} packages of the base image, untouched" if found else "none")
+        return FAILED, f"replaced: {', '.join(changed)}", action
+    return OK, f"{len(found)} packages of the base image, untouched" if found else "none"
 
 
-def check_isolation(environment: Mapping[str, str], needed: set[str] | None = None) -> Check:
+@check("isolation")
+def check_isolation(environment: Mapping[str, str]) -> Finding:
     """Whether packages of the home, or of PYTHONPATH, shadow the installed ones that this project needs."""
-    name = "isolation"
-    needed = ENGINE | set(needed_packages()) if needed is None else needed
+    needed = ENGINE | set(needed_packages())
     user_site = Path(site.getusersitepackages())
     in_home = _distributions(user_site) if site.ENABLE_USER_SITE else set()
     if in_the_way := sorted(in_home & needed):
         found = f"{user_site} shadows: {', '.join(in_the_way)}"
-        return Check(name, FAILED, found, "export PYTHONNOUSERSITE=1, and leave the home outside (--no-home)")
+        return FAILED, found, "export PYTHONNOUSERSITE=1, and leave the home outside (--no-home)"
     paths = [Path(path) for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     for path in paths:
         if in_the_way := sorted(_distributions(path) & needed):
             found = f"PYTHONPATH: {path} shadows: {', '.join(in_the_way)}"
-            return Check(name, WARNING, found, "unset PYTHONPATH, unless it is meant")
-    return Check(name, OK, "packages of the home stay out" if not site.ENABLE_USER_SITE else "no packages in the home")
+            return WARNING, found, "unset PYTHONPATH, unless it is meant"
+    return OK, "packages of the home stay out" if not site.ENABLE_USER_SITE else "no packages in the home"
 
 
 def _distributions(folder: Path) -> set[str]:
@@ -131,7 +133,8 @@ def _distributions(folder: Path) -> set[str]:
     }
 
 
-def check_caches(environment: Mapping[str, str]) -> Check:
+@check("caches")
+def check_caches(environment: Mapping[str, str]) -> Finding:
     """Whether the hub's, Triton's and W&B's caches can be written, and don't fill a small home."""
     home = Path(environment.get("HOME") or "/nonexistent")
     base = Path(environment["XDG_CACHE_HOME"]) if environment.get("XDG_CACHE_HOME") else None
@@ -141,13 +144,13 @@ def check_caches(environment: Mapping[str, str]) -> Check:
         folders[variable] = Path(environment[variable]) if environment.get(variable) else in_base
     action = "set cache_dir in the site's file, or the variables, to a folder on a group disk"
     if closed := [f"{variable} ({folder})" for variable, folder in folders.items() if not _is_writable(folder)]:
-        return Check("caches", FAILED, f"can't be written: {', '.join(closed)}", action)
+        return FAILED, f"can't be written: {', '.join(closed)}", action
     in_home = [variable for variable, folder in folders.items() if folder.is_relative_to(home)]
     if in_home and (free := shutil.disk_usage(_existing(home)).free) < MIN_HOME_BYTES:
         found = f"in the home, which has {format_bytes(free)} free: {', '.join(in_home)}"
-        return Check("caches", WARNING, found, action)
+        return WARNING, found, action
     places = dict.fromkeys(str(folder) for folder in folders.values())
-    return Check("caches", OK, f"writable: {', '.join(places)}")
+    return OK, f"writable: {', '.join(places)}"
 
 
 def _existing(folder: Path) -> Path:
@@ -170,7 +173,8 @@ def check_imports(accelerator: str, *, timeout_s: float) -> Check:
         return _imports(run_probes([Probe(accelerator, 0, 1, folder, timeout_s)], _MODULE)[0], accelerator)
 
 
-def _imports(found: dict[str, Any], accelerator: str) -> Check:
+@check("imports")
+def _imports(found: dict[str, Any], accelerator: str) -> Finding:
     action = "build the image again, or install with -c constraints.txt; --quick leaves this out"
     done, failed = found.get("imports", {}), dict(found.get("failed_imports", {}))
     if module := found.get("importing"):
@@ -178,35 +182,30 @@ def _imports(found: dict[str, Any], accelerator: str) -> Check:
     waiting = {name: why for name, why in failed.items() if accelerator == "cpu" and _NO_DRIVER.search(why)}
     broken = [f"{name}: {why}" for name, why in failed.items() if name not in waiting]
     if broken or not done:
-        return Check("imports", FAILED, "; ".join(broken) or str(found.get("error", "nothing imported")), action)
+        return FAILED, "; ".join(broken) or str(found.get("error", "nothing imported")), action
     seconds = sum(float(value) for value in done.values())
     words = f"{', '.join(done)} in {seconds:.0f} s"
     if absent := found.get("absent"):
         words += f"; not installed: {', '.join(absent)}"
     if waiting:
         names = ", ".join(waiting)
-        return Check("imports", WARNING, f"{words}; not without a driver: {names}", "look again on a node with GPUs")
-    return Check("imports", OK, words)
+        return WARNING, f"{words}; not without a driver: {names}", "look again on a node with GPUs"
+    return OK, words
 
 
 def main() -> int:
     """Import everything; the results are in the probe's file."""
-    import_all(Results(Probe.from_command_line().result_file))
+    import_all(Probe.from_command_line())
     os._exit(0)
 
 
-def import_all(
-    results: Results, required: tuple[str, ...] = REQUIRED, optional: tuple[str, ...] = OPTIONAL
-) -> set[str]:
-    """Import modules one by one; gives the names of those that could be.
-
-    A module's name is written before its import: a crash then has a name.
-    """
+def import_all(probe: Probe) -> None:
+    """Import modules one by one. A module's name is written before its import: a crash then has a name."""
     done: dict[str, float] = {}
     failed: dict[str, str] = {}
-    absent = [name for name in optional if importlib.util.find_spec(name.partition(".")[0]) is None]
-    for name in (*required, *(name for name in optional if name not in absent)):
-        results.add(importing=name)
+    absent = [name for name in OPTIONAL if importlib.util.find_spec(name.partition(".")[0]) is None]
+    for name in (*REQUIRED, *(name for name in OPTIONAL if name not in absent)):
+        probe.report(importing=name)
         begin_s = time.monotonic()
         try:
             importlib.import_module(name)
@@ -214,8 +213,7 @@ def import_all(
             failed[name] = one_line(error)
         else:
             done[name] = round(time.monotonic() - begin_s, 2)
-        results.add(imports=done, failed_imports=failed, absent=absent, importing="")
-    return set(done)
+        probe.report(imports=done, failed_imports=failed, absent=absent, importing="")
 
 
 if __name__ == "__main__":

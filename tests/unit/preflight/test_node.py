@@ -11,9 +11,9 @@ from typing import ClassVar
 
 import pytest
 
-from pretrainkit.preflight import gpus as gpu_module
+from pretrainkit import machine
+from pretrainkit.machine import Gpu
 from pretrainkit.preflight import node, software
-from pretrainkit.preflight.gpus import Gpu
 from pretrainkit.preflight.node import NodeCheckRequest, check_node
 from pretrainkit.preflight.report import FAILED, OK, SKIPPED, WARNING, NodeReport
 
@@ -27,7 +27,7 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
             Gpu(0, "GPU-aaaa", "NVIDIA H100 80GB HBM3", "550.54.15", 81559, 4, 0, has_nvlink=True),
             Gpu(1, "GPU-bbbb", "NVIDIA H100 80GB HBM3", "550.54.15", 81559, used_mib, errors, has_nvlink=True),
         ]
-        monkeypatch.setattr(node, "read_gpus", lambda: gpu_module._visible(gpus))
+        monkeypatch.setattr(node, "read_gpus", lambda: machine._visible(gpus))
         monkeypatch.setattr(node, "count_gpus", lambda: visible)
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -61,7 +61,7 @@ def test_only_visible_gpus_count(two_gpus, visible: str, monkeypatch: pytest.Mon
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="this machine has GPUs")
 def test_a_machine_without_driver_has_no_gpus() -> None:
-    assert gpu_module.read_gpus() == []
+    assert machine.read_gpus() == []
 
 
 class Nvml:
@@ -89,24 +89,24 @@ class Nvml:
 
 def test_what_a_gpu_does_not_have_is_no_error() -> None:
     expected = Gpu(0, "GPU-cccc", "NVIDIA GeForce RTX 4090", "570.1", 24 * 1024, 1024, 0, has_nvlink=False)
-    assert gpu_module._read(Nvml(), 0) == expected
+    assert machine._read(Nvml(), 0) == expected
 
 
 def test_a_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "folder"
-    check = node.check_disk(folder, needed_bytes=1, write_bytes=2**20)
+    check = node.check_disk(folder, 1, 2**20)
     assert check.status in (OK, WARNING) and "free, writes" in check.found
     assert list(folder.iterdir()) == []
 
 
 def test_a_disk_without_room_fails(tmp_path: Path) -> None:
-    check = node.check_disk(tmp_path, needed_bytes=2**60, write_bytes=2**20)
+    check = node.check_disk(tmp_path, 2**60, 2**20)
     assert check.status == FAILED and "needed" in check.found and str(tmp_path) in check.found
 
 
 def test_a_disk_that_cannot_be_written_fails(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    check = node.check_disk(tmp_path / "file" / "folder", needed_bytes=0)
+    check = node.check_disk(tmp_path / "file" / "folder", 0, 2**20)
     assert check.status == FAILED and os.strerror(errno.ENOTDIR) in check.found
 
 
@@ -150,7 +150,7 @@ def test_a_missing_package_is_named(is_engine: bool, status: str, monkeypatch: p
     ("left_s", "status"), [(3600.0, OK), (100.0, FAILED), (-5.0, FAILED), (None, SKIPPED)], ids=str
 )
 def test_time_left(left_s: float | None, status: str) -> None:
-    assert node.check_time(left_s, needed_s=300, environment={}).status == status
+    assert node.check_time(left_s, 300).status == status
 
 
 def test_a_report_names_its_problems_and_survives_json(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from pretrainkit.machine import installed_version
 from pretrainkit.preflight import software
 from pretrainkit.preflight.node import NodeCheckRequest, check_node
-from pretrainkit.preflight.probe import Results
+from pretrainkit.preflight.probe import Probe
 from pretrainkit.preflight.report import FAILED, OK, WARNING
 
 
@@ -38,7 +38,7 @@ def test_packages_of_the_home_must_stay_out(
     (tmp_path / f"{package}-1.0.dist-info").mkdir()
     monkeypatch.setattr(site, "ENABLE_USER_SITE", enabled)
     monkeypatch.setattr(site, "getusersitepackages", lambda: str(tmp_path))
-    check = software.check_isolation({}, {"torch"})
+    check = software.check_isolation({})
     assert check.status == status, check
     if status == FAILED:
         assert f"{tmp_path} shadows: torch" in check.found and "PYTHONNOUSERSITE" in check.action
@@ -47,7 +47,7 @@ def test_packages_of_the_home_must_stay_out(
 def test_packages_of_pythonpath_are_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(site, "ENABLE_USER_SITE", False)
     (tmp_path / "Megatron_Core-0.9.dist-info").mkdir()
-    check = software.check_isolation({"PYTHONPATH": f"/none:{tmp_path}"}, {"megatron-core"})
+    check = software.check_isolation({"PYTHONPATH": f"/none:{tmp_path}"})
     assert check.status == WARNING and "megatron-core" in check.found
 
 
@@ -99,12 +99,14 @@ def test_imports(found: dict[str, Any], accelerator: str, status: str, words: st
 
 def test_what_is_tried_is_written_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "breaks.py").write_text("raise OSError('libx.so: no such file\\nmore')")
-    (tmp_path / "exits.py").write_text("import json, sys; print(open(sys.path[0] + '/found').read()); sys.exit(3)")
+    (tmp_path / "exits.py").write_text("import sys; print(open(sys.path[0] + '/rank_0.json').read()); sys.exit(3)")
     monkeypatch.syspath_prepend(str(tmp_path))
-    results = Results(tmp_path / "found")
-    done = software.import_all(results, ("json", "exits"), ("breaks", "absent_thing"))
-    found = json.loads((tmp_path / "found").read_text())
-    assert done == {"json"} == set(found["imports"]) and found["absent"] == ["absent_thing"]
+    monkeypatch.setattr(software, "REQUIRED", ("json", "exits"))
+    monkeypatch.setattr(software, "OPTIONAL", ("breaks", "absent_thing"))
+    probe = Probe("cpu", 0, 1, str(tmp_path), 1.0)
+    software.import_all(probe)
+    found = json.loads(probe.result_file.read_text())
+    assert {"json"} == set(found["imports"]) and found["absent"] == ["absent_thing"]
     assert found["failed_imports"] == {"exits": "SystemExit: 3", "breaks": "OSError: libx.so: no such file"}
 
 
