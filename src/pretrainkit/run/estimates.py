@@ -18,9 +18,9 @@ Time is the model's FLOPs over the GPU's peak times an assumed MFU, from the tab
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 
-from pretrainkit.config.schema import Estimates, ModelShape, Recompute, ResolvedRun
+from pretrainkit.config.schema import Estimates, Kernels, ModelShape, Recompute, ResolvedRun
+from pretrainkit.megatron.kernels import PLAIN
 from pretrainkit.models.flops import layer_parameters, training_flops_per_token
 from pretrainkit.run.gpu_specs import memory_gib, peak_flops
 
@@ -38,17 +38,6 @@ TENSOR_PARALLEL_SHARE, DATA_PARALLEL_SHARE = 0.85, 0.98
 """Speed of a GPU among several over that of one, from runs on two; also used for CP and for more GPUs."""
 
 
-@dataclass(frozen=True)
-class Implementation:
-    """The properties of a layer's implementation that change memory or speed."""
-
-    layers: str
-    """fused, te or plain: a row of MFU."""
-    fused_swiglu: bool
-    """If not, the gate's activation is kept too."""
-    fused_cross_entropy: bool
-
-
 def parameters(shape: ModelShape, padded_vocab_size: int) -> int:
     """Parameters of the whole model."""
     embeddings = 1 if shape.tie_word_embeddings else 2
@@ -56,12 +45,11 @@ def parameters(shape: ModelShape, padded_vocab_size: int) -> int:
     return shape.num_layers * layer_parameters(shape) + embeddings * padded_vocab_size * shape.hidden_size + norms
 
 
-def estimate(run: ResolvedRun, implementation: Implementation) -> Estimates:
-    """The estimates of a resolved run, with its recomputation."""
-    stages = [_stage_bytes(run, implementation, is_first=True), _stage_bytes(run, implementation, is_first=False)]
-    fullest = max(stages, key=sum)
+def estimate(run: ResolvedRun) -> Estimates:
+    """The estimates of a resolved run, with its kernels and recomputation."""
+    fullest = max(_stage_bytes(run, is_first=True), _stage_bytes(run, is_first=False), key=sum)
     weights, activations, logits = (part / GIB for part in fullest)
-    mfu, step_time_s = _speed(run, implementation)
+    mfu, step_time_s = _speed(run)
     return Estimates(
         parameters=parameters(run.model, run.padded_vocab_size),
         weights_gib=round(weights, 2),
@@ -86,17 +74,17 @@ def fits(run: ResolvedRun, estimates: Estimates) -> bool:
     return estimates.gpu_memory_gib is None or estimates.memory_gib + reserve <= estimates.gpu_memory_gib
 
 
-def cheapest_recompute(run: ResolvedRun, implementation: Implementation) -> ResolvedRun:
+def cheapest_recompute(run: ResolvedRun) -> ResolvedRun:
     """The run with the least recomputation that fits: none, or as few layers as possible; all layers, if none fits."""
     layers = run.model.num_layers // run.config.parallel.pipeline_model_parallel_size
     for count in range(layers + 1):
         run = dataclasses.replace(run, recompute=Recompute("full", count) if count else Recompute())
-        if fits(run, estimate(run, implementation)):
+        if fits(run, estimate(run)):
             break
     return run
 
 
-def _stage_bytes(run: ResolvedRun, implementation: Implementation, *, is_first: bool) -> tuple[float, float, float]:
+def _stage_bytes(run: ResolvedRun, *, is_first: bool) -> tuple[float, float, float]:
     """Bytes of weights with gradients and optimizer state, activations, and logits on a GPU of one stage."""
     shape, parallel = run.model, run.config.parallel
     tensor, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
@@ -110,12 +98,17 @@ def _stage_bytes(run: ResolvedRun, implementation: Implementation, *, is_first: 
 
     element, tokens = 2 if bf16 else 4, _tokens(run)
     in_flight = min(stages, run.num_microbatches) if is_first else 1
-    kept, transient = _kept_elements(run, implementation, layers)
+    kept, transient = _kept_elements(run, layers)
     activations = in_flight * kept * tokens * element
-    logits_of = LOGITS_BYTES["fused" if implementation.fused_cross_entropy else "plain"] * (1 if bf16 else 2)
+    logits_of = LOGITS_BYTES["plain" if _kernels(run).cross_entropy == PLAIN else "fused"] * (1 if bf16 else 2)
     logits = tokens * run.padded_vocab_size / tensor * logits_of if is_last else 0.0
     # Gradients and recomputed activations are allocated after the logits are freed.
     return weights, activations, max(logits, transient * tokens * element)
+
+
+def _kernels(run: ResolvedRun) -> Kernels:
+    assert run.kernels
+    return run.kernels
 
 
 def _tokens(run: ResolvedRun) -> float:
@@ -124,7 +117,7 @@ def _tokens(run: ResolvedRun) -> float:
     return run.config.training.micro_batch_size * length
 
 
-def _layer_elements(run: ResolvedRun, implementation: Implementation) -> tuple[float, float, float]:
+def _layer_elements(run: ResolvedRun) -> tuple[float, float, float]:
     """Elements per token that a layer keeps on one rank: its input, the rest without the MLP's, and the MLP's."""
     shape, tensor = run.model, run.config.parallel.tensor_model_parallel_size
     split = tensor if run.sequence_parallel else 1
@@ -134,18 +127,18 @@ def _layer_elements(run: ResolvedRun, implementation: Implementation) -> tuple[f
         shape.num_query_groups * shape.head_dim / tensor,
     )
     # Our attention keeps the keys and values of all CP ranks.
-    keys = 2 * groups * (1 if implementation.layers == "te" else run.config.parallel.context_parallel_size)
+    keys = 2 * groups * (1 if _kernels(run).layer_spec == "te" else run.config.parallel.context_parallel_size)
     # Input of the norm; the normed input of qkv; query, key, value; attention's output as computed and as projected;
     # the second norm's input.
     rest = hidden + (heads + keys) + 2 * heads + hidden
     # Its normed input; gate and up; their product; without a fused kernel the gate's activation.
-    mlp = hidden + 2 * ffn + ffn + (0 if implementation.fused_swiglu else ffn)
+    mlp = hidden + 2 * ffn + ffn + (0 if _kernels(run).swiglu != PLAIN else ffn)
     return hidden, rest, mlp
 
 
-def _kept_elements(run: ResolvedRun, implementation: Implementation, layers: int) -> tuple[float, float]:
+def _kept_elements(run: ResolvedRun, layers: int) -> tuple[float, float]:
     """Elements per token that a stage keeps until the backward pass, and those at the peak of the backward pass."""
-    layer_input, rest, mlp = _layer_elements(run, implementation)
+    layer_input, rest, mlp = _layer_elements(run)
     whole = layer_input + rest + mlp
     recompute = run.recompute
     recomputed = {"none": 0.0, "selective": mlp, "full": whole}[recompute.granularity]
@@ -156,14 +149,16 @@ def _kept_elements(run: ResolvedRun, implementation: Implementation, layers: int
     return count * layer_input + (layers - count) * whole, transient
 
 
-def _speed(run: ResolvedRun, implementation: Implementation) -> tuple[float | None, float | None]:
+def _speed(run: ResolvedRun) -> tuple[float | None, float | None]:
     """Assumed MFU and seconds of a step; None for GPUs and precisions without a figure."""
     peak = peak_flops(run.gpu_name) if run.gpu_name else None
     if peak is None or run.precision != "bf16":
         return None, None
     parallel, shape = run.config.parallel, run.model
     work = layer_parameters(shape) / parallel.tensor_model_parallel_size * _tokens(run)
-    mfu = MFU[implementation.layers][sum(work > bound for bound in WORK)]
+    kernels = _kernels(run)
+    layers = "te" if kernels.layer_spec == "te" else "plain" if kernels.cross_entropy == PLAIN else "fused"
+    mfu = MFU[layers][sum(work > bound for bound in WORK)]
     if parallel.tensor_model_parallel_size * parallel.context_parallel_size > 1:
         mfu *= TENSOR_PARALLEL_SHARE
     if run.data_parallel_size > 1:

@@ -8,17 +8,18 @@ the job or the process in the container (`choose_on_node`). Ranks read them from
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
 from pretrainkit.config import resolve
 from pretrainkit.config.run_file import read_run, write_run
-from pretrainkit.config.schema import Kernels, ResolvedRun
+from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import RequestError
 from pretrainkit.machine import describe_gpu
-from pretrainkit.megatron.kernels import LIBRARIES, PLAIN, choose_for, installed_libraries
+from pretrainkit.megatron.kernels import LIBRARIES, choose_for, installed_libraries
 from pretrainkit.run import resume_plan
-from pretrainkit.run.estimates import Implementation, cheapest_recompute, estimate, fits, gpu_memory
+from pretrainkit.run.estimates import cheapest_recompute, estimate, fits, gpu_memory
 from pretrainkit.run.gpu_specs import MEMORY_GIB
 
 _NODE_SIZES = (1, 2, 4, 8)
@@ -69,9 +70,9 @@ def choose_on_node(run_file: Path, log_dir: Path) -> Path:
 
 def _planned(run: ResolvedRun, installed: frozenset[str], *, refuse: bool) -> ResolvedRun:
     """The run with estimates, recomputation and kernels where these libraries are installed; no estimates on CPU."""
-    kernels = choose_for(run, installed)
+    run = dataclasses.replace(run, kernels=choose_for(run, installed))
     if run.accelerator != "gpu":
-        return dataclasses.replace(run, kernels=kernels)
+        return run
     asked = run.config.launch.gpu_name
     if refuse and asked and gpu_memory(run) is None:  # a GPU of this machine need not be known
         raise RequestError(
@@ -80,43 +81,31 @@ def _planned(run: ResolvedRun, installed: frozenset[str], *, refuse: bool) -> Re
             action="name it with its size, such as 'A100 80GB', or give its memory with --gpu_memory_gib",
             where="--gpu_name",
         )
-    implementation = implementation_of(kernels)
-    run = _recomputing(run, implementation)
-    kernels = choose_for(run, installed)  # again: recomputation rules out some, and refuses them if asked for
-    estimates = estimate(run, implementation)
+    run = _recomputing(run)
+    run = dataclasses.replace(run, kernels=choose_for(run, installed))  # recomputation rules out some of them
+    estimates = estimate(run)
     if refuse and not fits(run, estimates):
         raise RequestError(
             f"about {estimates.memory_gib:.1f} GiB on the fullest GPU: {estimates.weights_gib:.1f} weights, gradients "
             f"and optimizer, {estimates.activations_gib:.1f} activations, {estimates.logits_gib:.1f} logits",
             needed=f"less than its {estimates.gpu_memory_gib:.1f} GiB, without CUDA's own share",
-            action=_advice(run, implementation),
+            action=_advice(run),
             where="memory",
         )
-    return dataclasses.replace(run, estimates=estimates, kernels=kernels)
+    return dataclasses.replace(run, estimates=estimates)
 
 
-def implementation_of(kernels: Kernels) -> Implementation:
-    """What of the kernels matters for the estimates."""
-    fused_cross_entropy = kernels.cross_entropy != PLAIN
-    layers = "te" if kernels.layer_spec == "te" else "fused" if fused_cross_entropy else "plain"
-    return Implementation(layers, kernels.swiglu != PLAIN, fused_cross_entropy)
+def _recomputing(run: ResolvedRun) -> ResolvedRun:
+    return cheapest_recompute(run) if run.config.training.recompute == "auto" else run
 
 
-def _recomputing(run: ResolvedRun, implementation: Implementation) -> ResolvedRun:
-    return cheapest_recompute(run, implementation) if run.config.training.recompute == "auto" else run
-
-
-def _advice(run: ResolvedRun, implementation: Implementation) -> str:
+def _advice(run: ResolvedRun) -> str:
     """Changes that would make the run fit, each with the memory that it then needs."""
-    offers = []
-    for change, changed in _changes(run):
-        changed = _recomputing(changed, implementation)
-        estimates = estimate(changed, implementation)
-        if fits(changed, estimates):
-            offers.append(f"{change} ({estimates.memory_gib:.1f} GiB)")
-        if len(offers) == _OFFERS:
-            break
-    return f"use {', or '.join(offers)}" if offers else "use more GPUs, or a smaller model"
+    changes = ((change, _recomputing(changed)) for change, changed in _changes(run))
+    found = ((change, changed, estimate(changed)) for change, changed in changes)
+    offers = (f"{change} ({needs.memory_gib:.1f} GiB)" for change, changed, needs in found if fits(changed, needs))
+    listed = ", or ".join(itertools.islice(offers, _OFFERS))
+    return f"use {listed}" if listed else "use more GPUs, or a smaller model"
 
 
 def _changes(run: ResolvedRun) -> Iterator[tuple[str, ResolvedRun]]:

@@ -22,18 +22,19 @@ from pretrainkit.config.schema import (
 from pretrainkit.errors import RequestError
 from pretrainkit.launch.summary import summarize_estimates
 from pretrainkit.run import gpu_specs
-from pretrainkit.run.estimates import Implementation, cheapest_recompute, estimate, fits, parameters
+from pretrainkit.run.estimates import cheapest_recompute, estimate, fits, parameters
 from pretrainkit.run.resource_plan import plan_memory
 
 LLAMA_1B = ModelShape("llama", 16, 2048, 8192, 32, 8, 64, 128256, 131072, 5e5, 1e-5, True)
 LLAMA_8B = ModelShape("llama", 32, 4096, 14336, 32, 8, 128, 128256, 131072, 5e5, 1e-5, False)
-FUSED = Implementation("fused", fused_swiglu=True, fused_cross_entropy=True)
-FP32_LOGITS = Implementation("plain", fused_swiglu=True, fused_cross_entropy=False)
-PLAIN = Implementation("plain", fused_swiglu=False, fused_cross_entropy=False)
+PLAIN = Kernels(*8 * ["torch"])
+FP32_LOGITS = dataclasses.replace(PLAIN, swiglu="triton")
+FUSED = dataclasses.replace(FP32_LOGITS, cross_entropy="triton")
 
 
 def run_of(
     shape: ModelShape,
+    kernels: Kernels = FUSED,
     *,
     tensor: int = 1,
     pipeline: int = 1,
@@ -68,6 +69,7 @@ def run_of(
         samples_per_epoch=1,
         padded_vocab_size=128256,
         gpu_name="NVIDIA H100 80GB HBM3",
+        kernels=kernels,
     )
 
 
@@ -77,51 +79,51 @@ def test_parameters_are_those_of_the_published_models() -> None:
 
 
 MEASURED = {
-    "1B, 2 sequences, fp32 logits": (run_of(LLAMA_1B, micro_batch_size=2), FP32_LOGITS, 38.2),
-    "1B, 2 sequences, all fused": (run_of(LLAMA_1B, micro_batch_size=2), FUSED, 30.9),
-    "1B, 1 sequence, layers replayed": (run_of(LLAMA_1B), FUSED, 27.1),
-    "1B, 1 sequence, DP=2, layers replayed": (run_of(LLAMA_1B, data_parallel=2), FUSED, 20.2),
-    "8B, TP=2 with SP, all fused": (run_of(LLAMA_8B, tensor=2), FUSED, 74.9),
-    "1B, CP=2, 32,768 tokens": (run_of(LLAMA_1B, context=2, sequence_length=32768), FUSED, 37.5),
+    "1B, 2 sequences, fp32 logits": (run_of(LLAMA_1B, FP32_LOGITS, micro_batch_size=2), 38.2),
+    "1B, 2 sequences, all fused": (run_of(LLAMA_1B, micro_batch_size=2), 30.9),
+    "1B, 1 sequence, layers replayed": (run_of(LLAMA_1B), 27.1),
+    "1B, 1 sequence, DP=2, layers replayed": (run_of(LLAMA_1B, data_parallel=2), 20.2),
+    "8B, TP=2 with SP, all fused": (run_of(LLAMA_8B, tensor=2), 74.9),
+    "1B, CP=2, 32,768 tokens": (run_of(LLAMA_1B, context=2, sequence_length=32768), 37.5),
 }
 
 
-@pytest.mark.parametrize(("run", "implementation", "peak_gib"), MEASURED.values(), ids=MEASURED.keys())
-def test_memory_is_near_the_measured_peak(run: ResolvedRun, implementation: Implementation, peak_gib: float) -> None:
-    assert estimate(run, implementation).memory_gib == pytest.approx(peak_gib, rel=0.06)
+@pytest.mark.parametrize(("run", "peak_gib"), MEASURED.values(), ids=MEASURED.keys())
+def test_memory_is_near_the_measured_peak(run: ResolvedRun, peak_gib: float) -> None:
+    assert estimate(run).memory_gib == pytest.approx(peak_gib, rel=0.06)
 
 
 @pytest.mark.parametrize(("layers", "fit"), [(12, True), (16, False)])
 def test_what_fitted_fits_and_what_did_not_does_not(layers: int, fit: bool) -> None:
     run = run_of(LLAMA_8B, layers=layers)
-    assert fits(run, estimate(run, FUSED)) is fit
+    assert fits(run, estimate(run)) is fit
 
 
 def test_optimizer_state_is_shared_by_data_parallel_ranks_and_activations_are_not() -> None:
-    one, four = (estimate(run_of(LLAMA_8B, data_parallel=copies), FUSED) for copies in (1, 4))
+    one, four = (estimate(run_of(LLAMA_8B, data_parallel=copies)) for copies in (1, 4))
     assert four.weights_gib == pytest.approx(one.weights_gib * (6 + 12 / 4) / 18, rel=0.01)
     assert (four.activations_gib, four.logits_gib) == (one.activations_gib, one.logits_gib)
 
 
 def test_the_first_pipeline_stage_holds_a_microbatch_of_each_stage() -> None:
-    whole, first = (estimate(run_of(LLAMA_8B, pipeline=stages), FUSED) for stages in (1, 4))
+    whole, first = (estimate(run_of(LLAMA_8B, pipeline=stages)) for stages in (1, 4))
     assert first.activations_gib == pytest.approx(whole.activations_gib, rel=0.01)
     assert first.weights_gib < whole.weights_gib / 3
 
 
 def test_recomputation_takes_as_few_layers_as_fit() -> None:
-    run = cheapest_recompute(run_of(LLAMA_8B, data_parallel=8, micro_batch_size=2), FUSED)
+    run = cheapest_recompute(run_of(LLAMA_8B, data_parallel=8, micro_batch_size=2))
     count = run.recompute.num_layers
-    assert run.recompute.granularity == "full" and 0 < count < 32 and fits(run, estimate(run, FUSED))
+    assert run.recompute.granularity == "full" and 0 < count < 32 and fits(run, estimate(run))
     less = dataclasses.replace(run, recompute=Recompute("full", count - 1))
-    assert not fits(less, estimate(less, FUSED))
-    assert cheapest_recompute(run_of(LLAMA_1B), FUSED).recompute == Recompute()
+    assert not fits(less, estimate(less))
+    assert cheapest_recompute(run_of(LLAMA_1B)).recompute == Recompute()
 
 
 @pytest.mark.parametrize("recompute", [Recompute("selective"), Recompute("full", 16)], ids=["selective", "full"])
 def test_recomputation_trades_memory_for_time(recompute: Recompute) -> None:
-    run = run_of(LLAMA_1B, micro_batch_size=4)
-    kept, again = (estimate(each, PLAIN) for each in (run, dataclasses.replace(run, recompute=recompute)))
+    run = run_of(LLAMA_1B, PLAIN, micro_batch_size=4)
+    kept, again = (estimate(each) for each in (run, dataclasses.replace(run, recompute=recompute)))
     assert again.activations_gib < kept.activations_gib / 1.5
     assert (
         again.step_time_s and kept.step_time_s and kept.step_time_s < again.step_time_s <= kept.step_time_s * 4.01 / 3
@@ -129,7 +131,7 @@ def test_recomputation_trades_memory_for_time(recompute: Recompute) -> None:
 
 
 def test_time_follows_from_flops_peak_and_the_assumed_share() -> None:
-    found = estimate(run_of(LLAMA_1B, micro_batch_size=4), FUSED)
+    found = estimate(run_of(LLAMA_1B, micro_batch_size=4))
     assert found.mfu == 0.53 and found.step_time_s and found.gpu_hours
     assert 32 * 4096 / found.step_time_s == pytest.approx(63_500, rel=0.02)
     assert found.gpu_hours == pytest.approx(found.step_time_s * 1000 / 3600, abs=0.1)
@@ -138,14 +140,14 @@ def test_time_follows_from_flops_peak_and_the_assumed_share() -> None:
 def test_a_tiny_model_takes_a_time_too() -> None:
     shape = dataclasses.replace(LLAMA_1B, num_layers=1, hidden_size=32, ffn_hidden_size=64, vocab_size=64)
     run = dataclasses.replace(run_of(shape), padded_vocab_size=64)
-    found = estimate(run, FUSED)
+    found = estimate(run)
     assert found.step_time_s
     assert "tokens/s" in summarize_estimates(dataclasses.replace(run, estimates=found))
 
 
 def test_an_unknown_card_has_no_limit_and_no_time() -> None:
     run = dataclasses.replace(run_of(LLAMA_8B, micro_batch_size=16), gpu_name="Some Card")
-    found = estimate(run, FUSED)
+    found = estimate(run)
     assert fits(run, found) and (found.gpu_memory_gib, found.step_time_s, found.gpu_hours) == (None, None, None)
 
 
