@@ -1,19 +1,39 @@
-"""Which checkpoints a run keeps, and which of them with their optimizer state."""
+"""Which checkpoints a run keeps, and which of them with their optimizer state.
+
+A checkpoint without optimizer state, for evaluation and release, is a seventh of the size. It is written next to the
+complete one, which it then replaces: the state's tensors are removed from the index, files that contain nothing else
+are not copied, and files that don't change become hard links.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import os
+import pickle
 import shutil
 from pathlib import Path
+from typing import Any
 
 from pretrainkit import files
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.logs import get_logger
-from pretrainkit.run import optimizer_state
-from pretrainkit.run.checkpoints import EXPIRED_SUFFIX, SMALLER_SUFFIX, Checkpoint, all_complete, optimizer_layout
-from pretrainkit.run.folder import RunFolder
+from pretrainkit.run.checkpoints import (
+    EXPIRED_SUFFIX,
+    SMALLER_SUFFIX,
+    Checkpoint,
+    all_complete,
+    commit,
+    optimizer_layout,
+)
+from pretrainkit.run.folder import COMMIT_MARK, RunFolder
 
 MIN_KEPT = 2
 """Complete checkpoints that are never removed: should the newest turn out bad, there is another."""
+_OPTIMIZER_PREFIX = "optimizer."
+"""Prefix of the names of the optimizer's tensors."""
+_INDEX = ".metadata"
+_COPY_BYTES = 1 << 24
 
 log = get_logger(__name__)
 
@@ -57,19 +77,69 @@ def expired_states(checkpoints: Path, *, keep_last: int | None) -> list[Checkpoi
 
 def remove(checkpoint: Checkpoint) -> None:
     """Remove a checkpoint, so that a kill in between leaves nothing that looks like one."""
-    doomed = checkpoint.path.with_name(checkpoint.path.name + EXPIRED_SUFFIX)
-    checkpoint.path.rename(doomed)
-    shutil.rmtree(doomed)
+    shutil.rmtree(_renamed(checkpoint))
 
 
 def strip_optimizer_state(checkpoint: Checkpoint) -> None:
     """Replace a checkpoint by one without optimizer state, with the same weights, step and data position."""
-    smaller = optimizer_state.write_stripped(checkpoint)
-    doomed = checkpoint.path.with_name(checkpoint.path.name + EXPIRED_SUFFIX)
-    checkpoint.path.rename(doomed)
+    smaller = checkpoint.path.with_name(checkpoint.path.name + SMALLER_SUFFIX)
+    shutil.rmtree(smaller, ignore_errors=True)
+    _write_without_optimizer(checkpoint.path, smaller)
+    commit(dataclasses.replace(checkpoint, path=smaller, has_optimizer_state=False))
+    doomed = _renamed(checkpoint)
     smaller.rename(checkpoint.path)
     files.fsync_path(checkpoint.path.parent)
     shutil.rmtree(doomed)
+
+
+def _renamed(checkpoint: Checkpoint) -> Path:
+    return checkpoint.path.rename(checkpoint.path.with_name(checkpoint.path.name + EXPIRED_SUFFIX))
+
+
+def _write_without_optimizer(folder: Path, smaller: Path) -> None:
+    weights = folder / "weights"
+    index: Any = pickle.loads((weights / _INDEX).read_bytes())  # the run's own file, which Megatron unpickles too
+    chunks: dict[str, list[Any]] = {}  # those that stay, by file
+    changed = {_INDEX}
+    for key, place in index.storage_data.items():
+        if key.fqn.startswith(_OPTIMIZER_PREFIX):
+            changed.add(place.relative_path)
+        else:
+            chunks.setdefault(place.relative_path, []).append((key, place))
+
+    def left_out(parent: str, names: list[str]) -> set[str]:
+        return changed if Path(parent) == weights else {COMMIT_MARK} & set(names)
+
+    shutil.copytree(folder, smaller, copy_function=_link, ignore=left_out)
+    for name in changed & chunks.keys():
+        with (weights / name).open("rb") as old, (smaller / "weights" / name).open("wb") as new:
+            for number, (key, place) in enumerate(chunks[name]):
+                chunks[name][number] = (key, dataclasses.replace(place, offset=new.tell()))
+                old.seek(place.offset)
+                for left in range(place.length, 0, -_COPY_BYTES):
+                    new.write(old.read(min(left, _COPY_BYTES)))
+    kept = dict(itertools.chain.from_iterable(chunks.values()))
+    (smaller / "weights" / _INDEX).write_bytes(pickle.dumps(_index_of(index, kept)))
+
+
+def _index_of(index: Any, kept: dict[Any, Any]) -> Any:
+    """The index of the remaining chunks, without Megatron's plans of the save, which only a save uses."""
+
+    def without(names: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in names.items() if not name.startswith(_OPTIMIZER_PREFIX)}
+
+    changes = {"state_dict_metadata": without(index.state_dict_metadata), "storage_data": kept}
+    for name in ("planner_data", "mcore_data"):
+        if isinstance(getattr(index, name, None), dict):
+            changes[name] = without(getattr(index, name))
+    return dataclasses.replace(index, **changes)
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without hard links
+        shutil.copy2(source, target)
 
 
 def remove_leftovers(checkpoints: Path) -> None:

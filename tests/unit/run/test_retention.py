@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from pretrainkit.errors import CheckpointError
 from pretrainkit.run import checkpoints as resume
-from pretrainkit.run import optimizer_state, retention
+from pretrainkit.run import retention
 from pretrainkit.run.folder import checkpoint_name
 from pretrainkit.run.resume_plan import plan_start
 
@@ -58,7 +58,7 @@ def test_weights_and_all_else_stay_and_the_moments_go(tmp_path: Path) -> None:
     assert retention.expired_states(tmp_path, keep_last=1) == []
 
 
-@pytest.mark.parametrize("moment", ["_write_without", "commit", "first rename", "second rename", "removal"])
+@pytest.mark.parametrize("moment", ["writing", "commit", "first rename", "second rename", "removal"])
 def test_a_kill_in_between_leaves_a_whole_checkpoint(
     tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,10 +73,10 @@ def test_a_kill_in_between_leaves_a_whole_checkpoint(
     calls = iter(range(9))
     rename = Path.rename
     with monkeypatch.context() as patch:
-        if moment == "_write_without":
-            patch.setattr(optimizer_state, "_index_of", kill)
+        if moment == "writing":
+            patch.setattr(retention, "_index_of", kill)
         elif moment == "commit":
-            patch.setattr(optimizer_state, "commit", kill)
+            patch.setattr(retention, "commit", kill)
         elif moment == "removal":
             patch.setattr(retention.shutil, "rmtree", lambda path, **_: kill() if path.exists() else None)
         else:
