@@ -70,7 +70,7 @@ def against_experiment(run: ResolvedRun, folder: Path, other_folder: Path) -> di
     from pretrainkit.run.identity import changes
 
     other = read_run(RunFolder(other_folder).run_file)
-    rates = [read_history(path).tokens_per_second for path in (folder, other_folder)]
+    rates = [read_history(path).summary["tokens_per_second"] for path in (folder, other_folder)]
     if None in rates:
         raise RequestError(
             "no step was recorded", where=str(RunFolder((folder, other_folder)[rates.index(None)]).metrics)
@@ -131,7 +131,7 @@ def agreement(experiment: Path | None, scratch: Path, windows: list[list[int]], 
     middle = sorted(recorded)[len(recorded) // 2] if recorded else None
     before = None
     if experiment is not None and RunFolder(experiment).metrics.is_file():
-        before = read_history(experiment).tokens_per_second
+        before = read_history(experiment).summary["tokens_per_second"]
     return {
         "windows": len(recorded),
         "recorded_step_time_s": middle,

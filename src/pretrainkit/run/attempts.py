@@ -6,7 +6,7 @@ to read at each start. A line without an event has the last step that the attemp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import PretrainkitError
 from pretrainkit.run.folder import RunFolder
-from pretrainkit.run.json_lines import JsonLinesWriter, read_last_records, read_records
+from pretrainkit.run.json_lines import JsonLinesWriter, read_records
 
 EVENTS = START, SAVED, STOPPED = "start", "checkpoint", "stopped"
 """Events of metrics.jsonl that are also in attempts.jsonl."""
@@ -41,10 +41,22 @@ def read_attempts(folder: RunFolder) -> list[Attempt]:
     """Every attempt that was recorded, oldest first. Damaged lines are skipped."""
     records = read_records(records_of_attempts(folder))
     if folder.attempts.exists():  # how far the last attempt came is in metrics.jsonl alone
-        tail = read_last_records(folder.metrics)
-        starts = [index for index, each in enumerate(tail) if each.get("event") == START and "step" in each]
-        records += tail[starts[-1] + 1 :] if starts else tail
-    return _attempts_in(records)
+        tail = read_records(folder.metrics, only_tail=True)
+        starts = [index for index, each in enumerate(tail, 1) if each.get("event") == START and "step" in each]
+        records += tail[starts[-1] if starts else 0 :]
+    attempts: list[Attempt] = []
+    for record in records:
+        event, step = record.get("event"), record.get("step")
+        if not isinstance(step, int):
+            continue
+        if event == START:
+            fields = {name: record[name] for name in ("time", "mode", "world_size") if name in record}
+            attempts.append(Attempt(step, step, **fields))
+        elif attempts and event in (None, SAVED, STOPPED):
+            last = attempts[-1]
+            reached, was_stopped = max(last.last_step, step), last.was_stopped or event == STOPPED
+            attempts[-1] = replace(last, last_step=reached, was_stopped=was_stopped)
+    return attempts
 
 
 def records_of_attempts(folder: RunFolder) -> Path:
@@ -61,8 +73,8 @@ def has_saved(folder: RunFolder) -> bool:
 def last_saved_step(folder: RunFolder) -> int | None:
     """The step of the newest checkpoint that is recorded, whether it still exists or not."""
     records = read_records(records_of_attempts(folder))
-    steps = [record.get("step") for record in records if record.get("event") == SAVED]
-    return next((step for step in reversed(steps) if isinstance(step, int)), None)
+    steps = (record.get("step") for record in reversed(records) if record.get("event") == SAVED)
+    return next((step for step in steps if isinstance(step, int)), None)
 
 
 def restarts_without_progress(attempts: Sequence[Attempt]) -> int:
@@ -117,19 +129,3 @@ class AttemptLog:
             self._file.append({name: record[name] for name in _FIELDS if name in record})
         if isinstance(step, int) and event in (None, *EVENTS):
             self._last_step = step if event == START else max(step, self._last_step or 0)
-
-
-def _attempts_in(records: Iterable[dict[str, Any]]) -> list[Attempt]:
-    attempts: list[Attempt] = []
-    for record in records:
-        event, step = record.get("event"), record.get("step")
-        if not isinstance(step, int):
-            continue
-        if event == START:
-            fields = {name: record[name] for name in ("time", "mode", "world_size") if name in record}
-            attempts.append(Attempt(step, step, **fields))
-        elif attempts and event in (None, SAVED, STOPPED):
-            last = attempts[-1]
-            reached, was_stopped = max(last.last_step, step), last.was_stopped or event == STOPPED
-            attempts[-1] = replace(last, last_step=reached, was_stopped=was_stopped)
-    return attempts

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from pretrainkit import files
 from pretrainkit.errors import CheckpointError, RequestError
 from pretrainkit.run.attempts import Attempt, read_attempts, restarts_without_progress
-from pretrainkit.run.checkpoints import Checkpoint, all_complete, newest_complete, optimizer_layout
+from pretrainkit.run.checkpoints import all_complete, newest_complete, optimizer_layout
 from pretrainkit.run.folder import JOBS_FILE, OUTCOME_FILE, RunFolder
 from pretrainkit.run.json_lines import read_records
 from pretrainkit.units import format_count
@@ -44,11 +44,6 @@ class History:
     attempts: tuple[Attempt, ...]
     summary: dict[str, Any]
     """All but the curves, as a JSON object."""
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """Median of the newest records."""
-        return _median_rate(self.steps)
 
     def describe(self) -> str:
         """The summary for people: aligned lines, without a newline at the end."""
@@ -104,6 +99,7 @@ def read_history(experiment: Path) -> History:
     validation = sorted(
         {each["step"]: each["val_loss"] for each in records if each.keys() >= {"step", "val_loss"}}.items()
     )
+    rates = [point.tokens_per_second for point in steps[-RATE_STEPS:] if not math.isnan(point.tokens_per_second)]
     last, last_record = steps[-1] if steps else None, trained[-1] if trained else {}
     summary = {
         "experiment": str(experiment),
@@ -114,18 +110,13 @@ def read_history(experiment: Path) -> History:
         "val_loss": validation[-1][1] if validation else None,
         "val_loss_step": validation[-1][0] if validation else None,
         "learning_rate": last.learning_rate if last else None,
-        "tokens_per_second": _median_rate(steps),
+        "tokens_per_second": statistics.median(rates) if rates else None,
         "tflops_per_rank": last_record.get("tflops_per_rank"),
         "mfu": last_record.get("mfu"),
         "starts": [
-            {
-                "time": attempt.time,
-                "mode": attempt.mode,
-                "first_step": attempt.start_step,
-                "last_step": attempt.last_step,
-                "world_size": attempt.world_size,
-            }
-            for attempt in attempts
+            {"time": each.time, "mode": each.mode, "first_step": each.start_step, "last_step": each.last_step}
+            | {"world_size": each.world_size}
+            for each in attempts
         ],
         "restarts": max(0, len(attempts) - 1),
         "idle_restarts": restarts_without_progress(attempts),
@@ -139,11 +130,6 @@ def read_history(experiment: Path) -> History:
     return History(steps, tuple(validation), tuple(attempts), summary)
 
 
-def _median_rate(steps: Sequence[Point]) -> float | None:
-    rates = [point.tokens_per_second for point in steps[-RATE_STEPS:] if not math.isnan(point.tokens_per_second)]
-    return statistics.median(rates) if rates else None
-
-
 def _checkpoints(folder: RunFolder) -> dict[str, Any]:
     """The newest complete checkpoint, or why there is none although there should be one, and the number of all."""
     newest, problem = None, ""
@@ -151,20 +137,16 @@ def _checkpoints(folder: RunFolder) -> dict[str, Any]:
         newest = newest_complete(folder.checkpoints)
     except CheckpointError as error:
         problem = str(error)
-    complete = all_complete(folder.checkpoints)
+    layouts = []
+    for checkpoint in all_complete(folder.checkpoints):
+        with contextlib.suppress(OSError):  # retention is removing it
+            layouts.append(optimizer_layout(checkpoint))
     return {
         "newest_checkpoint": str(newest.path) if newest else None,
-        "complete_checkpoints": len(complete),
-        "with_optimizer_state": sum(map(_has_optimizer_state, complete)),
+        "complete_checkpoints": len(layouts),
+        "with_optimizer_state": sum(layout is not None for layout in layouts),
         "checkpoint_problem": problem,
     }
-
-
-def _has_optimizer_state(checkpoint: Checkpoint) -> bool:
-    try:
-        return optimizer_layout(checkpoint) is not None
-    except OSError:  # retention is removing it
-        return False
 
 
 def _steps_of(event: str, records: list[dict[str, Any]]) -> list[int]:
@@ -191,12 +173,7 @@ def _job(record: dict[str, Any]) -> dict[str, Any]:
     """A job as `pretrainkit.jobs.submit` recorded it; no exit code: it waits, runs, or was killed."""
     exit_file = Path(record["exit_files"][0])
     code = int(exit_file.read_text(encoding="ascii")) if exit_file.is_file() else None
-    return {
-        "scheduler": record["scheduler"],
-        "job_id": record["job_id"],
-        "log": record["logs"][0],
-        "exit_code": code,
-    }
+    return {"scheduler": record["scheduler"], "job_id": record["job_id"], "log": record["logs"][0], "exit_code": code}
 
 
 def _count(number: float | None) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,34 +15,23 @@ TAIL_BYTES = 1 << 18
 log = get_logger(__name__)
 
 
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """All intact records in order; none where there is no file.
+def read_records(path: Path, *, only_tail: bool = False) -> list[dict[str, Any]]:
+    """All intact records in order, or those in the last TAIL_BYTES of a long file; none where there is no file.
 
     The last line may be torn, or still being written, and a power cut may leave zeros anywhere: such lines are skipped.
     """
     if not path.is_file():
         return []
+    records = []
     with path.open("rb") as file:
-        return list(_intact(file))
-
-
-def read_last_records(path: Path) -> list[dict[str, Any]]:
-    """The intact records in the last TAIL_BYTES of a file: a long file takes no longer."""
-    if not path.is_file():
-        return []
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-        return list(_intact(file))
-
-
-def _intact(lines: Any) -> Iterator[dict[str, Any]]:
-    for line in lines:
-        try:
-            record = json.loads(line) if line.endswith(b"\n") else None
-        except ValueError:
-            continue
-        if isinstance(record, dict):
-            yield record
+        if only_tail:
+            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+        for line in file:
+            with contextlib.suppress(ValueError):
+                record = json.loads(line) if line.endswith(b"\n") else None
+                if isinstance(record, dict):
+                    records.append(record)
+    return records
 
 
 class JsonLinesWriter:
@@ -53,9 +42,11 @@ class JsonLinesWriter:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _cut_torn_line(path)
         self._path, self._file = path, path.open("ab", buffering=0)
         self._unwritten: list[bytes] = []
+        content = path.read_bytes()
+        if content and not content.endswith(b"\n"):  # a line that a kill tore would spoil the next one
+            self._file.truncate(content.rfind(b"\n") + 1)
 
     def append(self, record: dict[str, Any]) -> None:
         """Write a record, after those that could not be written before."""
@@ -71,12 +62,3 @@ class JsonLinesWriter:
                 log.error("%s can't be written (%s); records are kept until it can", self._path.name, error.strerror)
         else:
             self._unwritten.clear()
-
-
-def _cut_torn_line(path: Path) -> None:
-    """Remove a last line that a kill left without its end, so that every later line parses."""
-    if path.exists():
-        content = path.read_bytes()
-        intact = content.rfind(b"\n") + 1
-        if intact != len(content):
-            os.truncate(path, intact)

@@ -17,7 +17,7 @@ from pretrainkit.run.attempts import (
     restarts_without_progress,
 )
 from pretrainkit.run.folder import RunFolder
-from pretrainkit.run.json_lines import TAIL_BYTES, read_last_records
+from pretrainkit.run.json_lines import TAIL_BYTES, read_records
 from pretrainkit.run.metrics import RunRecorder
 
 
@@ -131,7 +131,7 @@ def test_the_last_step_is_found_without_reading_a_long_file(folder: RunFolder) -
     record(folder, (0, 1))
     with folder.metrics.open("a") as file:
         file.writelines(f'{{"step": {step}, "loss": 1.0, "padding": "{"x" * 200}"}}\n' for step in range(2, 9000))
-    assert folder.metrics.stat().st_size > TAIL_BYTES and len(read_last_records(folder.metrics)) < 6000
+    assert folder.metrics.stat().st_size > TAIL_BYTES and len(read_records(folder.metrics, only_tail=True)) < 6000
     assert attempts(folder) == [(0, 8999)]
     record(folder, (8000, 8001))
     assert attempts(folder) == [(0, 8999), (8000, 8001)]

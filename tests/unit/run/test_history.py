@@ -125,7 +125,7 @@ def test_a_step_without_its_speed_counts(experiment: Path) -> None:
         file.write('{"step": 11, "loss": 1.0, "learning_rate": 0.1}\n')
     history = read_history(experiment)
     assert history.steps[-1].loss == 1.0 and history.attempts[-1].last_step == 11
-    assert history.describe() and history.tokens_per_second
+    assert history.describe() and history.summary["tokens_per_second"]
     plot_history(history, experiment / "run.png")
 
 
