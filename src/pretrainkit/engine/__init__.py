@@ -1,7 +1,7 @@
 """One rank's training of a resolved run on NeMo and Lightning: the only package that imports them.
 
 `train.train` is the sequence; `model` and `trainer` build NeMo's objects, `data` its data module, `saving` writes one
-checkpoint, `loss_check` compares two models' losses, `child_processes` guards what a rank forks.
+checkpoint, `child_processes` guards what a rank forks.
 
 Order of the callbacks, which each hook follows:
 

@@ -9,8 +9,14 @@ from collections.abc import Callable
 import pytest
 
 from pretrainkit.config.schema import ParallelConfig, ResolvedRun
-from pretrainkit.engine.callbacks.initial_loss_check import InitialLossCheck
-from pretrainkit.engine.loss_check import BOUNDS, Deviation, Reference, judge, sequence_length
+from pretrainkit.engine.callbacks.initial_loss_check import (
+    BOUNDS,
+    Deviation,
+    InitialLossCheck,
+    Reference,
+    judge,
+    sequence_length,
+)
 
 REFERENCE = Reference([5, 6, 7], [2.0, 4.0])
 
