@@ -83,7 +83,10 @@ def changes_since_last_start(run: ResolvedRun) -> Changes:
     """
     folder = RunFolder.of(run)
     if not folder.has_checkpoints:
-        return _changes_before_checkpoints(folder, run)
+        try:  # before the first start, run.json is a dry run's
+            return changes(read_run(folder.run_file), run) if folder.has_started else {}
+        except RequestError:  # nothing depends on it: it is replaced
+            return {}
     if not folder.run_file.exists():
         raise RequestError(
             "there are checkpoints, but no run.json that describes their run",
@@ -96,15 +99,6 @@ def changes_since_last_start(run: ResolvedRun) -> Changes:
     saved = dataclasses.replace(before, dataset=dataclasses.replace(before.dataset, **data))
     _check_identity(folder, changes(saved, run), allowed=DATA if run.config.data.allow_data_change else ())
     return changes(before, run)
-
-
-def _changes_before_checkpoints(folder: RunFolder, run: ResolvedRun) -> Changes:
-    if not folder.has_started:  # a run.json that exists is a dry run's
-        return {}
-    try:
-        return changes(read_run(folder.run_file), run)
-    except RequestError:  # nothing depends on it: it is replaced
-        return {}
 
 
 def _check_identity(folder: RunFolder, changed: Changes, *, allowed: tuple[str, ...]) -> None:
@@ -127,13 +121,13 @@ def _defines_run(name: str) -> bool:
 def _changed_weights(before: ResolvedRun, now: ResolvedRun) -> Changes:
     """The change of --nemo_model: none where it names the same weights by another spelling or at another path."""
     old, new = before.initial_weights, now.initial_weights
+    changed = before.config.nemo_model, now.config.nemo_model
     if old and new:
         if old.source == new.source or (old.fingerprint and old.fingerprint == new.fingerprint):
             return {}
         if old.fingerprint and new.fingerprint:
-            return {"config.nemo_model": (old.source, new.source)}
-    spelled = before.config.nemo_model, now.config.nemo_model
-    return {} if spelled[0] == spelled[1] else {"config.nemo_model": spelled}
+            changed = old.source, new.source
+    return {} if changed[0] == changed[1] else {"config.nemo_model": changed}
 
 
 def _same_blend(old: Any, new: Any) -> bool:

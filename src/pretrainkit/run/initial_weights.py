@@ -107,14 +107,19 @@ def provide(weights: InitialWeights, model: ModelShape) -> None:
     """
     checkpoint = Path(weights.checkpoint)
     if not weights.needs_conversion:
-        _check_tensors(checkpoint, model)
+        from pretrainkit.checkpoint.detect import detect
+        from pretrainkit.checkpoint.mapping import tensor_mappings
+        from pretrainkit.checkpoint.open import open_reader
+
+        open_reader(detect(checkpoint), tensor_mappings(model), model)  # it reads names and shapes
         return
     checkpoint.parent.mkdir(parents=True, exist_ok=True)
     # Without file locks the atomic rename of the finished conversion alone decides.
     with files.locked(checkpoint.with_name(f"{checkpoint.name}.lock"), wait=True) as is_locked:
         if not checkpoint.is_dir():
-            if is_locked:
-                _remove_leftovers(checkpoint)
+            for leftover in files.leftovers(checkpoint) if is_locked else ():  # each may be as large as the model
+                log.info("removing %s, left by a killed conversion", leftover)
+                shutil.rmtree(leftover)
             log.info("converting %s once; later starts use %s", weights.source, checkpoint)
             from pretrainkit.checkpoint.convert import convert
 
@@ -138,22 +143,6 @@ def _hf_fingerprint(folder: Path) -> str | None:
         return weights_fingerprint(folder) if any(folder.glob("*.safetensors")) else None
     except FileNotFoundError:
         return None
-
-
-def _check_tensors(checkpoint: Path, model: ModelShape) -> None:
-    """Raise CheckpointError unless a checkpoint has the model's tensors, with their shapes; none is read."""
-    from pretrainkit.checkpoint.detect import detect
-    from pretrainkit.checkpoint.mapping import tensor_mappings
-    from pretrainkit.checkpoint.open import open_reader
-
-    open_reader(detect(checkpoint), tensor_mappings(model), model)
-
-
-def _remove_leftovers(checkpoint: Path) -> None:
-    """Remove what killed conversions have left: each may be as large as the model."""
-    for leftover in files.leftovers(checkpoint):
-        log.info("removing %s, left by a killed conversion", leftover)
-        shutil.rmtree(leftover)
 
 
 def _source_hash(folder: Path) -> str:

@@ -18,7 +18,7 @@ from pretrainkit.models.flops import training_flops_per_token
 from pretrainkit.run.attempts import AttemptLog
 from pretrainkit.run.folder import RunFolder
 from pretrainkit.run.json_lines import JsonLinesWriter
-from pretrainkit.run.trackers import Tracker, numbers_of
+from pretrainkit.run.trackers import Tracker
 from pretrainkit.units import format_count, format_duration
 
 TRACKER_FLUSH_TIMEOUT_S = 600.0
@@ -129,7 +129,8 @@ class RunRecorder:
         self._attempts.add(finite)
         self._file.append(finite)
         if "event" not in record:
-            self._send_to_trackers(lambda tracker: tracker.log(record["step"], numbers_of(record)))
+            numbers = {name: value for name, value in record.items() if name != "step" and value is not None}
+            self._send_to_trackers(lambda tracker: tracker.log(record["step"], numbers))
 
     def _send_to_trackers(self, send: Callable[[Tracker], None]) -> None:
         for tracker in list(self.trackers):

@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from pretrainkit.config.run_file import write_run
 from pretrainkit.config.schema import ResolvedRun
@@ -81,21 +80,19 @@ class StartPlan:
         """Training samples used when all steps are done; earlier steps may have had another batch size."""
         return self.consumed_samples + max(0, self.max_steps - self.step) * run.config.training.global_batch_size
 
-    def to_json(self) -> dict[str, Any]:
-        """The fields as a JSON object."""
-        return asdict(self)
-
     def describe(self) -> str:
         """The plan as aligned lines 'what  value'."""
-        source = {RANDOM: "random weights", WEIGHTS: f"the weights of {self.checkpoint}", CONTINUE: self.checkpoint}
+        start, loads = {
+            RANDOM: ("from random weights", "random weights"),
+            WEIGHTS: ("from trained weights", f"the weights of {self.checkpoint}"),
+            CONTINUE: ("continuing", self.checkpoint),
+        }[self.mode]
         moments = {"zero": "new", "restored": "restored", "reset": "reset: the checkpoint's moments are dropped"}
         where = f"sample {self.sample}" + ("" if self.epoch is None else f" of epoch {self.epoch + 1}")
         rate = "none left" if self.learning_rate is None else f"{self.learning_rate:.6g}"
         lines = {
-            "start": {RANDOM: "from random weights", WEIGHTS: "from trained weights", CONTINUE: "continuing"}[
-                self.mode
-            ],
-            "loads": source[self.mode],
+            "start": start,
+            "loads": loads,
             "step": f"{self.step} of {self.max_steps} done",
             "data": f"{self.consumed_samples} samples used, next is {where}",
             "optimizer": moments[self.optimizer_state],
@@ -114,17 +111,16 @@ def plan_start(run: ResolvedRun) -> StartPlan:
         RequestError: the run can't continue with this batch size or kind of optimizer.
     """
     folder = RunFolder.of(run)
-    newest = newest_complete(folder.checkpoints)
-    step, consumed_samples = (newest.step, newest.consumed_samples) if newest else (0, 0)
-    if newest is None:
-        _refuse_lost_run(folder)
-    if newest:
+    checkpoint: str | None
+    if newest := newest_complete(folder.checkpoints):
         _check_batch(run, newest)
+        step, consumed_samples = newest.step, newest.consumed_samples
         mode, checkpoint, optimizer_state = CONTINUE, str(newest.path), _optimizer_state(run, newest)
-    elif run.initial_weights:
-        mode, checkpoint, optimizer_state = WEIGHTS, run.initial_weights.checkpoint, "zero"
     else:
-        mode, checkpoint, optimizer_state = RANDOM, None, "zero"
+        _refuse_lost_run(folder)
+        step = consumed_samples = 0
+        checkpoint, optimizer_state = run.initial_weights.checkpoint if run.initial_weights else None, "zero"
+        mode = WEIGHTS if checkpoint else RANDOM
     epoch, sample = (None, consumed_samples) if run.dataset.weights else divmod(consumed_samples, run.samples_per_epoch)
     return StartPlan(
         mode=mode,
@@ -206,18 +202,14 @@ def _check_batch(run: ResolvedRun, newest: Checkpoint) -> None:
             where="--global_batch_size",
         )
     if training.max_steps is None and newest.consumed_samples != newest.step * size:
+        steps = (run.samples_per_epoch - newest.consumed_samples % run.samples_per_epoch) // size
         raise RequestError(
             f"one epoch can't be counted in steps: {newest.consumed_samples} samples were used in {newest.step} steps, "
             f"and a step has {size} now",
             needed="the number of steps",
-            action=f"set it; the rest of this epoch is {_rest_of_epoch(run, newest) // size} steps more, up to step "
-            f"{newest.step + _rest_of_epoch(run, newest) // size}",
+            action=f"set it; the rest of this epoch is {steps} steps more, up to step {newest.step + steps}",
             where="--max_steps",
         )
-
-
-def _rest_of_epoch(run: ResolvedRun, newest: Checkpoint) -> int:
-    return run.samples_per_epoch - newest.consumed_samples % run.samples_per_epoch
 
 
 def _optimizer_state(run: ResolvedRun, newest: Checkpoint) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import uuid
-from typing import Any, Protocol
+from typing import Protocol
 
 from pretrainkit import files
 from pretrainkit.config.run_file import to_json
@@ -140,12 +140,3 @@ class MlflowTracker:
     def finish(self) -> None:
         """Close the run."""
         self._mlflow.end_run()
-
-
-def numbers_of(record: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a training or validation record, by name."""
-    return {
-        name: value
-        for name, value in record.items()
-        if name != "step" and isinstance(value, (int, float)) and not isinstance(value, bool)
-    }

@@ -146,6 +146,17 @@ def test_a_tracker_that_does_not_end_is_left(
     helper.kill.assert_called_once()
 
 
+def test_only_numbers_are_sent(tmp_path: Path) -> None:
+    tracker = MagicMock()
+    attempt = recorder(tmp_path, [tracker])
+    attempt.start(0)
+    attempt.event("start", step=0)
+    attempt.train_step(1, consumed_samples=4, loss=2.5, learning_rate=1e-3, grad_norm=None)
+    (step, values), _ = tracker.log.call_args
+    assert step == 1 and values["loss"] == 2.5 and not {"step", "grad_norm", "padding_share"} & set(values)
+    assert all(isinstance(value, (int, float)) for value in values.values()) and tracker.log.call_count == 1
+
+
 def test_a_tracker_that_fails_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Broken:
         calls = 0

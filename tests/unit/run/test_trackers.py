@@ -8,7 +8,7 @@ import pytest
 
 from pretrainkit.config.schema import ResolvedRun, TrackingConfig
 from pretrainkit.errors import RequestError
-from pretrainkit.run.trackers import check_trackers, numbers_of, open_trackers, wandb_run_id
+from pretrainkit.run.trackers import check_trackers, open_trackers, wandb_run_id
 
 
 def tracked(run: ResolvedRun, tracking: TrackingConfig) -> ResolvedRun:
@@ -32,8 +32,3 @@ def test_without_being_asked_for_there_is_none(make_run: Callable[..., ResolvedR
     run = make_run()
     check_trackers(run)
     assert open_trackers(run, first_step=0, recorded_step=0) == [] and wandb_run_id(run) is None
-
-
-def test_only_numbers_are_sent() -> None:
-    record = {"step": 3, "loss": 2.5, "mfu": None, "tokens": 7, "name": "x", "flag": True}
-    assert numbers_of(record) == {"loss": 2.5, "tokens": 7}

@@ -43,7 +43,7 @@ def begin_recorder(run: ResolvedRun, plan: StartPlan, chosen: Kernels, requests:
     attention = "te" if chosen.layer_spec == "te" else attention_kernel(run)
     used = {**dataclasses.asdict(chosen), "attention": attention}
     # Recorded before the trackers are opened: a start that fails there counts as a restart, too.
-    recorder.event("start", **plan.to_json(), world_size=run.world_size, kernels=used)
+    recorder.event("start", **dataclasses.asdict(plan), world_size=run.world_size, kernels=used)
     requests.note_end_by(functools.partial(recorder.event, "stopped", step=plan.step))
     recorder.trackers = [
         TensorBoard(folder.path, plan.step),
