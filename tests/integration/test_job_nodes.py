@@ -61,7 +61,7 @@ IMPATIENT = """
 from pretrainkit.jobs import rendezvous
 rendezvous.HEARTBEAT_S, rendezvous.DEAD_AFTER_S, rendezvous.END_S = 0.5, 6, 6
 from pretrainkit.launch import node
-node._exit(node.main())
+raise SystemExit(node.main())
 """
 """A node that waits less long for others."""
 

@@ -30,8 +30,8 @@ from pretrainkit.run.outcome import SUCCESS, Outcome
 
 RENDEZVOUS_S = 600
 """Longest wait for the other nodes at the start, while containers are unpacked (assumed)."""
-END_S = 90
-"""Longest wait for the other nodes at the end."""
+END_S, EXIT_S = 90, 300
+"""Longest waits for the other nodes at the end: after a failure, and for their ranks to exit after the last step."""
 HEARTBEAT_S = 10
 DEAD_AFTER_S = 180
 """A node without a heartbeat for so long is lost (assumed: far above what a shared disk caches)."""
@@ -41,7 +41,7 @@ _STOP, _GO, _FAILED = "stop", "go", "failed"
 
 @dataclass(frozen=True)
 class Endpoint:
-    """The store through which torchrun's agents and ranks communicate, and this node's place among them."""
+    """The store through which nodes and ranks communicate, and this node's place among them."""
 
     address: str
     port: int
@@ -169,14 +169,15 @@ class Rendezvous:
 
     def agree_on_outcome(self) -> Outcome:
         """The outcome of the attempt, the same on all nodes: the head combines those of the nodes."""
+        timeout_s = END_S if self.should_abort else EXIT_S
         if self.is_head:
-            ends = self._collect("end", range(self.num_nodes), END_S)
+            ends = self._collect("end", range(self.num_nodes), timeout_s)
             outcome = combine_outcomes({node: ends.get(node) for node in range(self.num_nodes)})
             self._post("outcome", asdict(outcome))
             return outcome
-        reports = self._collect("outcome", [0], 2 * END_S)
+        reports = self._collect("outcome", [0], 2 * timeout_s)
         if not reports:
-            raise PretrainkitError(f"node 0 has not reported how it ended in {2 * END_S} s", where=str(self.folder))
+            raise PretrainkitError(f"node 0 has not reported how it ended in {2 * timeout_s} s", where=str(self.folder))
         return Outcome(**reports[0])
 
     def _post(self, key: str, value: dict[str, Any]) -> None:

@@ -20,12 +20,11 @@ from pretrainkit.jobs.registry import read_allocation
 from pretrainkit.jobs.rendezvous import BAD_NODE_ACTION, Endpoint, HeadInfo, Rendezvous, own_address
 from pretrainkit.jobs.sge import visible_gpus
 from pretrainkit.jobs.watch import Follower
-from pretrainkit.launch import agent
 from pretrainkit.launch.chain import end_of_chain, new_attempt
 from pretrainkit.launch.supervise import GracefulStop, redirect_output, supervise
 from pretrainkit.preflight.collectives import check_world
 from pretrainkit.preflight.node import NodeCheckRequest, check_node
-from pretrainkit.run.folder import NODE_LOG, RANKS_LOCK, RunFolder, locked
+from pretrainkit.run.folder import NODE_LOG, RANKS_LOCK, RunFolder, locked, rank_log_names
 from pretrainkit.run.outcome import Outcome, write_outcome
 from pretrainkit.run.resource_plan import choose_on_node
 
@@ -172,9 +171,9 @@ def _run_ranks(
             log.warning("stop requested: sending SIGTERM to the ranks (save and exit)")
             stop.request()
 
-    command = agent.with_run_file_of_attempt(arguments.command, arguments.experiment_dir, log_dir)
-    ranks = agent.Agent(arguments.ranks, log_dir, command, endpoint)
-    outcome = supervise(ranks, stop, poll=poll, should_abort=lambda: nodes.should_abort)
+    outcome = supervise(
+        arguments.command, arguments.ranks, log_dir, endpoint, stop, poll=poll, should_abort=lambda: nodes.should_abort
+    )
     is_consequence = nodes.should_abort
     if outcome.exit_code not in (EXIT_DONE, EXIT_STOPPED_AFTER_SAVING):
         nodes.report_failure()
@@ -216,7 +215,7 @@ def _mirrored(log_dir: Path) -> Iterator[None]:
     """Write the node's log to a file of the attempt, and repeat it and rank 0's output in the job's log."""
     job_log = os.fdopen(redirect_output(log_dir / NODE_LOG), "wb")
     logs.configure()
-    followed = [log_dir / name for name in (NODE_LOG, *agent.rank_log_names(0))]
+    followed = [log_dir / name for name in (NODE_LOG, *rank_log_names(0))]
     with job_log:
         with Follower(followed, job_log):
             yield

@@ -1,4 +1,4 @@
-"""Starts the ranks of one node with torchrun's elastic agent, and leaves none of them behind.
+"""Starts the ranks of one node as torchrun does, and leaves none of them behind.
 
     python -m pretrainkit.launch.node --ranks 2 --experiment_dir DIR --log_dir DIR -- train.py --run run.json
     python -m pretrainkit.launch.node --ranks 8 --experiment_dir DIR --job_dir DIR --num_nodes 2 -- train.py --run ...
@@ -18,7 +18,6 @@ from pathlib import Path
 from pretrainkit import logs
 from pretrainkit.errors import PretrainkitError
 from pretrainkit.jobs.rendezvous import Endpoint, open_store
-from pretrainkit.launch.agent import Agent, with_run_file_of_attempt
 from pretrainkit.launch.supervise import KILL_SIGNAL, GracefulStop, redirect_output, supervise
 from pretrainkit.machine import count_cpus
 from pretrainkit.run.folder import NODE_LOG, PID_FILE, RANKS_LOCK, RunFolder, locked
@@ -70,10 +69,9 @@ def _run(arguments: argparse.Namespace, stop: GracefulStop) -> int:
             log.error("%s", error)
             outcome = Outcome(error.exit_code, None, str(error))
         else:
-            command = with_run_file_of_attempt(arguments.command, arguments.experiment_dir, arguments.log_dir)
             store = open_store()
-            agent = Agent(arguments.ranks, arguments.log_dir, command, Endpoint("localhost", store.port))
-            outcome = supervise(agent, stop)
+            endpoint = Endpoint("localhost", store.port)
+            outcome = supervise(arguments.command, arguments.ranks, arguments.log_dir, endpoint, stop)
         write_outcome(arguments.log_dir, outcome)
     return outcome.exit_code
 
@@ -96,12 +94,5 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _exit(code: int) -> None:
-    """End this process at once: interpreter shutdown would abort while an agent's thread waits for other nodes."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
 if __name__ == "__main__":
-    _exit(main())
+    sys.exit(main())

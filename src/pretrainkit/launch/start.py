@@ -19,14 +19,22 @@ from pretrainkit.jobs.container import Container, container_of
 from pretrainkit.jobs.run_job import check_environment, needs_of, planned_job, start_job
 from pretrainkit.jobs.submit import describe as describe_job
 from pretrainkit.jobs.watch import Follower
-from pretrainkit.launch.agent import rank_log_names
 from pretrainkit.launch.inputs import inspect_inputs
 from pretrainkit.launch.local import LaunchPlan, run_local
 from pretrainkit.launch.summary import summarize, summarize_estimates
 from pretrainkit.launch.supervise import GRACE_S
 from pretrainkit.logs import get_logger, masked
 from pretrainkit.run import initial_weights
-from pretrainkit.run.folder import LAUNCHER_LOCK, NODE_LOG, RUN_FILE, SOURCE_FILE, RunFolder, locked, wait_for_ranks
+from pretrainkit.run.folder import (
+    LAUNCHER_LOCK,
+    NODE_LOG,
+    RUN_FILE,
+    SOURCE_FILE,
+    RunFolder,
+    locked,
+    rank_log_names,
+    wait_for_ranks,
+)
 from pretrainkit.run.identity import changes_since_last_start, write_run_file
 from pretrainkit.run.resource_plan import finalize_run, plan_memory
 from pretrainkit.run.resume_plan import plan_start
@@ -99,7 +107,7 @@ def print_plan(config: RunConfig, *, as_json: bool) -> int:
         estimates = dataclasses.asdict(run.estimates) if run.estimates else None
         kernels = dataclasses.asdict(run.kernels) if run.kernels else None
         found = {"changes": changes, "estimates": estimates, "kernels": kernels}
-        print(json.dumps({**plan.to_json(), **found}, indent=2))
+        print(json.dumps({**dataclasses.asdict(plan), **found}, indent=2))
     else:
         print(plan.describe())
         print("\n".join(f"changed    {name}: {old} -> {new}" for name, (old, new) in changes.items()) or "changed    -")

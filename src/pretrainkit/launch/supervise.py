@@ -1,10 +1,12 @@
-"""Supervises a node's ranks: forwards stop requests to them, and leaves no process behind.
+"""Starts a node's ranks as torchrun does, forwards stop requests to them, and leaves no process behind.
 
-torchrun itself ends with 1 whatever its ranks ended with, waits at most 30 s for a rank that saves, and leaves ranks
-running when it is killed. So its agent runs in a thread (`agent.py`), and the main thread
-- forwards the first stop signal to the ranks once, so that they save and end; at SIGQUIT, or when they take longer than
-  `GRACE_S`, it kills them;
-- treats the death of the launcher as a stop signal.
+The torchrun command ends with 1 whatever its ranks ended with, waits at most 30 s for a rank that saves, and leaves
+ranks running when it is killed. So the ranks are started by torchrun's own function here, and
+- the first stop signal is forwarded to the ranks once, so that they save and end; at SIGQUIT, or when they take longer
+  than `GRACE_S`, they are killed;
+- the death of the launcher is a stop signal.
+
+When a rank fails, torchrun's function ends the others: SIGTERM, and SIGKILL 30 s later.
 """
 
 from __future__ import annotations
@@ -14,15 +16,16 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from pretrainkit import logs
-from pretrainkit.errors import EXIT_FAILED
-from pretrainkit.launch.agent import Agent
-from pretrainkit.run.outcome import Outcome
+from pretrainkit.errors import EXIT_FAILED, EXIT_STOPPED_AFTER_SAVING
+from pretrainkit.jobs.rendezvous import Endpoint
+from pretrainkit.run.folder import RUN_FILE, rank_log_names
+from pretrainkit.run.outcome import SUCCESS, Outcome, outcome_of
 from pretrainkit.signals import STOP_SIGNALS
 
 GRACE_S = 1800
@@ -30,8 +33,7 @@ GRACE_S = 1800
 KILL_SIGNAL = signal.SIGQUIT
 """Kills the ranks, whether they have saved or not."""
 _POLL_S = 0.1
-_AGENT_S = 5
-"""Longest wait for the agent to notice that its ranks were killed."""
+_TAIL_LINES = 30
 _KILL_WAIT_S = 10
 
 log = logs.get_logger(__name__)
@@ -62,58 +64,112 @@ class GracefulStop:
 
 
 def supervise(
-    agent: Agent,
+    command: Sequence[str],
+    num_ranks: int,
+    log_dir: Path,
+    endpoint: Endpoint,
     stop: GracefulStop,
     *,
     poll: Callable[[], None] = lambda: None,
     should_abort: Callable[[], bool] = lambda: False,
 ) -> Outcome:
-    """Start the ranks and wait for their end, forwarding stop requests.
+    """Start this node's ranks and wait for their end, forwarding stop requests; how they ended.
 
     Args:
+        command: Python script of a rank, and its arguments. The run.json of the experiment becomes the attempt's: node
+            0 rewrites both (`choose_on_node`), and on a shared disk other nodes may see the old one of the experiment.
+        num_ranks: ranks of this node; those of node K are numbered from K x `num_ranks`.
         poll: called some times a second; may request a stop.
         should_abort: whether to kill the ranks because another node has failed.
     """
-    launcher = os.getppid()
-    # The agent's thread and its ranks inherit the mask: a signal stays pending until they listen, and kills none.
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    agent.start()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    signalled: set[int] = set()
-    killed_s = None
-    while agent.is_alive():
-        agent.join(_POLL_S)
+    run_file = str(log_dir.parents[1] / RUN_FILE)
+    words = [str(log_dir / RUN_FILE) if word == run_file else word for word in command]
+    launcher, first_rank = os.getppid(), endpoint.node * num_ranks
+    try:
+        ranks = _start(words, num_ranks, log_dir, endpoint)
+    except Exception as error:
+        log.exception("the ranks could not be started")
+        return Outcome(EXIT_FAILED, None, f"the ranks could not be started: {error}")
+    is_signalled = False
+    while (result := ranks.wait(timeout=0)) is None:
+        time.sleep(_POLL_S)
         poll()
         if os.getppid() != launcher and not stop.requested:
             log.warning("the launcher has died: sending SIGTERM to the ranks")
             stop.request()
         if stop.should_kill or should_abort():
-            kill_descendants()
-            killed_s = killed_s or time.monotonic()
-            if time.monotonic() - killed_s > _AGENT_S:
-                break  # it waits for the agents of other nodes
-        elif stop.requested:
-            _signal_ranks(signalled)
+            break
+        if stop.requested and not is_signalled:
+            is_signalled = True
+            for rank in ranks.subprocess_handlers.values():  # not to their own children, which they need for saving
+                log.info("sending SIGTERM to rank process %d (save and exit)", rank.proc.pid)
+                rank.proc.terminate()
     kill_descendants()
-    if stop.should_kill:
-        return Outcome(EXIT_FAILED, None, "killed before the ranks had saved")
-    if agent.is_alive():
-        return Outcome(EXIT_FAILED, None, "ended because another node had failed")
-    if stop.requested and agent.outcome.exit_code == EXIT_FAILED:
-        return replace(agent.outcome, reason=f"stopped before the ranks had saved: {agent.outcome.reason}")
-    return agent.outcome
+    if result is None:
+        reason = "killed before the ranks had saved" if stop.should_kill else "ended because another node had failed"
+        return Outcome(EXIT_FAILED, None, reason)
+    if not result.failures:
+        return SUCCESS
+    outcome = outcome_of({first_rank + rank: failure.exitcode for rank, failure in result.failures.items()})
+    if outcome.exit_code != EXIT_STOPPED_AFTER_SAVING:
+        _show_end_of_log(log_dir, outcome.failed_rank or 0)
+    if stop.requested and outcome.exit_code == EXIT_FAILED:
+        return replace(outcome, reason=f"stopped before the ranks had saved: {outcome.reason}")
+    return outcome
 
 
-def _signal_ranks(signalled: set[int]) -> None:
-    """Send SIGTERM to each rank once, but not to a rank's own children, which it needs for saving."""
-    import psutil
+def _start(command: Sequence[str], num_ranks: int, log_dir: Path, endpoint: Endpoint) -> Any:
+    """torchrun's context of the processes of this node's ranks, with the variables that torchrun gives them."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, Std, start_processes
 
-    for rank in psutil.Process().children():
-        if rank.pid not in signalled:
-            signalled.add(rank.pid)
-            log.info("sending SIGTERM to rank process %d (save and exit)", rank.pid)
-            with contextlib.suppress(psutil.NoSuchProcess):
-                rank.terminate()
+    class RankLogs(DefaultLogsSpecs):
+        """The output of rank K goes to rank_K.out and rank_K.err."""
+
+        def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+            names = {local_rank: rank_log_names(int(env["RANK"])) for local_rank, env in envs.items()}
+            return replace(
+                super().reify(envs),
+                stdouts={local_rank: str(log_dir / out) for local_rank, (out, _) in names.items()},
+                stderrs={local_rank: str(log_dir / err) for local_rank, (_, err) in names.items()},
+            )
+
+    shared = {
+        "WORLD_SIZE": endpoint.num_nodes * num_ranks,
+        "LOCAL_WORLD_SIZE": num_ranks,
+        "GROUP_RANK": endpoint.node,
+        "GROUP_WORLD_SIZE": endpoint.num_nodes,
+        "MASTER_ADDR": endpoint.address,
+        "MASTER_PORT": endpoint.port,
+        "TORCHELASTIC_RUN_ID": log_dir.name,
+        "TORCHELASTIC_RESTART_COUNT": 0,
+        "TORCHELASTIC_MAX_RESTARTS": 0,
+        "TORCHELASTIC_USE_AGENT_STORE": True,  # the store that is open already
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", 1),
+    }
+    envs = [{**shared, "LOCAL_RANK": rank, "RANK": endpoint.node * num_ranks + rank} for rank in range(num_ranks)]
+    # The ranks inherit the mask: a signal stays pending until they listen, and kills none. torch sets handlers.
+    handlers = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, KILL_SIGNAL)}
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        return start_processes(
+            name="rank",
+            entrypoint=sys.executable,
+            args=dict.fromkeys(range(num_ranks), tuple(command)),
+            envs={rank: {name: str(value) for name, value in env.items()} for rank, env in enumerate(envs)},
+            logs_specs=RankLogs(log_dir=str(log_dir / "torchrun"), redirects=Std.ALL),
+        )
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+def _show_end_of_log(log_dir: Path, rank: int) -> None:
+    """Log the last lines of a rank that failed; rank 0's output is on the terminal already."""
+    path = log_dir / rank_log_names(rank)[1]
+    if rank and path.is_file():
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
+        log.error("the end of %s:\n%s", path, "\n".join(f"  {line}" for line in lines))
 
 
 def redirect_output(path: Path) -> int:

@@ -124,6 +124,11 @@ def checkpoint_name(step: int) -> str:
     return f"{_CHECKPOINT_PREFIX}{step:08d}"
 
 
+def rank_log_names(rank: int) -> tuple[str, str]:
+    """Names of the files with a rank's stdout and stderr in an attempt's folder."""
+    return f"rank_{rank}.out", f"rank_{rank}.err"
+
+
 def step_of(folder: Path) -> int | None:
     """The step in the name of a checkpoint's folder; None where it is another folder, or one that was put aside."""
     digits = folder.name.removeprefix(_CHECKPOINT_PREFIX)
