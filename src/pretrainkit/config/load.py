@@ -1,4 +1,7 @@
-"""The request of a run: defaults < the site's file < --config files < flags and --set, with every type checked."""
+"""The request of a run: defaults < the site's file < --config files < flags and --set, with every type checked.
+
+A site's file describes a cluster: configs/site/NAME.yaml, or any path.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,17 @@ from omegaconf.errors import OmegaConfBaseException
 
 from pretrainkit.config.option import Option
 from pretrainkit.config.schema import OPTIONS, SECTIONS, RunConfig
-from pretrainkit.config.site import find_site, site_option
 from pretrainkit.errors import RequestError
 from pretrainkit.records import did_you_mean
+
+SITES = Path(__file__).parents[3] / "configs" / "site"
+"""Folder of the sites that ship with a checkout."""
+_SITE_OPTIONS = {
+    name.rpartition(".")[2]: option
+    for name, option in OPTIONS.items()
+    if name.startswith(("launch.", "training.time_")) and name not in ("launch.site", "launch.chain", "launch.requeue")
+}
+"""The options of a run that a site file may set, by their names there."""
 
 
 @dataclass(frozen=True)
@@ -31,15 +42,16 @@ class _Setting:
 
     def option(self) -> Option:
         """The option that it sets. Raises RequestError for an unknown one."""
-        if self.in_site_file:
-            return OPTIONS[site_option(self.name, self.where)]
-        if self.name in SECTIONS:
+        known = _SITE_OPTIONS if self.in_site_file else OPTIONS
+        if self.name in known:
+            return known[self.name]
+        if self.name in SECTIONS and not self.in_site_file:
             needed = f"fields below '{self.name}:'"
             raise RequestError(f"{self.name} is {self.value!r}", needed=needed, where=self.where)
-        if self.name not in OPTIONS:
-            action = did_you_mean(self.name, OPTIONS) or "the fields are listed in docs/options.md"
-            raise RequestError(f"unknown field '{self.name}'", action=action, where=self.where)
-        return OPTIONS[self.name]
+        action = did_you_mean(self.name, known)
+        needed = f"one of {', '.join(known)}" if self.in_site_file and not action else ""
+        action = action or "the fields are listed in docs/options.md"
+        raise RequestError(f"unknown field '{self.name}'", needed=needed, action=action, where=self.where)
 
 
 def load_config(
@@ -70,7 +82,7 @@ def load_config(
     site = next((setting.value for setting in reversed(settings) if setting.name == "launch.site"), None)
     if isinstance(site, str):
         with _collecting(problems):
-            settings[:0] = _read_file(find_site(site), in_site_file=True)
+            settings[:0] = _read_file(_find_site(site), in_site_file=True)
     values: dict[str, Any] = {}
     for setting in settings:
         with _collecting(problems):
@@ -113,6 +125,23 @@ def _with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     return dataclasses.replace(config, **own, **changed)
 
 
+def _find_site(site: str) -> Path:
+    """The file of a site, by name or path. Raises RequestError that lists those there are."""
+    path = Path(site).expanduser()
+    if path.is_file():
+        return path
+    named = SITES / f"{site}.yaml"
+    if "/" not in site and named.is_file():
+        return named
+    names = sorted(file.stem for file in SITES.glob("*.yaml"))
+    raise RequestError(
+        f"no site file {site}",
+        needed=f"a path, or one of {', '.join(names) or 'none'}",
+        action=did_you_mean(site, names),
+        where="--site",
+    )
+
+
 def _read_file(path: Path, *, in_site_file: bool = False) -> list[_Setting]:
     """The settings of a YAML file, which may refer to each other and to environment variables as OmegaConf has it."""
     try:
@@ -130,30 +159,22 @@ def _read_file(path: Path, *, in_site_file: bool = False) -> list[_Setting]:
         raise RequestError(str(error).splitlines()[0], where=str(path)) from error
     if not isinstance(tree, dict) or not isinstance(root, yaml.MappingNode | None):
         raise RequestError("not a mapping", needed="lines of the form 'field: value'", where=str(path))
-    lines = dict(_lines_of(root, ""))
     return [
-        _Setting(name, value, f"{path}:{lines[name]}" if name in lines else str(path), in_site_file)
-        for name, value in _flatten(tree, "")
+        _Setting(name, value, f"{path}:{line}" if line else str(path), in_site_file)
+        for name, value, line in _values(tree, root)
     ]
 
 
-def _lines_of(node: yaml.MappingNode | None, prefix: str) -> Iterator[tuple[str, int]]:
-    """The dotted names of a YAML file and their lines."""
-    for key, value in node.value if node else ():
-        name = f"{prefix}{key.value}"
-        yield name, key.start_mark.line + 1
-        if isinstance(value, yaml.MappingNode):
-            yield from _lines_of(value, f"{name}.")
-
-
-def _flatten(tree: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    """Dotted names and values; a mapping counts as a value where the schema has no section of that name."""
+def _values(tree: dict[Any, Any], node: Any, prefix: str = "") -> Iterator[tuple[str, Any, int | None]]:
+    """Dotted names, values and lines; a mapping counts as a value where the schema has no section of that name."""
+    nodes = {key.value: (key.start_mark.line + 1, below) for key, below in (node.value if node else ())}
     for key, value in tree.items():
         name = f"{prefix}{key}"
+        line, below = nodes.get(str(key), (None, None))
         if isinstance(value, dict) and name in SECTIONS:
-            yield from _flatten(value, f"{name}.")
+            yield from _values(value, below if isinstance(below, yaml.MappingNode) else None, f"{name}.")
         elif value is not None or name not in SECTIONS:  # an empty section asks for nothing
-            yield name, value
+            yield name, value, line
 
 
 def _read_assignment(assignment: str, given: dict[str, Any]) -> _Setting:
