@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from typing import Any
-
-import torch
 from nemo.collections import llm
 from nemo.collections.common.tokenizers.huggingface.auto_tokenizer import AutoTokenizer
 
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.data.shards.urls import names_shards
-from pretrainkit.engine.callbacks.loader_watchdog import DataLoaderWatchdog
 from pretrainkit.megatron import patches
 from pretrainkit.megatron.dataset import EpochDataset
 from pretrainkit.run.folder import RunFolder
-from pretrainkit.run.metrics import RunRecorder
 from pretrainkit.run.resume_plan import StartPlan
 
 
@@ -55,23 +48,3 @@ def data_module(
 
 def _blend(prefixes: list[str], weights: tuple[float, ...]) -> list[str]:
     return [word for pair in zip(map(str, weights), prefixes, strict=True) for word in pair] if weights else prefixes
-
-
-def watched(
-    data_step: Callable[..., Any], watchdog: DataLoaderWatchdog, recorder: RunRecorder | None
-) -> Callable[..., Any]:
-    """Megatron's data step, with its wait for the loader watched and recorded, and the positions without a loss.
-
-    Both are recorded while the complete batch is on the CPU: later each pipeline stage has only what it needs.
-    """
-    take = watchdog.watched(next)
-
-    def watched_data_step(batches: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
-        start_s = time.monotonic()
-        batch = take(batches)
-        if recorder and torch.is_grad_enabled():  # not in an evaluation
-            recorder.data_wait(time.monotonic() - start_s)
-            recorder.padding((batch[0] if isinstance(batch, tuple) else batch)["loss_mask"])
-        return data_step(iter([batch]), *args, **kwargs)
-
-    return watched_data_step

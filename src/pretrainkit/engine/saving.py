@@ -35,7 +35,7 @@ from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.engine.agreement import all_ranks_any
 from pretrainkit.engine.patches import keep_errors
 from pretrainkit.megatron import patches
-from pretrainkit.run import checkpoints
+from pretrainkit.run.checkpoints import Checkpoint, commit
 from pretrainkit.run.folder import RunFolder
 from pretrainkit.units import format_bytes, format_duration, parse_duration
 
@@ -98,17 +98,6 @@ def failure_of(error: BaseException, *, free_bytes: int | None = None) -> SaveFa
     return SaveFailure(f"{name}{type(error).__name__}: {lines[-1].strip()}", number)
 
 
-@dataclass(frozen=True)
-class Save:
-    """A checkpoint that is being written."""
-
-    folder: Path
-    step: int
-    consumed_samples: int
-    began_s: float
-    """Start by time.monotonic()."""
-
-
 class Saver:
     """Begins and ends the writing of a checkpoint, one at a time. Every method is called on all ranks together."""
 
@@ -117,7 +106,10 @@ class Saver:
         self._timeout_s = parse_duration(run.config.training.save_timeout)
         self._errors: list[BaseException] = []
         self._dead_before: dict[str, str] = {}
-        self.current: Save | None = None
+        self.current: Checkpoint | None = None
+        """The checkpoint that is being written."""
+        self.began_s = 0.0
+        """Start of its writing by time.monotonic()."""
         patches.apply(keep_errors(self._keeping))
         # The queue's process imports the main script again: started early, it doesn't delay the first save.
         self._queue_start = threading.Thread(target=filesystem_async._get_write_results_queue, daemon=True)
@@ -136,10 +128,17 @@ class Saver:
                 (folder / "weights").mkdir(parents=True)
         if failure := self._agreed():
             return failure
-        self.current = Save(
-            folder, trainer.global_step, trainer.datamodule.state_dict()["consumed_samples"], time.monotonic()
+        training, dataset = self._run.config.training, self._run.dataset
+        self.began_s = time.monotonic()
+        self.current = Checkpoint(
+            folder,
+            step=trainer.global_step,
+            consumed_samples=trainer.datamodule.state_dict()["consumed_samples"],
+            global_batch_size=training.global_batch_size,
+            optimizer_was_reset=training.reset_optimizer,
+            dataset={"weights": dataset.weights, "data_hash": dataset.data_hash},
         )
-        if self._run.config.training.keep_optimizer_last:
+        if training.keep_optimizer_last:
             _separate_optimizer(trainer)
         # NeMo removes the suffix: its checkpoints are folders.
         trainer.save_checkpoint(f"{folder}.ckpt", storage_options={"finalize_fn": lambda: None})
@@ -160,20 +159,20 @@ class Saver:
         """
         save = self.current
         assert save
-        while not self._finalised(trainer, save):
+        while not self._finalised(trainer):
             if not wait:
                 return False, None
             time.sleep(_POLL_S)
         with self._kept():
             if trainer.is_global_zero and not self._errors and not failure:
-                self._commit(save)
+                commit(save)
         failure = self._agreed() or failure
         self.current = None
         if failure and trainer.is_global_zero:
-            shutil.rmtree(save.folder, ignore_errors=True)  # a full disk needs the space
+            shutil.rmtree(save.path, ignore_errors=True)  # a full disk needs the space
         return True, failure
 
-    def _finalised(self, trainer: pl.Trainer, save: Save) -> bool:
+    def _finalised(self, trainer: pl.Trainer) -> bool:
         if writer := _live_writer(trainer):
             problem: OSError | None = None
             # A child that was killed because it didn't start (`child_processes`) is a zombie for an instant.
@@ -181,7 +180,7 @@ class Saver:
             self._dead_before = dead
             if lost := next((how for pid, how in dead.items() if pid in before), ""):
                 problem = ChildProcessError(lost)
-            elif time.monotonic() - save.began_s > self._timeout_s:
+            elif time.monotonic() - self.began_s > self._timeout_s:
                 problem = TimeoutError(f"writing took longer than {format_duration(self._timeout_s)}")
             if problem:
                 _kill(writer)
@@ -208,18 +207,6 @@ class Saver:
             further={"apply_rope_fusion": False},
         )
         save_hf_source(hf_folder, folder)
-
-    def _commit(self, save: Save) -> None:
-        training, dataset = self._run.config.training, self._run.dataset
-        checkpoint = checkpoints.Checkpoint(
-            save.folder,
-            step=save.step,
-            consumed_samples=save.consumed_samples,
-            global_batch_size=training.global_batch_size,
-            optimizer_was_reset=training.reset_optimizer,
-            dataset={"weights": dataset.weights, "data_hash": dataset.data_hash},
-        )
-        checkpoints.commit(checkpoint)
 
     @contextlib.contextmanager
     def _kept(self) -> Iterator[None]:

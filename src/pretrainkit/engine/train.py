@@ -20,7 +20,7 @@ from pretrainkit.engine.callbacks.recording import Recording, begin_recorder
 from pretrainkit.engine.callbacks.restored_state import VerifyRestoredState
 from pretrainkit.engine.callbacks.stop import Evaluations, StopEarly
 from pretrainkit.engine.child_processes import kill_children, use_fork_timeout
-from pretrainkit.engine.data import data_module, watched
+from pretrainkit.engine.data import data_module
 from pretrainkit.engine.model import build_model
 from pretrainkit.engine.trainer import build_logger, build_optimizer, build_trainer, resume_settings
 from pretrainkit.logs import get_logger
@@ -53,8 +53,8 @@ def train(
 
     recorder = begin_recorder(run, plan, chosen, requests) if rank == 0 else None
     loss_checks = [InitialLossCheck(run, recorder, rank=rank)] if plan.mode == WEIGHTS else []
-    watchdog = DataLoaderWatchdog(run.config.data.num_workers)
-    model = build_model(run, chosen, wrap_data_step=lambda step: watched(step, watchdog, recorder))
+    watchdog = DataLoaderWatchdog(run.config.data.num_workers, recorder)
+    model = build_model(run, chosen, wrap_data_step=watchdog.data_step)
     trainer = build_trainer(run, plan, local_world_size=local_world_size)
     guard, graphs = LossGuard(run, recorder), UseCudaGraphs(chosen)
     trainer.callbacks = [

@@ -59,7 +59,7 @@ def build_trainer(run: ResolvedRun, plan: StartPlan, *, local_world_size: int) -
         limit_val_batches=config.training.val_steps if validates else 0,
         limit_test_batches=0,
         num_sanity_val_steps=0,
-        logger=False,  # see recording.TensorBoard
+        logger=False,  # see recording.begin_recorder
         enable_checkpointing=False,  # see callbacks.checkpoints
         enable_progress_bar=False,
         enable_model_summary=False,

@@ -130,7 +130,7 @@ class RunRecorder:
         self._file.append(finite)
         if "event" not in record:
             numbers = {name: value for name, value in record.items() if name != "step" and value is not None}
-            self._send_to_trackers(lambda tracker: tracker.log(record["step"], numbers))
+            self._send_to_trackers(lambda tracker: tracker.log_metrics(numbers, record["step"]))
 
     def _send_to_trackers(self, send: Callable[[Tracker], None]) -> None:
         for tracker in list(self.trackers):
@@ -158,7 +158,7 @@ def _finish(tracker: Tracker) -> None:
     before = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, TRACKER_FLUSH_TIMEOUT_S)
     try:
-        tracker.finish()
+        tracker.finalize("success")
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)

@@ -22,12 +22,12 @@ log = get_logger(__name__)
 
 
 class Tracker(Protocol):
-    """Receives numbers by optimizer step."""
+    """Receives numbers by optimizer step, as Lightning's loggers do."""
 
-    def log(self, step: int, values: dict[str, float]) -> None:
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
         """Send the numbers of a step; later calls have the same or a later step."""
 
-    def finish(self) -> None:
+    def finalize(self, status: str) -> None:
         """Send what is still queued."""
 
 
@@ -98,13 +98,13 @@ class WandbTracker:
         self._sent_step = self._step = max(sent_step, self._run.starting_step - 1)
         log.info("W&B run %s of project %s (%s)", run_id, project, "offline" if self._run.offline else self._run.url)
 
-    def log(self, step: int, values: dict[str, float]) -> None:
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
         """Send the numbers of a step, unless an earlier attempt did."""
         if step > self._sent_step:
-            self._run.log(values, step=step)
+            self._run.log(metrics, step=step)
             self._step = step
 
-    def finish(self) -> None:
+    def finalize(self, status: str) -> None:
         """Wait until all is sent."""
         self._run.finish()
         files.write_text(self._sent_file, f"{self._step}\n")
@@ -132,11 +132,11 @@ class MlflowTracker:
         files.write_text(id_file, active.info.run_id + "\n")
         log.info("MLflow run %s at %s", active.info.run_id, mlflow.get_tracking_uri())
 
-    def log(self, step: int, values: dict[str, float]) -> None:
+    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
         """Send the numbers of a step, unless an earlier attempt did."""
         if step > self._sent_step:
-            self._mlflow.log_metrics(values, step=step)
+            self._mlflow.log_metrics(metrics, step=step)
 
-    def finish(self) -> None:
+    def finalize(self, status: str) -> None:
         """Close the run."""
         self._mlflow.end_run()

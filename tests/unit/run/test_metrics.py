@@ -137,12 +137,12 @@ def test_a_tracker_that_does_not_end_is_left(
     monkeypatch.setattr(metrics, "TRACKER_FLUSH_TIMEOUT_S", 0.2)
     monkeypatch.setattr(metrics.psutil.Process, "children", lambda *_, **__: [helper])
     helper, slow, good = MagicMock(), MagicMock(), MagicMock()
-    slow.finish = lambda: time.sleep(600)
+    slow.finalize = lambda status: time.sleep(600)
     attempt = recorder(tmp_path)
     attempt.trackers = [slow, good]
     attempt.close()
     assert "not done within 0.2 s" in caplog.text
-    good.finish.assert_called_once()
+    good.finalize.assert_called_once()
     helper.kill.assert_called_once()
 
 
@@ -152,20 +152,20 @@ def test_only_numbers_are_sent(tmp_path: Path) -> None:
     attempt.start(0)
     attempt.event("start", step=0)
     attempt.train_step(1, consumed_samples=4, loss=2.5, learning_rate=1e-3, grad_norm=None)
-    (step, values), _ = tracker.log.call_args
+    (values, step), _ = tracker.log_metrics.call_args
     assert step == 1 and values["loss"] == 2.5 and not {"step", "grad_norm", "padding_share"} & set(values)
-    assert all(isinstance(value, (int, float)) for value in values.values()) and tracker.log.call_count == 1
+    assert all(isinstance(value, (int, float)) for value in values.values()) and tracker.log_metrics.call_count == 1
 
 
 def test_a_tracker_that_fails_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Broken:
         calls = 0
 
-        def log(self, step: int, values: dict[str, float]) -> None:
+        def log_metrics(self, metrics: dict[str, float], step: int) -> None:
             self.calls += 1
             raise RuntimeError("no server")
 
-        def finish(self) -> None:
+        def finalize(self, status: str) -> None:
             self.calls += 1
 
     broken = Broken()

@@ -48,8 +48,6 @@ class Checkpoints(AsyncFinalizerCallback, Checkpoint):
         self._failures = 0
         """Failed attempts of the current save."""
         self._missed_in_a_row = 0
-        self._checkpoint_bytes = 0
-        """Size of the newest checkpoint that this attempt saved."""
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         is_last = trainer.should_stop or trainer.global_step >= self._run.max_steps
@@ -90,7 +88,8 @@ class Checkpoints(AsyncFinalizerCallback, Checkpoint):
             if failure := self._finish(trainer, wait=True):
                 self._tries_again(failure, self._lost_step)
         while step != self._step:
-            self._warn_if_disk_is_full()
+            if trainer.is_global_zero and (last := self._last()) and (free := self._free_bytes()) < last.num_bytes:
+                log.warning("%s are free for a checkpoint of %s", format_bytes(free), format_bytes(last.num_bytes))
             failure = self._saver.begin(trainer)
             if failure is None:
                 self._step = step
@@ -109,10 +108,9 @@ class Checkpoints(AsyncFinalizerCallback, Checkpoint):
         elif is_over:
             self._failures = self._missed_in_a_row = 0
             if trainer.is_global_zero:
-                self._checkpoint_bytes = checkpoints.read(save.folder).num_bytes
-                log.info("saved step %d in %s", save.step, format_duration(time.monotonic() - save.began_s))
+                log.info("saved step %d in %s", save.step, format_duration(time.monotonic() - self._saver.began_s))
                 if self._recorder:
-                    self._recorder.event("checkpoint", step=save.step, path=str(save.folder))
+                    self._recorder.event("checkpoint", step=save.step, path=str(save.path))
                 apply_retention(self._run)
         return failure
 
@@ -143,31 +141,29 @@ class Checkpoints(AsyncFinalizerCallback, Checkpoint):
 
     def _miss(self, failure: SaveFailure, step: int, *, is_last: bool) -> None:
         self._missed_in_a_row += 1
-        folder, limit = RunFolder.of(self._run).checkpoints, self._run.config.training
-        complete = checkpoints.all_complete(folder)
-        last = complete[-1] if complete else None
+        last, limit = self._last(), self._run.config.training.max_missed_saves
         advice = failure.advice(free_bytes=self._free_bytes(), checkpoint_bytes=last.num_bytes if last else None)
         if self._recorder:
             self._recorder.event("missed_save", step=step, problem=failure.message)
-        if is_last or self._missed_in_a_row > limit.max_missed_saves:
+        if is_last or self._missed_in_a_row > limit:
             raise CheckpointError(
                 f"step {step} could not be saved: {failure.message}. "
                 f"Last good checkpoint: {last.path if last else 'none'}",
                 action=advice,
-                where=str(folder),
+                where=str(RunFolder.of(self._run).checkpoints),
             )
         log.error(
             "STEP %d IS NOT SAVED, the run continues (%d missed in a row, %d allowed): %s. %s",
             step,
             self._missed_in_a_row,
-            limit.max_missed_saves,
+            limit,
             failure.message,
             advice,
         )
 
-    def _warn_if_disk_is_full(self) -> None:
-        if (free := self._free_bytes()) < self._checkpoint_bytes:
-            log.warning("%s are free for a checkpoint of %s", format_bytes(free), format_bytes(self._checkpoint_bytes))
+    def _last(self) -> checkpoints.Checkpoint | None:
+        """The newest complete checkpoint."""
+        return next(reversed(checkpoints.all_complete(RunFolder.of(self._run).checkpoints)), None)
 
     def _free_bytes(self) -> int:
         return shutil.disk_usage(self._run.experiment_dir).free

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 
 from pretrainkit.engine.child_processes import kill_children
 from pretrainkit.logs import get_logger
+from pretrainkit.run.metrics import RunRecorder
 from pretrainkit.units import format_duration
 
 WAIT_LIMIT_S = 1800.0
@@ -28,8 +30,8 @@ class DataLoaderWatchdog(pl.Callback):
     shared memory that holds the sample, without a timeout. A killed worker ends each of these waits with an error.
     """
 
-    def __init__(self, num_workers: int) -> None:
-        self._num_workers = num_workers
+    def __init__(self, num_workers: int, recorder: RunRecorder | None) -> None:
+        self._num_workers, self._recorder = num_workers, recorder
         self._waits_since_s = math.inf
 
     def watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -43,6 +45,23 @@ class DataLoaderWatchdog(pl.Callback):
                 self._waits_since_s = math.inf
 
         return wait
+
+    def data_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Megatron's data step, with its wait for the loader watched and recorded, and the positions without a loss.
+
+        Both are recorded while the complete batch is on the CPU: later each pipeline stage has only what it needs.
+        """
+        take, recorder = self.watched(next), self._recorder
+
+        def watched_step(batches: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
+            start_s = time.monotonic()
+            batch = take(batches)
+            if recorder and torch.is_grad_enabled():  # not in an evaluation
+                recorder.data_wait(time.monotonic() - start_s)
+                recorder.padding((batch[0] if isinstance(batch, tuple) else batch)["loss_mask"])
+            return step(iter([batch]), *args, **kwargs)
+
+        return watched_step
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         evaluations = trainer.fit_loop.epoch_loop.val_loop

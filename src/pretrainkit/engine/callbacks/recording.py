@@ -7,7 +7,6 @@ import functools
 import resource
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -45,34 +44,15 @@ def begin_recorder(run: ResolvedRun, plan: StartPlan, chosen: Kernels, requests:
     # Recorded before the trackers are opened: a start that fails there counts as a restart, too.
     recorder.event("start", **dataclasses.asdict(plan), world_size=run.world_size, kernels=used)
     requests.note_end_by(functools.partial(recorder.event, "stopped", step=plan.step))
+    # Lightning's trainer doesn't get the logger: it would read numbers from the GPU after every step, and wait.
+    board = TensorBoardLogger(str(folder.path), "tensorboard", "", purge_step=plan.step + 1)  # replaces later steps
     recorder.trackers = [
-        TensorBoard(folder.path, plan.step),
+        board,
         *open_trackers(run, first_step=plan.step, recorded_step=furthest),
     ]
     log.info("kernels: %s, attention %s", chosen, attention)
     log.info("starting at step %d of %d", plan.step, run.max_steps)
     return recorder
-
-
-class TensorBoard:
-    """Writes the records to TensorBoard's files; a tracker like those of `pretrainkit.run.trackers`.
-
-    Lightning's trainer doesn't get the logger: it would read numbers from the GPU after every step, and wait.
-    """
-
-    def __init__(self, experiment: Path, first_step: int) -> None:
-        """`first_step`: steps done before this attempt; what an earlier attempt wrote beyond it is superseded."""
-        self._logger = TensorBoardLogger(
-            save_dir=str(experiment), name="tensorboard", version="", purge_step=first_step + 1
-        )
-
-    def log(self, step: int, values: dict[str, float]) -> None:
-        """Write the numbers of a step."""
-        self._logger.log_metrics(values, step)
-
-    def finish(self) -> None:
-        """Write what is left."""
-        self._logger.finalize("success")
 
 
 class Recording(pl.Callback):

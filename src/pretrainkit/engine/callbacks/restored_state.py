@@ -30,7 +30,9 @@ class VerifyRestoredState(pl.Callback):
         load, restore = strategy.load_checkpoint, strategy.load_model_state_dict
 
         def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
-            poison_weights(strategy.megatron_parallel)
+            with torch.no_grad():
+                for parameter in strategy.megatron_parallel.parameters():
+                    parameter.fill_(torch.nan)
             return load(*args, **kwargs)
 
         def load_model_state_dict(*args: Any, **kwargs: Any) -> Any:
@@ -56,21 +58,8 @@ class VerifyRestoredState(pl.Callback):
                 optimizer.reload_model_params()
 
 
-@torch.no_grad()
-def poison_weights(model: torch.nn.Module) -> None:
-    """Overwrite every weight with NaN."""
-    for parameter in model.parameters():
-        parameter.fill_(torch.nan)
-
-
-@torch.no_grad()
-def unloaded_weights(model: torch.nn.Module) -> list[str]:
-    """Names of weights that hold a NaN."""
-    return [name for name, parameter in model.named_parameters() if parameter.isnan().any()]
-
-
 def _check_weights(model: torch.nn.Module) -> None:
-    names = unloaded_weights(model)
+    names = [name for name, parameter in model.named_parameters() if parameter.isnan().any()]
     if not all_ranks_any(bool(names)):
         return
     here = ", ".join(names[:_MAX_NAMES]) + (f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else "")
