@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 from pretrainkit.config.resolve import RunFacts
-from pretrainkit.config.schema import ModelShape, RunConfig
+from pretrainkit.config.schema import RunConfig
 from pretrainkit.data.dataset import read_dataset
 from pretrainkit.data.hub import local_folder
 from pretrainkit.data.tokens.tokenizer import load_tokenizer
@@ -31,58 +32,42 @@ def inspect_inputs(config: RunConfig) -> tuple[RunFacts, list[RequestError]]:
         machine=read_machine(config.launch.accelerator), experiment_dir=str(experiments_dir / config.experiment)
     )
     problems: list[RequestError] = []
-    for add in (_add_model, _add_dataset, _add_weights):
+    for read in (_model, _dataset, _weights):
         try:
-            facts = add(config, facts)
+            facts = dataclasses.replace(facts, **read(config, facts))
         except RequestError as problem:
             problems.append(problem)
     return facts, problems
 
 
-def _add_model(config: RunConfig, facts: RunFacts) -> RunFacts:
+def _model(config: RunConfig, _: RunFacts) -> dict[str, Any]:
     if not config.hf_model_id:
-        return facts
+        return {}
     folder = local_folder(config.hf_model_id)
     tokenizer = load_tokenizer(folder)
     shape = read_shape(folder)
-    if not shape.num_experts:  # experts are refused with the layout
-        _check_trainable(shape)
-    return dataclasses.replace(
-        facts,
-        model=shape,
-        hf_folder=str(folder),
-        tokenizer_sha256=tokenizer.sha256,
-        tokenizer_largest_id=tokenizer.largest_id,
-    )
-
-
-def _check_trainable(shape: ModelShape) -> None:
-    """Raise RequestError when NeMo has no class that computes the model."""
     try:
-        nemo_model(shape)
+        if not shape.num_experts:  # experts are refused with the layout
+            nemo_model(shape)
     except RequestError as error:
         needed = "a model that NeMo can train; of other families than llama, none with llama3 rope scaling"
         raise RequestError(error.found, needed=needed, where="--hf_model_id") from None
+    facts = {"tokenizer_sha256": tokenizer.sha256, "tokenizer_largest_id": tokenizer.largest_id}
+    return {"model": shape, "hf_folder": str(folder), **facts}
 
 
-def _add_dataset(config: RunConfig, facts: RunFacts) -> RunFacts:
+def _dataset(config: RunConfig, _: RunFacts) -> dict[str, Any]:
     if not config.data.dataset_path:
-        return facts
-    reading = read_dataset(config.data.dataset_path, config.data.split)
-    return dataclasses.replace(
-        facts,
-        dataset=reading.facts,
-        split_tokens=reading.split_tokens,
-        dataset_tokenizers=reading.tokenizers,
-    )
+        return {}
+    found = read_dataset(config.data.dataset_path, config.data.split)
+    return {"dataset": found.facts, "split_tokens": found.split_tokens, "dataset_tokenizers": found.tokenizers}
 
 
-def _add_weights(config: RunConfig, facts: RunFacts) -> RunFacts:
+def _weights(config: RunConfig, facts: RunFacts) -> dict[str, Any]:
     if config.nemo_model is None:
-        return facts
+        return {}
     folder = RunFolder(Path(facts.experiment_dir))
     recorded = initial_weights.of_resumed_run(config.nemo_model, folder)
-    weights = recorded
     hf_folder = Path(facts.hf_folder) if facts.hf_folder else None
     try:
         located = initial_weights.locate(config.nemo_model, folder.path.parent, hf_folder=hf_folder)
@@ -90,9 +75,8 @@ def _add_weights(config: RunConfig, facts: RunFacts) -> RunFacts:
         if recorded is None:
             raise
         log.warning("%s: the run started from it, and continues from its own checkpoint without it", problem.found)
-    else:
-        if facts.model:
-            initial_weights.check_shape(located, facts.model)
-        if recorded is None or recorded.source != located.source:
-            weights = located
-    return dataclasses.replace(facts, initial_weights=weights)
+        return {"initial_weights": recorded}
+    if facts.model:
+        initial_weights.check_shape(located, facts.model)
+    is_same = recorded is not None and recorded.source == located.source
+    return {"initial_weights": recorded if is_same else located}

@@ -25,7 +25,7 @@ from pretrainkit.launch.supervise import GracefulStop, redirect_output, supervis
 from pretrainkit.preflight.collectives import check_world
 from pretrainkit.preflight.node import NodeCheckRequest, check_node
 from pretrainkit.run.folder import NODE_LOG, RANKS_LOCK, RunFolder, locked, rank_log_names
-from pretrainkit.run.outcome import Outcome, write_outcome
+from pretrainkit.run.outcome import Outcome, log_outcome, write_outcome
 from pretrainkit.run.resource_plan import choose_on_node
 
 NODE_VARIABLE = "PRETRAINKIT_NODE"
@@ -58,47 +58,33 @@ def run_in_job(arguments: argparse.Namespace, stop: GracefulStop) -> int:
 
 
 def _run_head(arguments: argparse.Namespace, stop: GracefulStop, nodes: Rendezvous) -> int:
-    if refusal := end_of_chain(RunFolder(arguments.experiment_dir)):
+    folder = RunFolder(arguments.experiment_dir)
+    if refusal := end_of_chain(folder):
         nodes.publish(refusal)
         log.warning("%s", refusal.refused)
         return refusal.exit_code
     hosts = _check_allocation(arguments)
-    log_dir = new_attempt(RunFolder(arguments.experiment_dir), arguments.job_dir)
-    _choose_kernels(arguments, log_dir)
-    store = rendezvous.open_store()  # open until all ranks have ended
-    address = own_address(list(hosts[:1])) if arguments.num_nodes > 1 else "localhost"
-    endpoint = Endpoint(address, store.port, 0, arguments.num_nodes)
-    nodes.publish(HeadInfo(endpoint.address, endpoint.port, str(log_dir)))
-    log.info("node 0 of %d, attempt in %s", arguments.num_nodes, log_dir)
-    if arguments.num_nodes > 1 and endpoint.address.startswith("127."):
-        log.warning("this host's name resolves to %s: other machines can't reach it", endpoint.address)
-    _use_loopback(endpoint)
+    log_dir = new_attempt(folder, arguments.job_dir)
     try:
+        if str(folder.run_file) in arguments.command:
+            choose_on_node(folder.run_file, log_dir)  # before other nodes hear of the attempt
+        store = rendezvous.open_store()  # open until all ranks have ended
+        address = own_address(list(hosts[:1])) if arguments.num_nodes > 1 else "localhost"
+        endpoint = Endpoint(address, store.port, 0, arguments.num_nodes)
+        nodes.publish(HeadInfo(endpoint.address, endpoint.port, str(log_dir)))
+        log.info("node 0 of %d, attempt in %s", arguments.num_nodes, log_dir)
+        _use_loopback(endpoint)
         _report_ready(nodes, arguments)
         nodes.wait_until_all_ready()
         if problem := _check_network(nodes, arguments, endpoint):
             raise PretrainkitError(problem, action=BAD_NODE_ACTION)
     except PretrainkitError as error:
-        nodes.report_failure()
-        write_outcome(log_dir, Outcome(EXIT_FAILED, None, str(error)))
+        write_outcome(log_dir, Outcome(error.exit_code, None, str(error)))
         raise
     with _mirrored(log_dir):
         outcome = _run_ranks(arguments, stop, nodes, log_dir, endpoint)
         write_outcome(log_dir, outcome)
-    _log_outcome(outcome, log_dir)
-    return outcome.exit_code
-
-
-def _choose_kernels(arguments: argparse.Namespace, log_dir: Path) -> None:
-    """Choose the run's kernels before other nodes hear of the attempt. Raises PretrainkitError, kept as its outcome."""
-    run_file = RunFolder(arguments.experiment_dir).run_file
-    if str(run_file) not in arguments.command:
-        return
-    try:
-        choose_on_node(run_file, log_dir)
-    except PretrainkitError as error:
-        write_outcome(log_dir, Outcome(error.exit_code, None, str(error)))
-        raise
+    return log_outcome(outcome, log_dir, continued_by="a successor or the same command")
 
 
 def _run_other(arguments: argparse.Namespace, stop: GracefulStop, nodes: Rendezvous) -> int:
@@ -125,6 +111,8 @@ def _use_loopback(endpoint: Endpoint) -> None:
     """gloo looks up the host's name otherwise, which fails where the nodes are one machine that doesn't know it."""
     if endpoint.num_nodes > 1 and endpoint.address.startswith("127."):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        if endpoint.node == 0:
+            log.warning("this host's name resolves to %s: other machines can't reach it", endpoint.address)
 
 
 def _report_ready(nodes: Rendezvous, arguments: argparse.Namespace) -> None:
@@ -221,12 +209,3 @@ def _mirrored(log_dir: Path) -> Iterator[None]:
             yield
         os.dup2(job_log.fileno(), sys.stderr.fileno())
     logs.configure()
-
-
-def _log_outcome(outcome: Outcome, log_dir: Path) -> None:
-    if outcome.exit_code == EXIT_DONE:
-        log.info("done")
-    elif outcome.exit_code == EXIT_STOPPED_AFTER_SAVING:
-        log.warning("stopped as asked: a successor, or the same command, continues it")
-    else:
-        log.error("failed: %s; logs of all ranks in %s", outcome.reason, log_dir)

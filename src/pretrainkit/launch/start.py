@@ -14,7 +14,7 @@ from pretrainkit.config.resolve import resolve
 from pretrainkit.config.schema import ResolvedRun, RunConfig
 from pretrainkit.config.validate import problems_of
 from pretrainkit.config.warnings import warnings_of
-from pretrainkit.errors import EXIT_DONE, EXIT_STOPPED_AFTER_SAVING, RequestError
+from pretrainkit.errors import EXIT_DONE, RequestError
 from pretrainkit.jobs.container import Container, container_of
 from pretrainkit.jobs.run_job import check_environment, needs_of, planned_job, start_job
 from pretrainkit.jobs.submit import describe as describe_job
@@ -23,7 +23,7 @@ from pretrainkit.launch.inputs import inspect_inputs
 from pretrainkit.launch.local import LaunchPlan, run_local
 from pretrainkit.launch.summary import summarize, summarize_estimates
 from pretrainkit.launch.supervise import GRACE_S
-from pretrainkit.logs import get_logger, masked
+from pretrainkit.logs import get_logger
 from pretrainkit.run import initial_weights
 from pretrainkit.run.folder import (
     LAUNCHER_LOCK,
@@ -36,6 +36,7 @@ from pretrainkit.run.folder import (
     wait_for_ranks,
 )
 from pretrainkit.run.identity import changes_since_last_start, write_run_file
+from pretrainkit.run.outcome import log_outcome
 from pretrainkit.run.resource_plan import finalize_run, plan_memory
 from pretrainkit.run.resume_plan import plan_start
 from pretrainkit.run.source import describe
@@ -128,10 +129,4 @@ def run_attempt(plan: LaunchPlan) -> int:
     shown = [plan.log_dir / name for name in (NODE_LOG, *rank_log_names(0))]
     with Follower(shown, sys.stderr.buffer):
         outcome = run_local(plan)
-    if outcome.exit_code == EXIT_DONE:
-        log.info("done: %s", plan.run.experiment_dir)
-    elif outcome.exit_code == EXIT_STOPPED_AFTER_SAVING:
-        log.warning("stopped as asked; the same command continues it")
-    else:
-        log.error("failed: %s; logs of all ranks in %s", masked(outcome.reason), plan.log_dir)
-    return outcome.exit_code
+    return log_outcome(outcome, plan.log_dir, continued_by="the same command")

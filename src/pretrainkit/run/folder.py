@@ -1,7 +1,7 @@
 """The folder of a run: every path and file name in it is defined here.
 
 experiments/EXPERIMENT/
-  run.json  dry_run.json        the resolved run of the last start, and of a later dry run
+  run.json  dry_run.json        the resolved run of the last start, which ranks read, and of a later dry run
   source.txt                    code, packages, data and command of the last start
   metrics.jsonl                 records of all attempts: steps, evaluations, events
   attempts.jsonl                their starts, saves and stops alone
@@ -23,24 +23,17 @@ from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import RequestError
 from pretrainkit.logs import get_logger
 
-RUN_FILE = "run.json"
-SOURCE_FILE = "source.txt"
-OUTCOME_FILE = "outcome.json"
-"""In an attempt's log folder: how it ended (`pretrainkit.run.outcome`)."""
-JOB_FILE = "job.json"
-"""In an attempt's log folder: the scheduler job it belongs to, and the checkpoint it started from."""
+RUN_FILE, SOURCE_FILE = "run.json", "source.txt"
+OUTCOME_FILE, JOB_FILE, PID_FILE, NODE_LOG = "outcome.json", "job.json", "node.pid", "node.log"
+"""In an attempt's log folder: how it ended (`pretrainkit.run.outcome`), the scheduler job it belongs to with the
+checkpoint it started from, and id and output of the process that starts the ranks."""
 JOBS_FILE = "jobs.jsonl"
 """In the folder of jobs: a record for each job that was submitted."""
-PID_FILE = "node.pid"
-"""In an attempt's log folder: the process that starts the ranks."""
-NODE_LOG = "node.log"
-"""In an attempt's log folder: the output of that process."""
 COMMIT_MARK = "complete.json"
 """In a checkpoint: written last, it lists every file with its size (`pretrainkit.run.checkpoints`)."""
-RANKS_LOCK = ".ranks.lock"
-"""Held by the process that has started ranks on this machine, until the last of them has ended."""
-LAUNCHER_LOCK = ".launcher.lock"
-"""Held by pretrain.py from before run.json is written until the run has ended."""
+RANKS_LOCK, LAUNCHER_LOCK = ".ranks.lock", ".launcher.lock"
+"""Held by the process that has started ranks on this machine, until the last of them has ended; and by pretrain.py from
+before run.json is written until the run has ended."""
 
 _CHECKPOINT_PREFIX, _ATTEMPT_PREFIX = "step_", "attempt_"
 
@@ -52,28 +45,14 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.run_file = path / RUN_FILE
-        """The resolved run, which all ranks read."""
-        self.dry_run_file = path / "dry_run.json"
-        """The resolved run of a dry run, once the experiment has started: run.json then belongs to its jobs."""
-        self.metrics = path / "metrics.jsonl"
-        """Records of all attempts (`pretrainkit.run.metrics`)."""
-        self.attempts = path / "attempts.jsonl"
-        """Starts, saves and stops of all attempts (`pretrainkit.run.attempts`)."""
-        self.checkpoints = path / "checkpoints"
-        """Folder of the checkpoints (`pretrainkit.run.checkpoints`)."""
-        self.logs = path / "logs"
-        """Folder of the attempts' log folders."""
-        self.jobs = path / "jobs"
-        """Folder of the scheduler jobs' folders, with a list of the jobs (`pretrainkit.jobs.submit`)."""
+        self.run_file, self.dry_run_file = path / RUN_FILE, path / "dry_run.json"
+        self.metrics, self.attempts = path / "metrics.jsonl", path / "attempts.jsonl"
+        self.checkpoints, self.logs, self.jobs = path / "checkpoints", path / "logs", path / "jobs"
         self.dataset_index = path / "index"
-        """Folder of Megatron's cached sample indices of the dataset."""
-        self.wandb_id = path / "wandb_id.txt"
-        """Id of the W&B run, shared by all attempts."""
+        self.wandb_id, self.mlflow_id = path / "wandb_id.txt", path / "mlflow_id.txt"
+        """Ids of the runs of trackers, shared by all attempts."""
         self.wandb_sent_step = path / "wandb_sent_step.txt"
         """The last step that W&B is known to have: written when an attempt has ended in order."""
-        self.mlflow_id = path / "mlflow_id.txt"
-        """Id of the MLflow run, shared by all attempts."""
         self.mlflow_database = path / "mlflow.db"
         """Where MLflow writes unless MLFLOW_TRACKING_URI is set."""
 

@@ -9,7 +9,10 @@ from pathlib import Path
 
 from pretrainkit import files
 from pretrainkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED_AFTER_SAVING
+from pretrainkit.logs import get_logger, masked
 from pretrainkit.run.folder import OUTCOME_FILE
+
+log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -59,3 +62,14 @@ def read_outcome(log_dir: Path) -> Outcome:
             f"the process that starts the ranks died, or could not write how it ended (a full disk?); see {log_dir}",
         )
     return Outcome(**files.read_json(path))
+
+
+def log_outcome(outcome: Outcome, log_dir: Path, *, continued_by: str) -> int:
+    """Log how an attempt ended, and what continues it if it was stopped; gives its exit code."""
+    if outcome.exit_code == EXIT_DONE:
+        log.info("done: %s", log_dir.parents[1])
+    elif outcome.exit_code == EXIT_STOPPED_AFTER_SAVING:
+        log.warning("stopped as asked; %s continues it", continued_by)
+    else:
+        log.error("failed: %s; logs of all ranks in %s", masked(outcome.reason), log_dir)
+    return outcome.exit_code
