@@ -10,12 +10,11 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -118,10 +117,11 @@ def token_losses(request: Request) -> list[float]:
 
 
 def _streaming_model(folder: Path, rounded: Any, stack: ExitStack) -> Any:
-    """The model of a folder; its blocks hold their weights only while they run."""
+    """The model of a folder; a layer holds its weights, rounded and then in fp32, only while it runs."""
     with heavy_imports():
         import torch
         from accelerate import init_empty_weights
+        from accelerate.hooks import attach_align_device_hook
         from transformers import AutoConfig, AutoModelForCausalLM
 
     from pretrainkit.checkpoint.formats.safetensors import open_by_package
@@ -130,9 +130,7 @@ def _streaming_model(folder: Path, rounded: Any, stack: ExitStack) -> Any:
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.eval()
-    blocks = dict(_blocks(model))
-    wanted = {prefix + name for prefix, block in blocks.items() for name in block.state_dict()}
+    wanted = set(model.state_dict())
     aliases = {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_word_embeddings else {}
     missing = {aliases.get(name, name) for name in wanted} - names
     extra = {name for name in names - wanted if not name.endswith("rotary_emb.inv_freq")}
@@ -142,47 +140,25 @@ def _streaming_model(folder: Path, rounded: Any, stack: ExitStack) -> Any:
             f"left over {sorted(extra)[:8]}",
             where=str(folder),
         )
-    progress = _Progress(len(blocks))
-    for prefix, block in blocks.items():
-        _stream(block, prefix, lambda name: read(aliases.get(name, name)).to(rounded).float(), progress)
-    return model
+    weights = _Weights(lambda name: read(aliases.get(name, name)).to(rounded).float(), len(wanted))
+    attach_align_device_hook(
+        model, "cpu", offload=True, weights_map=weights, preload_module_classes=model._no_split_modules
+    )
+    return model.eval()
 
 
-def _blocks(model: Any) -> Iterator[tuple[str, Any]]:
-    """The parts of the model by the prefix of their tensors: the layers, and the modules around them."""
-    for name, module in model.named_modules():
-        if re.fullmatch(r"model\.layers\.\d+", name) or (
-            not name.startswith("model.layers.") and any(True for _ in module.parameters(recurse=False))
-        ):
-            yield f"{name}.", module
+class _Weights:
+    """The tensors by name that accelerate loads; logs the progress every PROGRESS_INTERVAL_S."""
 
+    def __init__(self, read: Callable[[str], Any], total: int) -> None:
+        self._read, self._done, self._total, self._logged_s = read, 0, total, time.monotonic()
 
-def _stream(block: Any, prefix: str, read: Callable[[str], Any], progress: _Progress) -> None:
-    """Load the weights of a block before it runs, and free them afterwards."""
-    empty = block.state_dict()
-
-    def load(*_: Any) -> None:
-        progress.next()
-        block.load_state_dict({name: read(prefix + name) for name in empty}, assign=True)
-
-    def drop(*_: Any) -> None:
-        block.load_state_dict(empty, assign=True)
-
-    block.register_forward_pre_hook(load)
-    block.register_forward_hook(drop)
-
-
-class _Progress:
-    """Logs the progress every PROGRESS_INTERVAL_S."""
-
-    def __init__(self, total: int) -> None:
-        self._done, self._total, self._logged_s = 0, total, time.monotonic()
-
-    def next(self) -> None:
+    def __getitem__(self, name: str) -> Any:
         self._done += 1
         if time.monotonic() - self._logged_s > PROGRESS_INTERVAL_S:
             self._logged_s = time.monotonic()
-            log.info("initial loss check: Hugging Face model, part %d of %d", self._done, self._total)
+            log.info("initial loss check: Hugging Face model, tensor %d of %d", self._done, self._total)
+        return self._read(name)
 
 
 def main() -> int:

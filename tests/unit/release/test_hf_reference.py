@@ -12,7 +12,7 @@ from pretrainkit.errors import CheckpointError
 from pretrainkit.models.registry import read_shape
 from pretrainkit.release.hf_reference import Request, needed_bytes, token_losses
 
-MODELS = ("llama-tied", "llama3-rope", "mistral", "qwen2", "qwen3", "mixtral")
+MODELS = ("llama-tied", "llama3-rope", "mistral", "qwen2", "qwen2-tied", "qwen3", "mixtral", "qwen3-moe", "qwen2-moe")
 
 
 @pytest.mark.parametrize(
