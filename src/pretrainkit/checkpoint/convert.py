@@ -93,7 +93,7 @@ def convert(source: str | Path, target: str | Path, options: Options | None = No
     options.parallelism.check(shape)
     mappings = tensor_mappings(shape)
     reader = open_reader(found, mappings, shape)
-    dtypes = {mapping: _target_dtype(mapping, reader.dtype(mapping), options.dtype) for mapping in mappings}
+    dtypes = {mapping: _target_dtype(mapping, dtype, options.dtype) for mapping, dtype in reader.dtypes.items()}
     plan = ConversionPlan(format, shape, mappings, dtypes, hf_folder, options)
     check_expressible(shape, format)
     _check_space(target, plan.num_bytes)
@@ -117,7 +117,7 @@ def convert(source: str | Path, target: str | Path, options: Options | None = No
             source_fingerprint=_fingerprint(found, reader, plan.dtypes),
             notes=[
                 *_cast_notes(reader, plan.dtypes),
-                *reader.notes(),
+                *reader.notes,
                 *_padding_notes(plan),
                 *_megatron_lm_notes(plan),
             ],
@@ -158,8 +158,8 @@ def find_hf_folder(found: DetectedCheckpoint, given: Path | None = None) -> Path
 def _fingerprint(
     found: DetectedCheckpoint, reader: WeightReader, dtypes: Mapping[TensorMapping, torch.dtype]
 ) -> str | None:
-    is_whole = all(reader.dtype(mapping) == dtype for mapping, dtype in dtypes.items())
-    return weights_fingerprint(found.root) if found.format is CheckpointFormat.HF and is_whole else None
+    is_whole = found.format is CheckpointFormat.HF and reader.dtypes == dtypes
+    return weights_fingerprint(found.root) if is_whole else None
 
 
 def _copy(reader: WeightReader, writer: WeightWriter, plan: ConversionPlan) -> None:
@@ -231,8 +231,8 @@ def _count_dtypes(dtypes: Mapping[TensorMapping, torch.dtype]) -> dict[str, int]
 def _cast_notes(reader: WeightReader, dtypes: Mapping[TensorMapping, torch.dtype]) -> list[str]:
     changes: Counter[str] = Counter()
     for mapping, dtype in dtypes.items():
-        if reader.dtype(mapping) != dtype:
-            changes[f"{_name(reader.dtype(mapping))} to {_name(dtype)}"] += len(mapping.hf)
+        if reader.dtypes[mapping] != dtype:
+            changes[f"{_name(reader.dtypes[mapping])} to {_name(dtype)}"] += len(mapping.hf)
     return [f"{count} tensors cast from {change}" for change, count in changes.items()]
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pretrainkit.checkpoint.formats import torch_dist
+from pretrainkit.checkpoint.formats.hf_files import SINGLE_NAME
 from pretrainkit.checkpoint.formats.megatron_lm import TRACKER_NAME, tracked_iteration
-from pretrainkit.checkpoint.formats.weight_files import SINGLE_NAME
 from pretrainkit.checkpoint.plan import CheckpointFormat
 from pretrainkit.errors import RequestError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from pretrainkit.checkpoint.formats.weight_files import weight_files
+from pretrainkit.checkpoint.formats.hf_files import weight_files
 from pretrainkit.files import read_json
 
 REPORT_NAME = "conversion.json"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from pretrainkit.config.schema import ModelShape
-from pretrainkit.errors import RequestError
+from pretrainkit.errors import CheckpointError, PretrainkitError
 from pretrainkit.models.family import Layout, Weight
 from pretrainkit.models.registry import family_named
 
@@ -45,48 +47,55 @@ class TensorMapping:
         return math.prod(self.megatron_shape)
 
     def __str__(self) -> str:
-        return " + ".join(self.hf)
+        """The Megatron tensor's name, for people."""
+        expert = "" if self.expert is None else f" (expert {self.expert})"
+        return self.weight.megatron.format(layer=self.layer) + expert
 
 
 def tensor_mappings(shape: ModelShape) -> list[TensorMapping]:
     """All tensors of a model, in the order of the Hugging Face model: embedding, layer by layer, head."""
-    mappings: list[TensorMapping] = []
-    layered: list[Weight] = []
-    for weight in family_named(shape.family).weights(shape):
-        if weight.per_layer:
-            layered.append(weight)
-            continue
-        mappings += _layers(layered, shape)
-        layered = []
-        mappings.append(TensorMapping(weight))
-    return mappings + _layers(layered, shape)
-
-
-def _layers(weights: Iterable[Weight], shape: ModelShape) -> list[TensorMapping]:
-    weights = list(weights)
     return [
         TensorMapping(weight, layer, expert)
-        for layer in range(shape.num_layers if weights else 0)
-        for weight in weights
-        for expert in (range(shape.num_experts) if weight.per_expert else (None,))
+        for per_layer, rows in itertools.groupby(family_named(shape.family).weights(shape), lambda row: row.per_layer)
+        for layer, weight in itertools.product(range(shape.num_layers) if per_layer else [None], rows)
+        for expert in (range(shape.num_experts) if weight.per_expert else [None])
     ]
 
 
-def check_names(mappings: Iterable[TensorMapping], found: Iterable[str], where: str) -> None:
-    """Raise RequestError unless `found` are exactly the Hugging Face names of the mappings."""
-    wanted, present = {name for mapping in mappings for name in mapping.hf}, set(found)
+def check_names(
+    wanted: Collection[str], found: Collection[str], where: object, error: type[PretrainkitError] = CheckpointError
+) -> None:
+    """Raise `error` unless a checkpoint has exactly the tensors that are wanted."""
+    missing, unknown = (sorted(set(a) - set(b)) for a, b in ((wanted, found), (found, wanted)))
     problems = [
-        f"{len(names)} tensor{'s' if len(names) > 1 else ''} {what}: {_some(names)}"
-        for what, names in (("missing", wanted - present), ("not known", present - wanted))
+        f"{len(names)} tensor{'s' if len(names) > 1 else ''} {what}: {', '.join(names[:8])}"
+        + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        for what, names in (("missing", missing), ("not known", unknown))
         if names
     ]
     if problems:
-        raise RequestError(
-            "; ".join(problems), where=where, needed="exactly the tensors of the architecture that config.json names"
+        needed = "exactly the tensors of the architecture that config.json names"
+        raise error("; ".join(problems), where=str(where), needed=needed)
+
+
+def check_tensors(
+    tensors: Mapping[str, Any],
+    shapes: Collection[tuple[int, ...]],
+    where: object,
+    error: type[PretrainkitError] = CheckpointError,
+) -> None:
+    """Raise `error` unless the tensors that form one Megatron tensor, by name, have one dtype and these shapes."""
+    dtypes = sorted({str(tensor.dtype) for tensor in tensors.values()})
+    if len(dtypes) > 1:
+        raise error(
+            f"{' + '.join(tensors)} have different dtypes: {', '.join(dtypes)}",
+            where=str(where),
+            needed="one dtype, since Megatron keeps them in one tensor",
         )
-
-
-def _some(names: Iterable[str], limit: int = 8) -> str:
-    ordered = sorted(names)
-    more = f" and {len(ordered) - limit} more" if len(ordered) > limit else ""
-    return ", ".join(ordered[:limit]) + more
+    for (name, tensor), shape in zip(tensors.items(), shapes, strict=True):
+        if tuple(tensor.shape) != shape:
+            raise error(
+                f"tensor {name} has shape {list(tensor.shape)}",
+                where=str(where),
+                needed=f"{list(shape)}, which follows from config.json",
+            )

@@ -11,9 +11,9 @@ import torch
 from pretrainkit.checkpoint.detect import DetectedCheckpoint
 from pretrainkit.checkpoint.formats import hf_files, megatron_lm, nemo
 from pretrainkit.checkpoint.formats.hf import HfReader, HfWriter
-from pretrainkit.checkpoint.formats.torch_dist_reader import TorchDistReader
+from pretrainkit.checkpoint.formats.torch_dist import TorchDistReader
 from pretrainkit.checkpoint.formats.torch_dist_writer import TorchDistWriter
-from pretrainkit.checkpoint.formats.torch_legacy_reader import TorchLegacyReader
+from pretrainkit.checkpoint.formats.torch_legacy import TorchLegacyReader
 from pretrainkit.checkpoint.formats.torch_legacy_writer import TorchLegacyWriter
 from pretrainkit.checkpoint.lazy_tensor import LazyTensor
 from pretrainkit.checkpoint.mapping import TensorMapping
@@ -25,14 +25,13 @@ from pretrainkit.models.megatron_fields import megatron_lm_arguments, nemo_model
 class WeightReader(Protocol):
     """Gives the weights of a checkpoint as Hugging Face tensors."""
 
-    def dtype(self, mapping: TensorMapping) -> torch.dtype:
-        """Dtype of the stored tensor."""
+    dtypes: dict[TensorMapping, torch.dtype]
+    """Dtypes of the stored tensors."""
+    notes: list[str]
+    """What the reader leaves out, for the report."""
 
     def read(self, mapping: TensorMapping) -> list[LazyTensor]:
         """The Hugging Face tensors of a mapping, in its order."""
-
-    def notes(self) -> list[str]:
-        """What the reader leaves out, for the report."""
 
 
 class WeightWriter(Protocol):

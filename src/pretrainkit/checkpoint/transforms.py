@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pretrainkit.checkpoint.lazy_tensor import LazyTensor, tensors
+from pretrainkit.checkpoint.lazy_tensor import LazyTensor
 from pretrainkit.models.family import Layout
 
 
@@ -61,7 +61,7 @@ def shard(
         return _vocabulary_part(values[0], rank, padded_rows // size)
     parts = [value.rows(rank * value.shape[0] // size, value.shape[0] // size) for value in values]
     if layout is Layout.QKV:
-        query, key, value = tensors(parts)
+        query, key, value = (part.tensor() for part in parts)
         return LazyTensor.of(merge_qkv(query, key, value, groups // size))
     return LazyTensor.joined(parts)
 
@@ -75,7 +75,7 @@ def unshard(layout: Layout, parts: Sequence[LazyTensor], *, rows: Sequence[int],
     if layout is Layout.REPLICATED:
         return [parts[0]]
     if layout is Layout.ROW:
-        return [parts[0] if size == 1 else LazyTensor.of(torch.cat(tensors(parts), dim=1))]
+        return [parts[0] if size == 1 else LazyTensor.of(torch.cat([part.tensor() for part in parts], dim=1))]
     if layout is Layout.QKV:
         counts = [count // size for count in rows]
         split = [split_qkv(part.tensor(), groups // size, counts) for part in parts]

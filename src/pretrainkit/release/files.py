@@ -14,7 +14,7 @@ from typing import Any
 from pretrainkit.checkpoint.convert import find_hf_folder
 from pretrainkit.checkpoint.detect import detect
 from pretrainkit.checkpoint.formats import hf, hf_files
-from pretrainkit.checkpoint.formats.weight_files import INDEX_NAME
+from pretrainkit.checkpoint.formats.hf_files import INDEX_NAME
 from pretrainkit.checkpoint.plan import CheckpointFormat
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import RequestError
@@ -86,7 +86,7 @@ def _check_weight_files(released: Path) -> Iterator[Check]:
     used = {location.path for location in located.values()}
     stray = [path.name for path in sorted(released.iterdir()) if hf_files.is_weight_file(path) and path not in used]
     yield Check.of("no other weight files", stray, "none")
-    sizes = sum(location.num_bytes for location in located.values())
+    sizes = sum(location.meta.nbytes for location in located.values())
     index = released / INDEX_NAME
     if index.is_file():
         total = read_json(index).get("metadata", {}).get("total_size")

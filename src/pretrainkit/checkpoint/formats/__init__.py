@@ -2,9 +2,9 @@
 
 | module | format |
 |---|---|
-| `hf`, `hf_files`, `weight_files`, `safetensors` | Hugging Face folder |
+| `hf`, `hf_files`, `safetensors` | Hugging Face folder |
 | `nemo` | context of a NeMo 2 checkpoint; its weights are torch_dist |
-| `torch_dist`, `torch_dist_reader`, `torch_dist_writer` | megatron-core's distributed checkpoint |
-| `torch_legacy_names`, `torch_legacy_reader`, `torch_legacy_writer`, `torch_save` | Megatron-LM's checkpoint per rank |
+| `torch_dist`, `torch_dist_writer` | megatron-core's distributed checkpoint |
+| `torch_legacy`, `torch_legacy_writer`, `torch_save` | Megatron-LM's checkpoint per rank |
 | `megatron_lm` | tracker file and arguments around both of Megatron-LM's formats |
 """

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from pretrainkit.checkpoint.formats.safetensors import SafetensorsWriter, TensorPlan, read_header
-from pretrainkit.checkpoint.formats.weight_files import INDEX_NAME, SINGLE_NAME, weight_files
+from pretrainkit.checkpoint.formats.hf_files import INDEX_NAME, SINGLE_NAME, weight_files
+from pretrainkit.checkpoint.formats.safetensors import described, read_header, write_safetensors
 from pretrainkit.checkpoint.lazy_tensor import LazyTensor, StoredTensor
-from pretrainkit.checkpoint.mapping import TensorMapping, check_names
+from pretrainkit.checkpoint.mapping import TensorMapping, check_names, check_tensors
 from pretrainkit.checkpoint.plan import ConversionPlan
 from pretrainkit.errors import RequestError
 from pretrainkit.files import read_json, write_json
@@ -23,27 +23,16 @@ class HfReader:
     """The weights of a Hugging Face folder, read one at a time."""
 
     def __init__(self, folder: Path, mappings: Sequence[TensorMapping], *, tied: bool) -> None:
-        self.folder = folder
+        self.folder, self.notes = folder, list[str]()
         self.tensors = {
             name: location for name, location in locate_tensors(folder).items() if not name.endswith(_IGNORED_TENSORS)
         }
         extra_head = "lm_head.weight" if tied else None
-        check_names(mappings, (name for name in self.tensors if name != extra_head), str(folder))
+        wanted = {name for mapping in mappings for name in mapping.hf}
+        check_names(wanted, self.tensors.keys() - {extra_head}, folder, RequestError)
         for mapping in mappings:
-            dtypes = {self.tensors[name].dtype for name in mapping.hf}
-            if len(dtypes) > 1:
-                raise RequestError(
-                    f"{mapping} have different dtypes: {', '.join(sorted(map(str, dtypes)))}",
-                    where=str(folder),
-                    needed="one dtype, since Megatron keeps them in one tensor",
-                )
-            for name, shape in zip(mapping.hf, mapping.shapes, strict=True):
-                if self.tensors[name].shape != shape:
-                    raise RequestError(
-                        f"tensor {name} has shape {list(self.tensors[name].shape)}",
-                        where=str(self.tensors[name].path),
-                        needed=f"{list(shape)}, which follows from config.json",
-                    )
+            check_tensors({name: self.tensors[name] for name in mapping.hf}, mapping.shapes, folder, RequestError)
+        self.dtypes = {mapping: self.tensors[mapping.hf[0]].dtype for mapping in mappings}
         if extra_head in self.tensors:
             self._check_tied(extra_head)
 
@@ -55,15 +44,9 @@ class HfReader:
                 needed="equal weights, or tie_word_embeddings false",
             )
 
-    def dtype(self, mapping: TensorMapping) -> torch.dtype:
-        return self.tensors[mapping.hf[0]].dtype
-
     def read(self, mapping: TensorMapping) -> list[LazyTensor]:
         """The Hugging Face tensors of a mapping."""
         return [LazyTensor.of(self.tensors[name]) for name in mapping.hf]
-
-    def notes(self) -> list[str]:
-        return []
 
 
 def locate_tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -116,26 +99,21 @@ class HfWriter:
 
     def write_part(self, part: int, values: Iterable[tuple[TensorMapping, Sequence[LazyTensor]]]) -> None:
         """Write one file; `values` come in the order of `parts[part]`."""
-        plan = [tensor for mapping in self.parts[part] for tensor in _plan(mapping, self.dtypes[mapping])]
-        with (self.folder / self._names[part]).open("wb", buffering=0) as file:
-            writer = SafetensorsWriter(file.fileno(), plan)
-            for _, tensors_hf in values:
-                for value in tensors_hf:
-                    writer.write(value)
-            writer.finish()
+        plan = {
+            name: described(shape, self.dtypes[mapping])
+            for mapping in self.parts[part]
+            for name, shape in zip(mapping.hf, mapping.shapes, strict=True)
+        }
+        write_safetensors(self.folder / self._names[part], plan, (value for _, rows in values for value in rows))
 
     def finish(self) -> None:
         """Write the index from the headers that are on disk."""
         if len(self._names) == 1:
             return
         headers = {name: read_header(self.folder / name) for name in self._names}
-        total = sum(location.num_bytes for header in headers.values() for location in header.values())
+        total = sum(location.meta.nbytes for header in headers.values() for location in header.values())
         weight_map = {tensor: name for name, header in headers.items() for tensor in header}
         write_json(
             self.folder / INDEX_NAME,
             {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))},
         )
-
-
-def _plan(mapping: TensorMapping, dtype: torch.dtype) -> list[TensorPlan]:
-    return [TensorPlan(name, shape, dtype) for name, shape in zip(mapping.hf, mapping.shapes, strict=True)]

@@ -1,4 +1,4 @@
-"""The files of a Hugging Face model folder besides its weights: config.json, tokenizer, chat template, licence, ..."""
+"""The files of a Hugging Face model folder: which ones hold its weights, and config.json, tokenizer, licence, ..."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pretrainkit.checkpoint.formats.weight_files import INDEX_NAME
+from pretrainkit.errors import RequestError
+from pretrainkit.files import read_json
 from pretrainkit.models.registry import read_config
 
 if TYPE_CHECKING:
     import torch
 
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
 HF_SOURCE = "hf_source"
 """Folder inside a Megatron checkpoint with the model's config.json and side files."""
 GENERATION_CONFIG = "generation_config.json"
@@ -21,6 +24,26 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h
 _SIDE_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py", ".md", ".vocab", ".bpe")
 _NEVER_COPIED = {"config.json", INDEX_NAME, "pytorch_model.bin.index.json", "trainer_state.json", "training_args.bin"}
 _LICENCES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of the model, sorted; they need not all exist. Empty when there are no weights.
+
+    A folder may hold other weights too, such as Mistral's consolidated file.
+    Raises RequestError when transformers would load another file than those that the index lists.
+    """
+    single, index = folder / SINGLE_NAME, folder / INDEX_NAME
+    if not index.is_file():
+        return [single] if single.is_file() else []
+    names = set(read_json(index)["weight_map"].values())
+    if single.is_file() and SINGLE_NAME not in names:
+        raise RequestError(
+            f"{SINGLE_NAME} and an index of other files: two models",
+            where=str(folder),
+            needed="one of them: transformers loads the file, other tools what the index lists",
+            action=f"move {SINGLE_NAME}, or {INDEX_NAME} with its files, away",
+        )
+    return [folder / name for name in sorted(names)]
 
 
 def is_weight_file(path: Path) -> bool:

@@ -16,114 +16,65 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import _TYPES as DTYPES
 
-from pretrainkit.checkpoint.formats.weight_files import weight_files
+from pretrainkit.checkpoint.formats.hf_files import weight_files
 from pretrainkit.checkpoint.lazy_tensor import LazyTensor, StoredTensor, pwrite_all
 from pretrainkit.errors import CheckpointError
 
-DTYPES: dict[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_HEADER_LIMIT = 100_000_000  # bytes; the safetensors package refuses longer ones
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
     """All tensors of a file. Raises CheckpointError when it is truncated, has gaps or isn't safetensors."""
-    size = path.stat().st_size
+    try:
+        with safe_open(path, framework="np"):
+            pass  # it checks that the header describes every byte of the file once
+    except SafetensorError as error:
+        raise CheckpointError(
+            f"not a complete safetensors file ({error})",
+            where=str(path),
+            action="the file is cut or damaged: fetch or write it again",
+        ) from error
     with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, _HEADER_LIMIT):
-            raise CheckpointError("not a complete safetensors file", where=str(path), action=_AGAIN)
-        try:
-            header = json.loads(file.read(length))
-        except ValueError as error:
-            raise CheckpointError(f"unreadable safetensors header ({error})", where=str(path), action=_AGAIN) from error
-    start = 8 + length
-    tensors = {name: _location(path, start, name, info) for name, info in header.items() if name != "__metadata__"}
-    end = start
-    for name, location in sorted(tensors.items(), key=lambda item: item[1].offset):
-        if location.offset != end and location.num_bytes:
-            raise CheckpointError(f"gap or overlap before tensor {name}", where=str(path), action=_AGAIN)
-        end = max(end, location.offset + location.num_bytes)
-    if end != size:
-        raise CheckpointError(f"{size} bytes, but its header describes {end}", where=str(path), action=_AGAIN)
-    return tensors
+        start = 8 + int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(start - 8))
+    header.pop("__metadata__", None)
+    for name, info in header.items():
+        if info["dtype"] not in DTYPES:
+            raise CheckpointError(f"tensor {name} has dtype {info['dtype']}, which is not supported", where=str(path))
+    return {
+        name: StoredTensor(path, start + info["data_offsets"][0], described(info["shape"], DTYPES[info["dtype"]]))
+        for name, info in header.items()
+    }
 
 
-_AGAIN = "the file is cut or damaged: fetch or write it again"
+def described(shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
+    """A row-major tensor without elements."""
+    return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
 
-def _location(path: Path, start: int, name: str, info: Mapping[str, Any]) -> StoredTensor:
-    dtype = DTYPES.get(info["dtype"])
-    if dtype is None:
-        raise CheckpointError(f"tensor {name} has dtype {info['dtype']}, which is not supported", where=str(path))
-    begin, end = info["data_offsets"]
-    location = StoredTensor.contiguous(path, start + begin, dtype, tuple(info["shape"]))
-    if location.num_bytes != end - begin:
-        raise CheckpointError(f"tensor {name}: shape and length disagree", where=str(path), action=_AGAIN)
-    return location
-
-
-@dataclass(frozen=True)
-class TensorPlan:
-    """A tensor that will be written."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-
-class SafetensorsWriter:
-    """Writes a file of tensors whose names, shapes, dtypes and order are given in advance."""
-
-    def __init__(self, descriptor: int, plan: Iterable[TensorPlan]) -> None:
-        self._descriptor, self._pending = descriptor, list(plan)[::-1]
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        position = 0
-        for tensor in reversed(self._pending):
-            end = position + tensor.num_bytes
-            header[tensor.name] = {
-                "dtype": _NAMES[tensor.dtype],
-                "shape": list(tensor.shape),
-                "data_offsets": [position, end],
-            }
-            position = end
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        text += b" " * (-len(text) % 8)  # the data begins at a multiple of 8, as the safetensors package does it
-        self._position = pwrite_all(descriptor, len(text).to_bytes(8, "little") + text, 0)
-
-    def write(self, value: LazyTensor) -> None:
-        """Write the next planned tensor."""
-        plan = self._pending.pop()
-        assert value.shape == plan.shape and value.dtype == plan.dtype, (plan, value.shape, value.dtype)
-        value.write(self._descriptor, self._position)
-        self._position += plan.num_bytes
-
-    def finish(self) -> None:
-        """Flush the file after the last planned tensor."""
-        assert not self._pending, self._pending
-        os.fsync(self._descriptor)
+def write_safetensors(path: Path, plan: Mapping[str, torch.Tensor], values: Iterable[LazyTensor]) -> None:
+    """Write and flush a file of tensors whose names, shapes and dtypes are given in advance, in the order of `plan`."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in plan.items():
+        begin, end = end, end + tensor.nbytes
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)  # the data begins at a multiple of 8, as the safetensors package does it
+    with path.open("wb", buffering=0) as file:
+        position = pwrite_all(file.fileno(), len(text).to_bytes(8, "little") + text, 0)
+        for tensor, value in zip(plan.values(), values, strict=True):
+            assert value.shape == tensor.shape and value.dtype == tensor.dtype, (tensor, value.shape, value.dtype)
+            value.write(file.fileno(), position)
+            position += value.num_bytes
+        os.fsync(file.fileno())
 
 
 def open_by_package(folder: Path, stack: ExitStack) -> tuple[Callable[[str], torch.Tensor], set[str]]:
@@ -131,8 +82,6 @@ def open_by_package(folder: Path, stack: ExitStack) -> tuple[Callable[[str], tor
 
     For checks: they must not read with the code that wrote.
     """
-    from safetensors import safe_open
-
     files = {}
     for path in filter(Path.is_file, weight_files(folder)):  # missing files show up as missing names
         handle = stack.enter_context(safe_open(path, framework="pt"))

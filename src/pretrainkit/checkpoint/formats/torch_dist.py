@@ -1,4 +1,4 @@
-"""Megatron-core's distributed checkpoints ("torch_dist") as a format: what is in one, and reading rows of a tensor.
+"""Reads megatron-core's distributed checkpoints ("torch_dist"): what is in one, and its rows as Hugging Face tensors.
 
 The format is that of torch.distributed.checkpoint as megatron-core's `TorchDistSaveShardedStrategy` writes it:
 
@@ -10,30 +10,39 @@ The format is that of torch.distributed.checkpoint as megatron-core's `TorchDist
 | `common.pt` | `torch.save` of everything that is not sharded |
 
 Tensors are global: tensor parallel parts are joined, layers are stacked along a new first dimension (experts
-along a second), so a checkpoint is independent of the parallelism that reads it.
+along a second), so a checkpoint is independent of the parallelism that reads it. Checkpoints with separate tensors for
+layers (`decoder.layers.0.`), experts (`experts.0.`) or gate and up (`weight_w`, `weight_v`), as newer versions of
+megatron-core write them, are read too.
 """
 
 from __future__ import annotations
 
+import argparse
+import math
 import pickle
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from pretrainkit.checkpoint.formats.megatron_lm import check_args
 from pretrainkit.checkpoint.formats.torch_save import OpaqueUnpickler, read_torch_save
 from pretrainkit.checkpoint.lazy_tensor import LazyTensor, StoredTensor
+from pretrainkit.checkpoint.mapping import TensorMapping, check_names, check_tensors
+from pretrainkit.checkpoint.transforms import split_qkv
+from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import CheckpointError
 from pretrainkit.files import read_json
+from pretrainkit.models.family import Layout
 
 METADATA_NAME = ".metadata"
 CONFIG_NAME = "metadata.json"
 COMMON_NAME = "common.pt"
-
 FORMAT = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -41,6 +50,10 @@ FORMAT = {
     "common_backend_version": 1,
 }
 """Content of metadata.json."""
+
+_OLDER = "use an older, complete checkpoint"
+_WRAPPERS = re.compile(r"^((module|model)\.)+")
+_NOT_WEIGHTS = re.compile(r"^((chained_\d+\.)?optimizer\.|rng_state|rerun_state_machine_state|opt_param_scheduler)")
 
 
 @dataclass(frozen=True)
@@ -67,7 +80,7 @@ class GlobalTensor:
     def by_leading(self) -> dict[tuple[int, ...], list[Chunk]]:
         """Chunks by what they hold along the first one and the first two dimensions, where that is one index.
 
-        DetectedCheckpoint by a look-up: a tensor of 100 layers with 100 experts has tens of thousands of chunks.
+        Found by a look-up: a tensor of 100 layers with 100 experts has tens of thousands of chunks.
         """
         found: dict[tuple[int, ...], list[Chunk]] = {}
         for chunk in self.chunks:
@@ -92,50 +105,40 @@ def read_metadata(folder: Path) -> dict[str, GlobalTensor]:
     """
     path = folder / METADATA_NAME
     if not path.is_file():
-        raise CheckpointError("incomplete checkpoint: no .metadata", where=str(folder), action=OLDER)
+        raise CheckpointError("incomplete checkpoint: no .metadata", where=str(folder), action=_OLDER)
     try:
         with path.open("rb") as file:
             metadata = OpaqueUnpickler(file).load()
         described, stored = metadata.state_dict_metadata, metadata.storage_data
     except (pickle.UnpicklingError, AttributeError, EOFError, TypeError, ValueError) as error:
-        raise CheckpointError(f"unreadable .metadata ({error})", where=str(folder), action=OLDER) from error
-    places: dict[str, dict[tuple[int, ...], Any]] = {}
+        raise CheckpointError(f"unreadable .metadata ({error})", where=str(folder), action=_OLDER) from error
+    places: dict[tuple[str, tuple[int, ...]], Any] = {}
     ends: dict[str, int] = {}
     for index, info in stored.items():
         ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
         if getattr(info, "transform_descriptors", None):
             raise CheckpointError(f"{index.fqn} is stored transformed, which is not supported", where=str(folder))
         if getattr(index, "offset", None) is not None:
-            places.setdefault(index.fqn, {})[tuple(index.offset)] = info
-    _check_files(folder, ends)
-    return {
-        name: _global_tensor(folder, name, description, places.get(name, {}))
-        for name, description in described.items()
-        if hasattr(description, "chunks")
-    }
-
-
-OLDER = "use an older, complete checkpoint"
-
-
-def _check_files(folder: Path, ends: Mapping[str, int]) -> None:
+            places[index.fqn, tuple(index.offset)] = info
     for name, end in sorted(ends.items()):
         path = folder / name
         if not path.is_file() or path.stat().st_size < end:
             state = "cut" if path.is_file() else "missing"
-            raise CheckpointError(f"incomplete checkpoint: {name} is {state}", where=str(folder), action=OLDER)
-
-
-def _global_tensor(folder: Path, name: str, description: Any, places: Mapping[tuple[int, ...], Any]) -> GlobalTensor:
-    chunks = []
-    for chunk in description.chunks:
-        info = places.get(tuple(chunk.offsets))
-        if info is None:
-            raise CheckpointError(f"no bytes for a part of {name}", where=str(folder), action=OLDER)
-        path = folder / info.relative_path
-        chunks.append(Chunk(tuple(chunk.offsets), tuple(chunk.sizes), path, info.offset, info.length))
-    dtype = description.properties.state[0]  # TensorProperties pickles itself as a tuple that begins with it
-    return GlobalTensor(name, tuple(description.size), dtype, tuple(chunks))
+            raise CheckpointError(f"incomplete checkpoint: {name} is {state}", where=str(folder), action=_OLDER)
+    tensors = {}
+    for name, description in described.items():
+        if not hasattr(description, "chunks"):
+            continue
+        chunks = []
+        for chunk in description.chunks:
+            info = places.get((name, tuple(chunk.offsets)))
+            if info is None:
+                raise CheckpointError(f"no bytes for a part of {name}", where=str(folder), action=_OLDER)
+            path = folder / info.relative_path
+            chunks.append(Chunk(tuple(chunk.offsets), tuple(chunk.sizes), path, info.offset, info.length))
+        dtype = description.properties.state[0]  # TensorProperties pickles itself as a tuple that begins with it
+        tensors[name] = GlobalTensor(name, tuple(description.size), dtype, tuple(chunks))
+    return tensors
 
 
 def read_rows(tensor: GlobalTensor, leading: tuple[int, ...], first: int, count: int) -> LazyTensor:
@@ -144,50 +147,105 @@ def read_rows(tensor: GlobalTensor, leading: tuple[int, ...], first: int, count:
     Chunks that follow one another along the rows stay separate blocks; chunks side by side are joined in memory.
     """
     depth, trailing = len(leading), tensor.shape[len(leading) + 1 :]
-    parts = []
+    parts: list[tuple[tuple[int, ...], StoredTensor]] = []
+    """Rows, and where in the result they begin."""
     for chunk in tensor.by_leading.get(leading) or tensor.chunks:
-        inside = all(o <= i < o + n for i, o, n in zip(leading, chunk.offsets, chunk.sizes, strict=False))
-        begin = max(first, chunk.offsets[depth])
-        end = min(first + count, chunk.offsets[depth] + chunk.sizes[depth])
-        if inside and begin < end:
-            parts.append((begin, end, chunk))
-    parts.sort(key=lambda part: (part[0], part[2].offsets))
-    if all(part[2].sizes[depth + 1 :] == trailing for part in parts):
-        blocks = [_chunk_rows(tensor, chunk, leading, begin, end) for begin, end, chunk in parts]
-        if sum(end - begin for begin, end, _ in parts) == count:
-            return LazyTensor.joined(blocks)
-    return LazyTensor.of(_join(tensor, parts, leading, first, count))
-
-
-def _join(
-    tensor: GlobalTensor, parts: Sequence[tuple[int, int, Chunk]], leading: tuple[int, ...], first: int, count: int
-) -> Tensor:
-    depth, trailing = len(leading), tensor.shape[len(leading) + 1 :]
+        index = tuple(i - offset for i, offset in zip(leading, chunk.offsets, strict=False))
+        row, *columns = chunk.offsets[depth:]
+        begin, end = max(first, row), min(first + count, row + chunk.sizes[depth])
+        if begin < end and all(0 <= i < size for i, size in zip(index, chunk.sizes, strict=False)):
+            rows = _stored(tensor, chunk).view(itemgetter(index))
+            parts.append(((begin - first, *columns), rows.narrow(0, begin - row, end - begin)))
+    if sum(math.prod(rows.shape) for _, rows in parts) != count * math.prod(trailing):
+        raise CheckpointError(f"{tensor.name}: a part is in no file", action=_OLDER)
+    parts.sort(key=lambda part: part[0])
+    if all(rows.shape[1:] == trailing for _, rows in parts):
+        return LazyTensor.of(*(rows for _, rows in parts))
     joined = torch.empty((count, *trailing), dtype=tensor.dtype)
-    covered = 0
-    for begin, end, chunk in parts:
-        place = joined.narrow(0, begin - first, end - begin)
-        for dim, (offset, size) in enumerate(zip(chunk.offsets[depth + 1 :], chunk.sizes[depth + 1 :], strict=True)):
-            place = place.narrow(dim + 1, offset, size)
-        place.copy_(_chunk_rows(tensor, chunk, leading, begin, end).tensor())
-        covered += place.numel()
-    if covered != joined.numel():
-        raise CheckpointError(f"{tensor.name}: a part is in no file", action=OLDER)
-    return joined
+    for offsets, rows in parts:
+        joined[tuple(slice(i, i + size) for i, size in zip(offsets, rows.shape, strict=True))] = rows.read()
+    return LazyTensor.of(joined)
 
 
-def _chunk_rows(tensor: GlobalTensor, chunk: Chunk, leading: tuple[int, ...], begin: int, end: int) -> LazyTensor:
-    """Rows `begin` to `end` of a global tensor, all in one chunk."""
+def _stored(tensor: GlobalTensor, chunk: Chunk) -> StoredTensor:
+    """The bytes of a chunk, in its shape."""
     stored = read_torch_save(chunk.path, chunk.offset, chunk.num_bytes)
-    if not isinstance(stored, StoredTensor) or torch.Size(stored.shape).numel() != torch.Size(chunk.sizes).numel():
+    if not isinstance(stored, StoredTensor) or math.prod(stored.shape) != math.prod(chunk.sizes):
         raise CheckpointError(
             f"{tensor.name}: a chunk doesn't hold the tensor that .metadata describes", where=str(chunk.path)
         )
-    depth = len(leading)
-    position = begin - chunk.offsets[depth]
-    if stored.is_contiguous and all(size == 1 for size in chunk.sizes[:depth]):
-        return LazyTensor.of(stored.view(chunk.sizes[depth:])).rows(position, end - begin)
-    value = stored.read().reshape(chunk.sizes)
-    for index, offset in zip(leading, chunk.offsets, strict=False):
-        value = value[index - offset]
-    return LazyTensor.of(value.narrow(0, position, end - begin))
+    return stored.view(lambda whole: whole.view(chunk.sizes))
+
+
+class TorchDistReader:
+    """The weights of a distributed checkpoint, as Hugging Face tensors. Optimizer states are not touched."""
+
+    def __init__(self, folder: Path, mappings: Sequence[TensorMapping], shape: ModelShape) -> None:
+        self.shape, self.notes = shape, list[str]()
+        _check_common(folder, shape)
+        tensors, num_left_out = {}, 0
+        for name, tensor in read_metadata(folder).items():
+            bare = _WRAPPERS.sub("", name)
+            if _NOT_WEIGHTS.match(bare):
+                num_left_out += 1
+            elif not bare.endswith("_extra_state"):
+                tensors[bare] = tensor
+        found = {mapping: self._find(mapping, tensors) for mapping in mappings}
+        used = {name for names, *_ in found.values() for name in names}
+        missing = {str(mapping) for mapping, (names, *_) in found.items() if not names}
+        check_names(used | missing, tensors, folder)
+        num_padding_rows = 0
+        self._parts = {}
+        for mapping, (names, leading, counts) in found.items():
+            parts = {name: tensors[name] for name in names}
+            rows, *rest = mapping.megatron_shape
+            if mapping.layout is Layout.VOCABULARY and (padding := parts[names[0]].shape[0] - rows) > 0:
+                num_padding_rows, rows = padding, rows + padding
+            check_tensors(parts, [(*counts, rows // len(parts), *rest)] * len(parts), folder)
+            self._parts[mapping] = [(part, leading) for part in parts.values()]
+        self.dtypes = {mapping: parts[0][0].dtype for mapping, parts in self._parts.items()}
+        if num_left_out:
+            self.notes.append(f"{num_left_out} optimizer and training states left out")
+        if num_padding_rows:
+            self.notes.append(f"{num_padding_rows} padding rows of the vocabulary removed")
+
+    def _find(
+        self, mapping: TensorMapping, tensors: Collection[str]
+    ) -> tuple[list[str], tuple[int, ...], tuple[int, ...]]:
+        """The names that hold a Megatron tensor, the leading indices to take, and the leading sizes to expect."""
+        template = mapping.weight.megatron
+        layer, layers = _index(mapping.layer, self.shape.num_layers)
+        expert, experts = _index(mapping.expert, self.shape.num_experts)
+        single = template.format(layer=mapping.layer)
+        stacked = (template.replace("{layer}.", ""), layer + expert, layers + experts)
+        own = (single.replace(".experts.experts.", f".experts.experts.{mapping.expert}."), (), ())
+        for name, leading, counts in (stacked, (single, expert, experts), own):
+            for names in ([name], [name + "_w", name + "_v"] if mapping.layout is Layout.GATED else [name]):
+                if all(part in tensors for part in names):
+                    return names, leading, counts
+        return [], (), ()
+
+    def read(self, mapping: TensorMapping) -> list[LazyTensor]:
+        """The Hugging Face tensors of a mapping."""
+        parts = self._parts[mapping]
+        rows = [shape[0] for shape in mapping.shapes]
+        if mapping.layout is Layout.QKV:
+            merged = read_rows(*parts[0], 0, sum(rows)).tensor()
+            return [LazyTensor.of(part) for part in split_qkv(merged, self.shape.num_query_groups, rows)]
+        if mapping.layout is Layout.GATED and len(parts) == 1:
+            return [read_rows(*parts[0], 0, rows[0]), read_rows(*parts[0], rows[0], rows[1])]
+        return [read_rows(tensor, leading, 0, count) for (tensor, leading), count in zip(parts, rows, strict=True)]
+
+
+def _index(index: int | None, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return ((), ()) if index is None else ((index,), (count,))
+
+
+def _check_common(folder: Path, shape: ModelShape) -> None:
+    """Compare Megatron-LM's arguments, where the checkpoint has them, with the shape."""
+    path = folder / COMMON_NAME
+    if not path.is_file():
+        raise CheckpointError(f"incomplete checkpoint: no {COMMON_NAME}", where=str(folder), action=_OLDER)
+    common = read_torch_save(path)
+    if isinstance(common, dict) and isinstance(common.get("args"), argparse.Namespace):
+        check_args(common["args"], shape, str(folder))

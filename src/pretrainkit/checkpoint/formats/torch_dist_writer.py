@@ -6,7 +6,6 @@ import io
 import os
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 
 from pretrainkit.checkpoint.formats.torch_dist import COMMON_NAME, CONFIG_NAME, FORMAT, METADATA_NAME
 from pretrainkit.checkpoint.formats.torch_save import frame, write_torch_save
-from pretrainkit.checkpoint.lazy_tensor import LazyTensor, pwrite_all, tensors
+from pretrainkit.checkpoint.lazy_tensor import LazyTensor, pwrite_all
 from pretrainkit.checkpoint.mapping import TensorMapping
 from pretrainkit.checkpoint.plan import ConversionPlan
 from pretrainkit.checkpoint.transforms import merge_qkv
@@ -31,37 +30,37 @@ class TorchDistWriter:
         self._common, self._prefix, self._padded_rows = common, prefix, plan.padded_vocab_size
         self.parts = plan.parts()
         """Tensors by file: one worker writes one file."""
-        self._written: dict[int, list[_WrittenChunk]] = {}
+        self._written: dict[int, list[tuple[str, tuple[torch.Size, torch.Size] | None, tuple[str, int, int]]]] = {}
+        """By part: name, offsets and sizes of a chunk (None for extra states), and its file, position and bytes."""
         self._extra_states = _extra_state_names(plan.mappings, plan.shape, prefix)
 
     def write_part(self, part: int, values: Iterable[tuple[TensorMapping, Sequence[LazyTensor]]]) -> None:
         """Write one file; `values` come in the order of `parts[part]`."""
         name = f"__0_{part}.distcp"
-        chunks = []
+        written = self._written[part] = []
+        position = 0
         with (self.folder / name).open("wb", buffering=0) as file:
-            position = 0
             if part == 0:
                 state = io.BytesIO()
                 torch.save([None], state)
                 for key in self._extra_states:
                     size = pwrite_all(file.fileno(), state.getvalue(), position)
-                    chunks.append(_WrittenChunk(key, None, None, name, position, size))
+                    written.append((key, None, (name, position, size)))
                     position += size
             for mapping, tensors_hf in values:
-                leading = tuple(index for index in (mapping.layer, mapping.expert) if index is not None)
+                leading = [index for index, _ in _leading(mapping.layer, mapping.expert, self.shape)]
                 for first_row, rows in self._pieces(mapping, tensors_hf):
-                    offsets = (*leading, first_row, *(0 for _ in rows.shape[1:]))
-                    sizes = (*(1 for _ in leading), *rows.shape)
+                    offsets = torch.Size((*leading, first_row, *(0 for _ in rows.shape[1:])))
+                    sizes = torch.Size((*(1 for _ in leading), *rows.shape))
                     size = _write_tensor(file.fileno(), position, rows, sizes)
-                    chunks.append(_WrittenChunk(self._name(mapping), offsets, sizes, name, position, size))
+                    written.append((self._name(mapping), (offsets, sizes), (name, position, size)))
                     position += size
             os.fsync(file.fileno())
-        self._written[part] = chunks
 
     def _pieces(self, mapping: TensorMapping, values: Sequence[LazyTensor]) -> list[tuple[int, LazyTensor]]:
         """The Megatron tensor as chunks with their first rows; what needs no rearranging is not copied in memory."""
         if mapping.layout is Layout.QKV:
-            query, key, value = tensors(values)
+            query, key, value = (value.tensor() for value in values)
             return [(0, LazyTensor.of(merge_qkv(query, key, value, self.shape.num_query_groups)))]
         pieces, first = [], 0
         for rows in values:
@@ -75,32 +74,26 @@ class TorchDistWriter:
     def _name(self, mapping: TensorMapping) -> str:
         return self._prefix + mapping.weight.megatron.replace("{layer}.", "")
 
-    def _global_shape(self, mapping: TensorMapping) -> tuple[int, ...]:
-        leading = [self.shape.num_layers] if mapping.layer is not None else []
-        leading += [self.shape.num_experts] if mapping.expert is not None else []
-        rows, *rest = mapping.megatron_shape
-        return (*leading, max(rows, self._padded_rows) if mapping.layout is Layout.VOCABULARY else rows, *rest)
-
     def finish(self) -> None:
         """Write metadata and common state; the checkpoint is complete after it."""
-        from torch.distributed.checkpoint import metadata as dcp
+        from torch.distributed.checkpoint import metadata as dcp  # 1.2 s and 47 MB
         from torch.distributed.checkpoint.filesystem import _StorageInfo
 
         described: dict[str, Any] = {}
-        stored = {}
         for mapping in (mapping for part in self.parts for mapping in part):
             properties = dcp.TensorProperties(dtype=self.dtypes[mapping], memory_format=torch.contiguous_format)
-            size = torch.Size(self._global_shape(mapping))
+            counts = [count for _, count in _leading(mapping.layer, mapping.expert, self.shape)]
+            rows, *rest = mapping.megatron_shape
+            rows = max(rows, self._padded_rows) if mapping.layout is Layout.VOCABULARY else rows
+            size = torch.Size((*counts, rows, *rest))
             described.setdefault(self._name(mapping), dcp.TensorStorageMetadata(properties, size, []))
-        for chunk in (chunk for part in sorted(self._written) for chunk in self._written[part]):
-            if chunk.offsets is None or chunk.sizes is None:
-                described[chunk.name] = dcp.BytesStorageMetadata()
-                index = dcp.MetadataIndex(chunk.name)
+        stored = {}
+        for name, chunk, place in (written for part in sorted(self._written) for written in self._written[part]):
+            if chunk is None:
+                described[name] = dcp.BytesStorageMetadata()
             else:
-                offsets = torch.Size(chunk.offsets)
-                described[chunk.name].chunks.append(dcp.ChunkStorageMetadata(offsets, torch.Size(chunk.sizes)))
-                index = dcp.MetadataIndex(chunk.name, offsets)
-            stored[index] = _StorageInfo(chunk.file, chunk.begin, chunk.num_bytes)
+                described[name].chunks.append(dcp.ChunkStorageMetadata(*chunk))
+            stored[dcp.MetadataIndex(name, chunk and chunk[0])] = _StorageInfo(*place)
         with (self.folder / METADATA_NAME).open("wb") as file:
             pickle.dump(dcp.Metadata(described, storage_data=stored), file)
         write_torch_save(dict(self._common), self.folder / COMMON_NAME)
@@ -109,21 +102,17 @@ class TorchDistWriter:
 
 def _write_tensor(descriptor: int, offset: int, rows: LazyTensor, shape: tuple[int, ...]) -> int:
     """What `torch.save` of the tensor in this shape would write at an offset of a file; the number of bytes."""
-    around = frame(shape, rows.dtype)
-    size = pwrite_all(descriptor, around.head, offset)
+    head, tail = frame(shape, rows.dtype)
+    size = pwrite_all(descriptor, head, offset)
     rows.write(descriptor, offset + size)
     size += rows.num_bytes
-    return size + pwrite_all(descriptor, around.tail, offset + size)
+    return size + pwrite_all(descriptor, tail, offset + size)
 
 
-@dataclass(frozen=True)
-class _WrittenChunk:
-    name: str
-    offsets: tuple[int, ...] | None
-    sizes: tuple[int, ...] | None
-    file: str
-    begin: int
-    num_bytes: int
+def _leading(layer: int | None, expert: int | None, shape: ModelShape) -> list[tuple[int, int]]:
+    """Index and size of the dimensions that precede those of one layer's, one expert's tensor."""
+    places = ((layer, shape.num_layers), (expert, shape.num_experts))
+    return [(index, count) for index, count in places if index is not None]
 
 
 def _extra_state_names(mappings: Sequence[TensorMapping], shape: ModelShape, prefix: str) -> list[str]:
@@ -147,9 +136,6 @@ def _extra_state_names(mappings: Sequence[TensorMapping], shape: ModelShape, pre
 
 def _extra_state(module: str, layer: int | None, expert: int | None, shape: ModelShape) -> str:
     """megatron-core's `ShardedObject.unique_key`."""
-    places = [
-        (index, count) for index, count in ((layer, shape.num_layers), (expert, shape.num_experts)) if index is not None
-    ]
-    offsets, counts = zip(*(places or [(0, 1)]), strict=True)
+    offsets, counts = zip(*(_leading(layer, expert, shape) or [(0, 1)]), strict=True)
     key = module.replace("{layer}.", "")
     return f"{key}._extra_state/shard_{'.'.join(map(str, offsets))}_{'.'.join(map(str, counts))}"

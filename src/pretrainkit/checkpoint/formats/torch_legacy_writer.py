@@ -6,6 +6,7 @@ The model of a rank is never in memory: `torch.save` first writes each file with
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -13,13 +14,12 @@ from typing import Any
 
 import torch
 
-from pretrainkit.checkpoint.formats.torch_legacy_names import FILE_NAME, TIED_OUTPUT, local_name
+from pretrainkit.checkpoint.formats.torch_legacy import EMBEDDING, FILE_NAME, TIED_OUTPUT, Rank, stored_names
 from pretrainkit.checkpoint.formats.torch_save import read_torch_save, write_torch_save
 from pretrainkit.checkpoint.lazy_tensor import LazyTensor, StoredTensor
 from pretrainkit.checkpoint.mapping import TensorMapping
 from pretrainkit.checkpoint.plan import ConversionPlan
 from pretrainkit.checkpoint.transforms import local_shape, shard
-from pretrainkit.files import fsync_path
 
 
 class TorchLegacyWriter:
@@ -31,20 +31,11 @@ class TorchLegacyWriter:
         self._stages = plan.options.parallelism.stages(plan.shape.num_layers)
         self.parts = plan.parts()
         """Tensors by worker; every worker writes into all files."""
-        self._places: dict[tuple[int, int, int], dict[str, StoredTensor]] = {}
-        for rank in self._ranks():
-            self._places[rank] = self._reserve(rank, plan.mappings, common)
-
-    def _ranks(self) -> list[tuple[int, int, int]]:
         sizes = self.parallelism
-        return [
-            (tensor, pipeline, expert)
-            for tensor in range(sizes.tensor)
-            for pipeline in range(sizes.pipeline)
-            for expert in range(sizes.expert)
-        ]
+        ranks = itertools.product(range(sizes.tensor), range(sizes.pipeline), range(sizes.expert))
+        self._places = {rank: self._reserve(rank, plan.mappings, common) for rank in ranks}
 
-    def _path(self, rank: tuple[int, int, int]) -> Path:
+    def _path(self, rank: Rank) -> Path:
         name = f"mp_rank_{rank[0]:02d}"
         if self.parallelism.pipeline > 1:
             name += f"_{rank[1]:03d}"
@@ -54,27 +45,21 @@ class TorchLegacyWriter:
 
     def _names(self, mapping: TensorMapping, stage: int, expert_rank: int) -> list[str]:
         """The names of a tensor on a rank: none, one, or two for a tied embedding that is also the output layer."""
-        last = self.parallelism.pipeline - 1
+        last, expert, layers = self.parallelism.pipeline - 1, mapping.expert, self._stages[stage]
         if mapping.layer is not None:
-            layers = self._stages[stage]
-            if mapping.layer not in layers:
-                return []
-            expert = mapping.expert
             if expert is not None:
-                count = self.shape.num_experts // self.parallelism.expert
-                if expert // count != expert_rank:
+                rank, expert = divmod(expert, self.shape.num_experts // self.parallelism.expert)
+                if rank != expert_rank:
                     return []
-                expert %= count
-            return [local_name(mapping.weight.megatron, mapping.layer - layers.start, expert)]
-        if not mapping.weight.megatron.startswith("embedding."):
+            is_here = mapping.layer in layers
+            return stored_names(mapping.weight.megatron, mapping.layer - layers.start, expert)[:1] if is_here else []
+        if mapping.weight.megatron != EMBEDDING:
             return [mapping.weight.megatron] if stage == last else []
-        names = [mapping.weight.megatron] if stage == 0 else []
-        if self.shape.tie_word_embeddings and stage == last > 0:
-            names.append(TIED_OUTPUT)
-        return names
+        is_tied_output = self.shape.tie_word_embeddings and stage == last > 0
+        return [EMBEDDING] * (stage == 0) + [TIED_OUTPUT] * is_tied_output
 
     def _reserve(
-        self, rank: tuple[int, int, int], mappings: Sequence[TensorMapping], common: Mapping[str, Any]
+        self, rank: Rank, mappings: Sequence[TensorMapping], common: Mapping[str, Any]
     ) -> dict[str, StoredTensor]:
         """Write a rank's file without the bytes of its tensors; the location of each tensor."""
         from torch._subclasses.fake_tensor import FakeTensorMode
@@ -112,9 +97,7 @@ class TorchLegacyWriter:
                             _put(self._places[rank, stage, expert][name], local)
 
     def finish(self) -> None:
-        """Flush every file."""
-        for rank in self._ranks():
-            fsync_path(self._path(rank))
+        """Nothing is left to be written."""
 
 
 def _extra_states(name: str) -> dict[str, None]:

@@ -13,10 +13,9 @@ import io
 import pickle
 import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 
@@ -43,17 +42,6 @@ class OpaqueObject:
     def __call__(self, *_: Any, **__: Any) -> OpaqueObject:
         return self
 
-    def __hash__(self) -> int:
-        return id(self)
-
-
-@dataclass(frozen=True)
-class _Storage:
-    """A storage that the pickle refers to."""
-
-    dtype: torch.dtype | None
-    key: str
-
 
 class OpaqueUnpickler(pickle.Unpickler):
     """An unpickler that constructs only classes in `known`; all other objects become OpaqueObjects."""
@@ -77,9 +65,11 @@ class OpaqueUnpickler(pickle.Unpickler):
 
 
 class _ArchiveUnpickler(OpaqueUnpickler):
-    def __init__(self, file: io.BytesIO, rebuild: Callable[..., StoredTensor]) -> None:
-        super().__init__(file)
-        self._rebuild = rebuild
+    """Rebuilds tensors as StoredTensors; for that a storage is its dtype and the key of its record."""
+
+    def __init__(self, description: bytes, path: Path, position: Callable[[str], int]) -> None:
+        super().__init__(io.BytesIO(description))
+        self._path, self._position = path, position
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch._utils" and name in ("_rebuild_tensor_v2", "_rebuild_tensor"):
@@ -87,27 +77,19 @@ class _ArchiveUnpickler(OpaqueUnpickler):
         if module == "torch._utils" and name == "_rebuild_parameter":
             return lambda data, *_: data
         if module in ("torch", "torch.storage") and name.endswith("Storage"):
-            return _STORAGE_DTYPES.get(name)
+            return torch.storage._storage_type_to_dtype_map().get(name)
         return super().find_class(module, name)
 
-    def persistent_load(self, identifier: Any) -> _Storage:
+    def persistent_load(self, identifier: Any) -> tuple[Any, str]:
         _, dtype, key, *_ = identifier
-        return _Storage(dtype if isinstance(dtype, torch.dtype) else None, str(key))
+        return dtype, key
 
-
-_STORAGE_DTYPES = {
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ShortStorage": torch.int16,
-    "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
-}
-"""Dtypes of the storage classes that torch.save writes."""
+    def _rebuild(self, storage: tuple[Any, str], first: int, shape: Any, stride: Any, *_: Any) -> StoredTensor:
+        dtype, key = storage
+        if not isinstance(dtype, torch.dtype):
+            raise CheckpointError(f"record data/{key} can't be mapped", where=str(self._path))
+        meta = torch.empty(0, dtype=dtype, device="meta").as_strided(shape, stride, first)
+        return StoredTensor(self._path, self._position(f"data/{key}"), meta)
 
 
 def read_torch_save(path: Path, offset: int = 0, num_bytes: int | None = None) -> Any:
@@ -115,10 +97,9 @@ def read_torch_save(path: Path, offset: int = 0, num_bytes: int | None = None) -
 
     Raises CheckpointError when the file is cut, not such a file, or holds compressed records.
     """
-    with path.open("rb") as file:
-        part: BinaryIO = file if num_bytes is None else _Part(file, offset, num_bytes)  # type: ignore[assignment]
+    with _ArchiveFile(path, path.stat().st_size if num_bytes is None else offset + num_bytes) as file:
         try:
-            with zipfile.ZipFile(part) as archive:
+            with zipfile.ZipFile(file) as archive:
                 records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
                 description = archive.read(records["data.pkl"])
         except (zipfile.BadZipFile, KeyError, OSError) as error:
@@ -126,53 +107,36 @@ def read_torch_save(path: Path, offset: int = 0, num_bytes: int | None = None) -
                 f"not a readable torch.save file ({error})", where=str(path), action="the file is cut or damaged"
             ) from error
 
-        def rebuild(storage: _Storage, first: int, shape: Any, stride: Any, *_: Any) -> StoredTensor:
-            info = records[f"data/{storage.key}"]
-            if info.compress_type != zipfile.ZIP_STORED or storage.dtype is None:
-                raise CheckpointError(f"record {info.filename} can't be mapped", where=str(path))
-            start = offset + _data_start(part, info) + first * storage.dtype.itemsize
-            return StoredTensor(path, start, storage.dtype, tuple(shape), tuple(stride))
+        def position(record: str) -> int:
+            """Where a record's bytes begin: after its local header, whose two variable lengths are at 26 and 28."""
+            info = records[record]
+            if info.compress_type != zipfile.ZIP_STORED:
+                raise CheckpointError(f"record {record} can't be mapped", where=str(path))
+            file.seek(info.header_offset + 26)
+            lengths = (int.from_bytes(file.read(2), "little") for _ in range(2))
+            return info.header_offset + 30 + sum(lengths)
 
         try:
-            return _ArchiveUnpickler(io.BytesIO(description), rebuild).load()
+            return _ArchiveUnpickler(description, path, position).load()
         except (pickle.UnpicklingError, KeyError, EOFError, TypeError, ValueError) as error:
             raise CheckpointError(f"can't read the objects of a torch.save file ({error})", where=str(path)) from error
 
 
-def _data_start(file: BinaryIO, info: zipfile.ZipInfo) -> int:
-    """Position of a record's bytes: after its local header, whose two variable lengths are at 26 and 28."""
-    file.seek(info.header_offset + 26)
-    lengths = file.read(4)
-    return info.header_offset + 30 + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
+class _ArchiveFile(io.FileIO):
+    """A file as if it ended at `end`, where an archive in it does; zipfile allows for what precedes an archive."""
 
-
-class _Part(io.RawIOBase):
-    """A part of a file as a file."""
-
-    def __init__(self, file: BinaryIO, offset: int, num_bytes: int) -> None:
-        self._file, self._offset, self._size, self._position = file, offset, num_bytes, 0
-
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
+    def __init__(self, path: Path, end: int) -> None:
+        super().__init__(path)
+        self._end = end
 
     def seek(self, position: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
-        self._position = base + position
-        return self._position
+        if whence == io.SEEK_END:
+            position, whence = self._end + position, io.SEEK_SET
+        return super().seek(position, whence)
 
-    def tell(self) -> int:
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        wanted = max(0, min(len(buffer), self._size - self._position))
-        self._file.seek(self._offset + self._position)
-        data = self._file.read(wanted)
-        buffer[: len(data)] = data
-        self._position += len(data)
-        return len(data)
+    def read(self, size: int | None = -1) -> bytes:
+        rest = max(0, self._end - self.tell())
+        return super().read(rest if size is None or size < 0 else min(size, rest)) or b""
 
 
 def write_torch_save(value: Any, path: Path) -> None:
@@ -187,22 +151,14 @@ def write_torch_save(value: Any, path: Path) -> None:
         ) from error
 
 
-@dataclass(frozen=True)
-class Frame:
-    """A `torch.save` file of one contiguous tensor is `head`, the tensor's bytes, `tail`."""
-
-    head: bytes
-    tail: bytes
-
-
 @lru_cache(maxsize=4096)
-def frame(shape: tuple[int, ...], dtype: torch.dtype) -> Frame:
-    """The frame that torch.save writes for a tensor of this shape and dtype; the checksum of the bytes stays 0."""
+def frame(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[bytes, bytes]:
+    """What torch.save writes before and after the bytes of a contiguous tensor; their checksum stays 0."""
     stream = _SkippingStream()
     with torch.serialization.skip_data():
         torch.save(torch.empty(shape, dtype=dtype), stream)  # its memory is never touched, so none is used
     head, tail = stream.parts
-    return Frame(bytes(head), bytes(tail))
+    return bytes(head), bytes(tail)
 
 
 class _SkippingStream:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pretrainkit.checkpoint.formats.safetensors import DTYPES, SafetensorsWriter, TensorPlan, read_header
+from pretrainkit.checkpoint.formats.safetensors import DTYPES, described, read_header, write_safetensors
 from pretrainkit.checkpoint.lazy_tensor import LazyTensor
 from pretrainkit.errors import CheckpointError
 
@@ -30,14 +29,8 @@ def test_files_of_the_package_are_read(tmp_path: Path) -> None:
 
 
 def test_the_package_reads_ours(tmp_path: Path) -> None:
-    descriptor = os.open(tmp_path / "f", os.O_RDWR | os.O_CREAT)
-    writer = SafetensorsWriter(
-        descriptor, [TensorPlan(name, tuple(tensor.shape), tensor.dtype) for name, tensor in TENSORS.items()]
-    )
-    for tensor in TENSORS.values():
-        writer.write(LazyTensor.of(tensor))
-    writer.finish()
-    os.close(descriptor)
+    plan = {name: described(tensor.shape, tensor.dtype) for name, tensor in TENSORS.items()}
+    write_safetensors(tmp_path / "f", plan, (LazyTensor.of(tensor) for tensor in TENSORS.values()))
     read = load_file(tmp_path / "f")
     assert read.keys() == TENSORS.keys()
     assert all(torch.equal(read[name], tensor) for name, tensor in TENSORS.items())

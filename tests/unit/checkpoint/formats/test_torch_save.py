@@ -73,9 +73,9 @@ def test_cut_file_is_refused(tmp_path: Path, keep: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_frame_makes_a_file_that_torch_loads(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     tensor = torch.randn(shape).to(dtype)
-    around = frame(shape, dtype)
+    head, tail = frame(shape, dtype)
     data = bytes(tensor.reshape(-1).view(torch.uint8).numpy())
-    file = around.head + data + around.tail
+    file = head + data + tail
     assert torch.equal(torch.load(io.BytesIO(file), weights_only=True), tensor)
     saved = io.BytesIO()
     torch.save(tensor, saved)
