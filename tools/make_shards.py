@@ -50,9 +50,11 @@ def build_parser() -> Parser:
 
 def run(arguments: argparse.Namespace) -> int:
     """Make or list shards as asked."""
+    from pretrainkit.data.indexed.reports import Report
     from pretrainkit.data.job_array import parse_shard_id
-    from pretrainkit.data.shards import reports, request
+    from pretrainkit.data.shards import request
     from pretrainkit.data.shards.build import make_shards
+    from pretrainkit.data.shards.format import record_to_json
 
     shard_id = None
     if not (arguments.all or arguments.status):
@@ -72,13 +74,13 @@ def run(arguments: argparse.Namespace) -> int:
         )
     )
     if arguments.status:
-        return reports.print_status(plan, as_json=arguments.json)
+        return request.report_status(plan).print(as_json=arguments.json)
     if shard_id is not None:
         request.check_shard_id(shard_id, plan)
     shard_ids = list(range(plan.num_shards)) if shard_id is None else [shard_id]
     records = make_shards(plan, shard_ids, stripe_count=arguments.stripe)
-    reports.print_records(records, as_json=arguments.json)
-    return 0
+    report = Report([record_to_json(record) for record in records], [record.summary for record in records])
+    return report.print(as_json=arguments.json)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -6,6 +6,10 @@ what to do next. `assert` is for our own bugs, these are for everything else.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_WRONG_REQUEST = 2
@@ -58,3 +62,12 @@ def one_line(error: BaseException) -> str:
     """An error as one line that isn't too long."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:500]
+
+
+@contextmanager
+def machine_errors(where: Path, action: str) -> Iterator[None]:
+    """Turn an error of the system, such as a full disk, into a DataError; `where` is named if it names no file."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(error.strerror or str(error), where=str(error.filename or where), action=action) from error

@@ -5,6 +5,7 @@ It is written last, so it is also the mark that the pair is complete. Data made 
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pretrainkit.data.tokens import encoder
 from pretrainkit.errors import DataError
-from pretrainkit.files import read_json, write_json
+from pretrainkit.files import write_json
 from pretrainkit.records import decode
 from pretrainkit.units import format_count, format_duration
 
@@ -141,33 +142,38 @@ def write_manifest_file(path: Path, manifest: Manifest) -> None:
     write_json(path, {"format": FORMAT, **asdict(manifest)})
 
 
-def decode_record(kind: type[T], value: dict[str, Any], form: str) -> T:
-    """The record of a prepared dataset in a parsed file, whose `format` must be `form`.
+def read_record(kind: type[T], path: Path, form: str) -> T | None:
+    """The record of a prepared dataset in a file; None when there is no such file. Raises DataError."""
+    try:
+        return decode_record(kind, path.read_bytes(), form, str(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
-    Fields that this version doesn't know are ignored. Raises ValueError, TypeError or AttributeError when it isn't one.
+
+def decode_record(kind: type[T], content: bytes, form: str, where: str) -> T:
+    """The record of a prepared dataset, from JSON whose `format` must be `form`.
+
+    Fields that this version doesn't know are ignored. Raises DataError when it isn't one.
     """
-    found = value.pop("format", None)
-    if found != form:
-        writer = f", written by pretrainkit {value['pretrainkit_version']}" if "pretrainkit_version" in value else ""
-        raise ValueError(
-            f"its format is {found!r}{writer}; this is pretrainkit {version('pretrainkit')}, which reads {form!r}"
-        )
-    return decode(kind, value, known_only=False, all_fields=False)
+    try:
+        value = json.loads(content)
+        found = value.pop("format", None)
+        if found != form:
+            writer = (
+                f", written by pretrainkit {value['pretrainkit_version']}" if "pretrainkit_version" in value else ""
+            )
+            raise ValueError(
+                f"its format is {found!r}{writer}; this is pretrainkit {version('pretrainkit')}, which reads {form!r}"
+            )
+        return decode(kind, value, known_only=False, all_fields=False)
+    except (ValueError, TypeError, AttributeError, AssertionError) as error:
+        raise DataError(
+            f"not a readable record: {error}",
+            where=where,
+            action="use the version of pretrainkit that wrote it, or make the data again",
+        ) from error
 
 
 def read_manifest(prefix: Path | str) -> Manifest | None:
-    """The record of a pair; None when there is no manifest: data made by Megatron itself.
-
-    Raises DataError when it can't be read as one.
-    """
-    path = manifest_path(prefix)
-    if not path.is_file():
-        return None
-    try:
-        return decode_record(Manifest, read_json(path), FORMAT)
-    except (ValueError, TypeError, AttributeError, AssertionError) as error:
-        raise DataError(
-            f"not a readable manifest: {error}",
-            where=str(path),
-            action="use the version of pretrainkit that wrote it, or make the data again",
-        ) from error
+    """The record of a pair; None when there is none: data made by Megatron itself. Raises DataError."""
+    return read_record(Manifest, manifest_path(prefix), FORMAT)

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pretrainkit.data.indexed.manifest import TokenizerRecord, decode_record
+from pretrainkit.data.indexed.manifest import TokenizerRecord, read_record
 from pretrainkit.data.readers.input_content import InputState
 from pretrainkit.errors import DataError, RequestError
-from pretrainkit.files import read_json, sha256_file
+from pretrainkit.files import sha256_file
 
 FORMAT = "pretrainkit-packed-1"
 MARK = "packed.json"
@@ -80,15 +80,7 @@ def is_packed_folder(path: Path | str) -> bool:
 
 def read_packed_manifest(folder: Path) -> PackedManifest | None:
     """The record of a packed dataset; None when there is no set. Raises DataError when it can't be read as one."""
-    path = folder / MARK
-    if not path.is_file():
-        return None
-    try:
-        return decode_record(PackedManifest, read_json(path), FORMAT)
-    except FileNotFoundError:  # a new set is just replacing it
-        return None
-    except (ValueError, TypeError, AttributeError) as error:
-        raise DataError(f"not a readable record of a packed dataset: {error}", where=str(path)) from error
+    return read_record(PackedManifest, folder / MARK, FORMAT)
 
 
 def _view(array: Any) -> NDArray[np.int32]:

@@ -13,33 +13,29 @@ import os
 import shutil
 import subprocess
 import time
+from collections import Counter
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import xxhash
 
 from pretrainkit import files
 from pretrainkit.data.byte_progress import ByteProgress
 from pretrainkit.data.indexed.manifest import tokenizer_record
-from pretrainkit.data.shards.format import SAMPLE, ShardRecord, end_of_archive, record_to_json, shard_name
-from pretrainkit.data.shards.inputs import ShardReader
+from pretrainkit.data.shards.blocks import InputReader, Piece, ShardBlock
+from pretrainkit.data.shards.format import COUNTS, ShardRecord, end_of_archive, record_to_json, shard_name
 from pretrainkit.data.shards.request import ShardPlan, check_set
-from pretrainkit.data.shards.task import Piece, ShardBlock, ShardTask
 from pretrainkit.data.tokens import encoder
 from pretrainkit.data.tokens.encode_pool import EncodePool
 from pretrainkit.data.tokens.encoder import EngineSpec
 from pretrainkit.data.tokens.parity import EnginesDiffer, ParitySample
-from pretrainkit.errors import DataError, RequestError
+from pretrainkit.errors import DataError, RequestError, machine_errors
 from pretrainkit.logs import get_logger
 from pretrainkit.signals import stopped_by_signals
-from pretrainkit.units import format_duration
 
 LOGGER = get_logger(__name__)
-COUNTS = ("num_records", "num_empty", "num_blank_lines", "num_replaced", "num_text_bytes")
-"""Fields of a record that are sums over its pieces."""
 
 
 def make_shards(plan: ShardPlan, shard_ids: list[int], *, stripe_count: int | None = None) -> list[ShardRecord]:
@@ -75,13 +71,11 @@ def make_shards(plan: ShardPlan, shard_ids: list[int], *, stripe_count: int | No
 
 
 def _make_folder(folder: Path, stripe_count: int | None) -> None:
+    file = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not file.is_dir():
+        raise RequestError("is a file", where=str(file), needed="a folder", action="give another --output_dir")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        file = next((path for path in (folder, *folder.parents) if path.exists() and not path.is_dir()), folder)
-        raise RequestError(
-            "is a file", where=str(file), needed="a folder", action="give another --output_dir"
-        ) from error
     except OSError as error:
         raise RequestError(
             error.strerror or str(error), where=str(error.filename), action="make it, or free disk space"
@@ -106,62 +100,53 @@ def _start(pool: EncodePool, plan: ShardPlan, shard_ids: list[int]) -> str:
     Gives the name of the library that encodes.
     """
     request = plan.request
-    task = ShardTask(
-        first_ids=plan.first_ids,
-        last_ids=plan.last_ids,
-        num_ids=plan.tokenizer.num_ids,
-        ids_format=request.ids_format,
-        has_text=request.has_text,
-        rules=plan.rules,
-    )
     fast = EngineSpec("fastokens", str(plan.tokenizer.json_path), request.special_tokens_in_text == "encode")
     if request.engine == "auto" and encoder.default_engine() == "fastokens":
         sample = None
         if request.verify_tokens != "off":
             items = [item for number in shard_ids for item in plan.items(number)]
-            sample = ParitySample.about(plan.tokenizer.special_tokens, plan.sources, items, plan.rules)
+            sample = ParitySample.about(plan.tokenizer.special_tokens, plan.sources, items, plan.task.rules)
         try:
             pool.load(fast, with_reference=sample is not None)
-            difference = pool.start(task, fast, request.workers, sample).result()
-        except EnginesDiffer as error:
-            difference = str(error)
-        if not difference:
+            if difference := pool.start(plan.task, fast, request.workers, sample).result():
+                raise EnginesDiffer(difference)
             if sample is not None:
                 LOGGER.info("fastokens gives the ids of tokenizers on hard strings and a sample of this input")
             return "fastokens"
-        LOGGER.warning("fastokens is not used, tokenizers encodes instead (slower): %s", difference)
-    pool.start(task, fast.reference, request.workers)
+        except EnginesDiffer as difference:
+            LOGGER.warning("fastokens is not used, tokenizers encodes instead (slower): %s", difference)
+    pool.start(plan.task, fast.reference, request.workers)
     return "tokenizers"
 
 
 def _make_shard(plan: ShardPlan, shard_id: int, pool: EncodePool, engine: str) -> ShardRecord:
+    """Make a shard; its record comes last, which marks it as complete."""
     began = time.monotonic()
-    try:
-        with _ShardWriter(plan, shard_id) as writer:
-            reader = ShardReader(plan.sources, plan.items(shard_id), plan.rules)
-            with contextlib.closing(ByteProgress(reader.total_bytes, shard_name(shard_id))) as progress:
-                for block, piece in pool.ordered(reader.blocks(f"sample_{shard_id}_")):
-                    check_sizes(piece, block, reader)
-                    writer.add(piece, block, reader)
-                    progress.add(block.content.disk_bytes)
-            record = writer.commit(reader, engine, time.monotonic() - began)
-    except OSError as error:
-        raise DataError(
-            error.strerror or str(error),
-            where=str(error.filename or plan.path(shard_id, ".tar")),
-            action="fix it and run the same task again; nothing of this shard was committed",
-        ) from error
-    LOGGER.info(
-        "%s: %d records in = %d samples + %d empty + %d rejected, %d tokens, %s, %s",
-        shard_name(shard_id),
-        record.num_records,
-        record.num_samples,
-        record.num_empty,
-        record.num_rejected,
-        record.num_tokens,
-        format_duration(record.elapsed_s),
-        engine,
-    )
+    finals = [plan.path(shard_id, suffix) for suffix in (".tar", ".samples", ".rejects.jsonl", ".json")]
+    again = "fix it and run the same task again; nothing of this shard was committed"
+    with machine_errors(finals[0], again):
+        for path in finals:
+            _remove_leftovers(path)
+        *contents, record_path = finals
+        reader = InputReader(plan.sources, plan.items(shard_id), plan.task.rules)
+        with contextlib.ExitStack() as commits:
+            temporaries = [commits.enter_context(files.atomic_file(path)) for path in contents]
+            with contextlib.ExitStack() as stack:
+                writer = _ShardWriter(plan, reader, temporaries, stack)
+                with contextlib.closing(ByteProgress(reader.total_bytes, shard_name(shard_id))) as progress:
+                    for block, piece in pool.ordered(reader.blocks(f"sample_{shard_id}_")):
+                        writer.add(piece, block)
+                        progress.add(block.content.disk_bytes)
+                record = writer.finish(shard_id, engine, began)
+            for path in temporaries:
+                files.fsync_path(path)
+            record_path.unlink(missing_ok=True)  # without a record the shard counts as not made
+            files.fsync_path(record_path.parent)
+        for path in contents:
+            if not path.stat().st_size:
+                path.unlink()
+        files.write_json(record_path, record_to_json(record))
+    LOGGER.info("%s", record.summary)
     return record
 
 
@@ -179,41 +164,24 @@ class _HashedFile(files.WrittenThrough):
 
 
 class _ShardWriter:
-    """Writes a shard's files under temporary names; `commit` gives them their final ones. Use as a context."""
+    """Writes a shard's tar, its table of samples and its rejected records, which `stack` closes."""
 
-    def __init__(self, plan: ShardPlan, shard_id: int) -> None:
-        self._plan, self._shard_id = plan, shard_id
-        self._record_path = plan.path(shard_id, ".json")
-        self._finals = [plan.path(shard_id, suffix) for suffix in (".tar", ".samples", ".rejects.jsonl")]
-        self._temporaries = [files.temporary_name(path) for path in self._finals]
-        self._counts: dict[str, Any] = dict.fromkeys(COUNTS, 0)
-        self._num_samples = self._num_tokens = self._num_rejected = 0
+    def __init__(self, plan: ShardPlan, reader: InputReader, paths: list[Path], stack: contextlib.ExitStack) -> None:
+        self._plan, self._reader = plan, reader
+        tar, samples, rejects = paths
+        self._tar, self._samples, self._rejects = _HashedFile(tar), _HashedFile(samples), rejects.open("wb")
+        for file in (self._tar, self._samples, self._rejects):
+            stack.enter_context(file)
+        self._counts = Counter(dict.fromkeys(COUNTS, 0))
 
-    def __enter__(self) -> _ShardWriter:
-        for path in (*self._finals, self._record_path):
-            _remove_leftovers(path)
-        with contextlib.ExitStack() as stack:
-            for path in self._temporaries:
-                stack.callback(path.unlink, missing_ok=True)
-            tar, samples, rejects = self._temporaries
-            self._tar, self._samples = _HashedFile(tar), _HashedFile(samples)
-            stack.enter_context(self._tar)
-            stack.enter_context(self._samples)
-            self._rejects = stack.enter_context(rejects.open("wb"))
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def add(self, piece: Piece, block: ShardBlock, reader: ShardReader) -> None:
+    def add(self, piece: Piece, block: ShardBlock) -> None:
         """Append a block's samples and rejected records.
 
         Raises DataError at a rejected record if the request says to stop there.
         """
         path = block.source.path
         for bad in sorted(piece.rejects, key=lambda reject: reject.line):
-            line = reader.line_number(block, bad.line)
+            line = self._reader.line_number(block, bad.line)
             if self._plan.request.on_error == "stop":
                 raise DataError(
                     bad.found,
@@ -223,46 +191,23 @@ class _ShardWriter:
             record = bad.raw.decode(errors="backslashreplace")
             entry = {"path": path, "line": line, "found": bad.found, "record": record}
             self._rejects.write(json.dumps(entry, ensure_ascii=False).encode() + b"\n")
-        table = np.empty(len(piece.offsets), SAMPLE)
-        table["offset"] = piece.offsets + self._tar.num_bytes
-        table["num_bytes"], table["num_tokens"] = piece.sizes, piece.num_tokens
+        offset = self._tar.num_bytes
         for members in piece.members:
             self._tar.write(members)
-        self._samples.write(table.tobytes())
-        self._num_samples += len(table)
-        self._num_tokens += int(piece.num_tokens.sum())
-        self._num_rejected += len(piece.rejects)
-        for name in COUNTS:
-            self._counts[name] += getattr(piece, name)
+        for table in piece.samples:
+            table["offset"] += offset
+            self._samples.write(table.tobytes())
+        self._counts.update(piece.counts)
 
-    def commit(self, reader: ShardReader, engine: str, elapsed_s: float) -> ShardRecord:
-        """Finish the files and give them their names, the record last: it marks the shard as complete."""
-        if self._num_samples:
+    def finish(self, shard_id: int, engine: str, began: float) -> ShardRecord:
+        """End the tar; gives the shard's record."""
+        if self._counts["num_samples"]:
             self._tar.write(end_of_archive(self._tar.num_bytes))
-        self._rejects.flush()
-        record = self._record(reader, engine, elapsed_s)
-        for path in self._temporaries:
-            files.fsync_path(path)
-        self._record_path.unlink(missing_ok=True)  # without a record the shard counts as not made
-        files.fsync_path(self._record_path.parent)
-        is_wanted = (self._num_samples > 0, self._num_samples > 0, self._num_rejected > 0)
-        for temporary, final, wanted in zip(self._temporaries, self._finals, is_wanted, strict=True):
-            if wanted:
-                files.commit(temporary, final)
-            else:
-                final.unlink(missing_ok=True)
-        files.write_json(self._record_path, record_to_json(record))
-        return record
-
-    def _record(self, reader: ShardReader, engine: str, elapsed_s: float) -> ShardRecord:
         plan, request = self._plan, self._plan.request
         return ShardRecord(
-            shard_id=self._shard_id,
+            shard_id=shard_id,
             num_shards=plan.num_shards,
-            num_samples=self._num_samples,
-            num_tokens=self._num_tokens,
-            num_rejected=self._num_rejected,
-            **self._counts,
+            **dict[str, Any](self._counts),
             tar_bytes=self._tar.num_bytes,
             tar_xxh3_128=self._tar.hash.hexdigest(),
             samples_xxh3_128=self._samples.hash.hexdigest(),
@@ -270,8 +215,8 @@ class _ShardWriter:
             has_text=request.has_text,
             settings=plan.settings,
             tokenizer=tokenizer_record(plan.tokenizer, engine, request.verify_tokens),
-            inputs=reader.inputs(),
-            elapsed_s=round(elapsed_s, 3),
+            inputs=self._reader.inputs(),
+            elapsed_s=round(time.monotonic() - began, 3),
             finished_at=datetime.now(UTC).isoformat(timespec="seconds"),
             pretrainkit_version=version("pretrainkit"),
         )
@@ -293,16 +238,3 @@ def _remove_leftovers(path: Path) -> None:
                 action=f"wait until it ends, or end it; if it does something else, remove {leftover.name}",
             )
         leftover.unlink(missing_ok=True)
-
-
-def check_sizes(piece: Piece, block: ShardBlock, reader: ShardReader) -> None:
-    """Raises DataError for a sample whose ids take more bytes than its row of `.samples` can hold."""
-    limit = np.iinfo(SAMPLE["num_bytes"]).max
-    for number in np.flatnonzero(piece.sizes > limit)[:1]:
-        line = reader.line_number(block, int(piece.lines[number]))
-        raise DataError(
-            f"the ids of this record take {piece.sizes[number]} bytes",
-            where=f"{block.source.path}:{line}",
-            needed=f"at most {limit} bytes",
-            action="split the record, or set such long ones aside with --max_doc_bytes and --on_error skip",
-        )

@@ -27,7 +27,7 @@ import itertools
 import re
 import tarfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,9 +36,8 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from pretrainkit.data.indexed.manifest import TokenizerRecord, decode_record
-from pretrainkit.errors import DataError
-from pretrainkit.files import read_json
+from pretrainkit.data.indexed.manifest import TokenizerRecord, read_record
+from pretrainkit.units import format_bytes, format_count, format_duration
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -47,6 +46,11 @@ FORMAT = "pretrainkit-shard-1"
 NAME = re.compile(r"shard-\d{5}\.(tar|json)")
 SAMPLE = np.dtype([("offset", "<i8"), ("num_bytes", "<i4"), ("num_tokens", "<i4")])
 BLOCK = tarfile.BLOCKSIZE
+COUNTS = (
+    *("num_samples", "num_tokens", "num_records", "num_empty", "num_rejected"),
+    *("num_blank_lines", "num_replaced", "num_text_bytes"),
+)
+"""Fields of a record that are sums over its pieces."""
 TEXT_EXTENSION = "text.txt"
 IDS_EXTENSIONS = {"json": "token_ids.json", "npy": "token_ids.npy", "msgpack": "token_ids.msgpack"}
 MAX_TABLE = 1 << 20
@@ -99,7 +103,17 @@ class ShardRecord:
     elapsed_s: float = 0.0
     finished_at: str = ""
     pretrainkit_version: str = ""
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
+
+    @property
+    def summary(self) -> str:
+        """One line: counts, size and time."""
+        return (
+            f"{shard_name(self.shard_id)}: {self.num_records} records in = {self.num_samples} samples +"
+            f" {self.num_empty} empty + {self.num_rejected} rejected; {format_count(self.num_tokens)} tokens"
+            f" ({self.num_tokens}), {format_bytes(self.tar_bytes)}, {format_duration(self.elapsed_s)},"
+            f" {self.tokenizer.engine}"
+        )
 
 
 def shard_name(shard_id: int) -> str:
@@ -112,26 +126,11 @@ def record_to_json(record: ShardRecord) -> dict[str, Any]:
     return {"format": FORMAT, **asdict(record)}
 
 
-def record_from_json(value: Any, where: str) -> ShardRecord:
-    """The record in a parsed file. Raises DataError."""
-    try:
-        return decode_record(ShardRecord, value, FORMAT)
-    except (ValueError, TypeError, AttributeError) as error:
-        raise DataError(f"not a readable record of a shard: {error}", where=where) from error
-
-
-def read_record(path: Path) -> ShardRecord:
-    """Read `shard-*.json`. Raises DataError."""
-    try:
-        return record_from_json(read_json(path), str(path))
-    except (ValueError, OSError) as error:
-        raise DataError(f"not a readable record of a shard: {error}", where=str(path)) from error
-
-
 def read_records(folder: Path) -> dict[int, ShardRecord]:
     """The records of all finished shards in a folder, by shard."""
     paths = sorted(path for path in folder.glob("shard-*.json") if NAME.fullmatch(path.name))
-    return {record.shard_id: record for record in map(read_record, paths)}
+    records = (read_record(ShardRecord, path, FORMAT) for path in paths)
+    return {record.shard_id: record for record in records if record}
 
 
 def end_of_archive(num_bytes: int) -> bytes:

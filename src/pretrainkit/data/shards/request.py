@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pretrainkit.data.indexed.reports import Report
 from pretrainkit.data.readers import work_items
 from pretrainkit.data.readers.inputs import resolve_inputs
 from pretrainkit.data.readers.records import RecordRules
 from pretrainkit.data.readers.source import Source
 from pretrainkit.data.readers.work_items import WorkItem
+from pretrainkit.data.shards.blocks import ShardTask
 from pretrainkit.data.shards.format import ShardRecord, read_records, shard_name
 from pretrainkit.data.tokens.tokenizer import TokenizerFile, load_tokenizer
 from pretrainkit.errors import RequestError
 
 MAX_SHARDS = 100_000
 """Shard names have five digits."""
+SAME = (
+    *("special_tokens_in_text", "json_key", "text_documents", "on_error", "max_document_bytes"),
+    *("ids_format", "has_text"),
+)
+"""Fields of the request that must be equal in all shards of a set."""
 
 
 @dataclass(frozen=True)
@@ -57,16 +64,11 @@ class ShardPlan:
     tokenizer: TokenizerFile
     sources: list[Source]
     num_shards: int
-    first_ids: tuple[int, ...]
-    last_ids: tuple[int, ...]
+    task: ShardTask
+    """What workers do."""
     settings: dict[str, Any]
-    _items: list[WorkItem] = field(default_factory=list)
-
-    @property
-    def rules(self) -> RecordRules:
-        """Which records are good."""
-        request = self.request
-        return RecordRules((request.json_key,), request.on_error == "replace", request.max_document_bytes)
+    """What must be equal in all shards of a set."""
+    _items: list[WorkItem]
 
     def items(self, shard_id: int) -> list[WorkItem]:
         """The work items of one shard, in order."""
@@ -124,17 +126,13 @@ def make_shard_plan(request: ShardRequest) -> ShardPlan:
         "tokenizer": tokenizer.sha256,
         "first_ids": list(first),
         "last_ids": list(last),
-        "special_tokens_in_text": request.special_tokens_in_text,
-        "json_key": request.json_key,
-        "text_documents": request.text_documents,
-        "on_error": request.on_error,
-        "max_document_bytes": request.max_document_bytes,
-        "ids_format": request.ids_format,
-        "has_text": request.has_text,
+        **{name: getattr(request, name) for name in SAME},
     }
     if request.num_shards:
         settings["cut"] = work_items.fingerprint(items)
-    return ShardPlan(request, tokenizer, sources, num_shards, first, last, settings, items)
+    rules = RecordRules(keys, request.on_error == "replace", request.max_document_bytes)
+    task = ShardTask(first, last, tokenizer.num_ids, request.ids_format, request.has_text, rules)
+    return ShardPlan(request, tokenizer, sources, num_shards, task, settings, items)
 
 
 def _special_ids(request: ShardRequest, tokenizer: TokenizerFile) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -205,6 +203,36 @@ def check_set(plan: ShardPlan) -> dict[int, ShardRecord]:
             action="make a new set in another --output_dir, or use the same settings as before",
         )
     return records
+
+
+def report_status(plan: ShardPlan) -> Report:
+    """Which shards are complete, missing and stale; exit code 1 unless all are complete."""
+    records = check_set(plan)
+    missing = [number for number in range(plan.num_shards) if number not in records]
+    stale = [number for number, record in sorted(records.items()) if not plan.is_current(record)]
+    value = {
+        "num_shards": plan.num_shards,
+        "missing": missing,
+        "stale": stale,
+        "num_samples": sum(record.num_samples for record in records.values()),
+        "num_tokens": sum(record.num_tokens for record in records.values()),
+    }
+    lines = [f"{plan.num_shards - len(missing) - len(stale)} of {plan.num_shards} shards are complete"]
+    for found, numbers in (("missing", missing), ("made from input that has changed since", stale)):
+        if numbers:
+            lines.append(f"{found}: {_ranges(numbers)}")
+    return Report(value, lines, int(bool(missing or stale)))
+
+
+def _ranges(numbers: list[int]) -> str:
+    """`0-3,7`, as schedulers take it for `--array`."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and ranges[-1][1] == number - 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
 
 
 def check_shard_id(shard_id: int, plan: ShardPlan) -> None:

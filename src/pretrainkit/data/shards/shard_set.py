@@ -4,47 +4,38 @@ from __future__ import annotations
 
 import hashlib
 import mmap
-from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 from numpy.typing import NDArray
 
-from pretrainkit.data.indexed.manifest import TokenizerRecord
-from pretrainkit.data.shards.format import (
-    NAME,
-    SAMPLE,
-    ShardRecord,
-    decode_ids,
-    read_record,
-    read_records,
-    record_from_json,
-    shard_name,
-)
-from pretrainkit.data.shards.urls import expand, fetch, is_url, sibling
+from pretrainkit.data.indexed.manifest import TokenizerRecord, decode_record, read_record
+from pretrainkit.data.shards.format import FORMAT, NAME, SAMPLE, ShardRecord, decode_ids, read_records, shard_name
+from pretrainkit.data.shards.urls import ForwardStream, expand, fetch, is_url, sibling
 from pretrainkit.errors import DataError, RequestError
 
 OPEN_STREAMS = 32
 """Remote shards that one process keeps open."""
-KEPT_SAMPLES = 256
-"""Decoded samples that ShardDocuments keeps: a long one is asked for several times."""
-RETRIES = 3
-"""Attempts to read from a remote stream."""
+KEPT_DOCUMENTS = 256
+"""Decoded samples that ShardDocuments caches: a long one is asked for several times."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A finished shard with samples."""
+    """A finished shard."""
 
     url: str
     """Path, or anything that WebDataset opens."""
     record: ShardRecord
     table: NDArray[Any]
     """[N], dtype SAMPLE."""
-    is_local: bool
+
+    @property
+    def is_local(self) -> bool:
+        """Whether samples can be read in any order at no cost."""
+        return not is_url(self.url)
 
 
 @dataclass(frozen=True)
@@ -91,12 +82,12 @@ def open_shards(urls: str | Path | list[str]) -> ShardSet:
             shards = [_open(url) for name in names for url in expand(name)]
     except DataError as error:
         raise RequestError(error.found, where=error.where, needed=error.needed, action=error.action) from error
-    records = tuple(record for record, _ in shards)
+    records = tuple(shard.record for shard in shards)
     _check_settings(records, str(urls))
-    return ShardSet(tuple(shard for _, shard in shards if shard is not None), records)
+    return ShardSet(tuple(shard for shard in shards if shard.record.num_samples), records)
 
 
-def _complete_folder(folder: Path) -> list[tuple[ShardRecord, Shard | None]]:
+def _complete_folder(folder: Path) -> list[Shard]:
     records = read_records(folder)
     if not records:
         raise RequestError(
@@ -117,32 +108,31 @@ def _complete_folder(folder: Path) -> list[tuple[ShardRecord, Shard | None]]:
     return [_open(str(folder / f"{shard_name(number)}.tar"), records[number]) for number in sorted(records)]
 
 
-def _open(url: str, record: ShardRecord | None = None) -> tuple[ShardRecord, Shard | None]:
-    if not is_url(url):
-        local = Path(url.removeprefix("file:"))
-        if record is None and not local.with_suffix(".json").is_file():
-            raise DataError(
-                "no finished token shard",
-                where=str(local),
-                needed=f"the shard with its record {local.stem}.json, or a folder of them",
-                action="correct the name, or make it with tools/make_shards.py",
-            )
-        record = record or read_record(local.with_suffix(".json"))
-        if not record.num_samples:
-            return record, None
-        table = _local_file(local.with_suffix(".samples"), record.num_samples * SAMPLE.itemsize)
-        _local_file(local, record.tar_bytes)
-        return record, Shard(str(local), record, np.memmap(table, SAMPLE, "r"), is_local=True)
-    record = record_from_json(orjson.loads(fetch(sibling(url, ".json"))), url)
-    if not record.num_samples:
-        return record, None
-    table_bytes = fetch(sibling(url, ".samples"))
-    if len(table_bytes) != record.num_samples * SAMPLE.itemsize:
-        raise DataError(f"its table of samples has {len(table_bytes)} bytes", where=url)
-    return record, Shard(url, record, np.frombuffer(table_bytes, SAMPLE), is_local=False)
+def _open(url: str, record: ShardRecord | None = None) -> Shard:
+    if is_url(url):
+        record = decode_record(ShardRecord, fetch(sibling(url, ".json")), FORMAT, url)
+        content = fetch(sibling(url, ".samples")) if record.num_samples else b""
+        if len(content) != record.num_samples * SAMPLE.itemsize:
+            raise DataError(f"its table of samples has {len(content)} bytes", where=url)
+        return Shard(url, record, np.frombuffer(content, SAMPLE))
+    local = Path(url.removeprefix("file:"))
+    record = record or read_record(ShardRecord, local.with_suffix(".json"), FORMAT)
+    if record is None:
+        raise DataError(
+            "no finished token shard",
+            where=str(local),
+            needed=f"the shard with its record {local.stem}.json, or a folder of them",
+            action="correct the name, or make it with tools/make_shards.py",
+        )
+    table = np.zeros(0, SAMPLE)
+    if record.num_samples:
+        _check_size(local, record.tar_bytes)
+        _check_size(local.with_suffix(".samples"), record.num_samples * SAMPLE.itemsize)
+        table = np.memmap(local.with_suffix(".samples"), SAMPLE, "r")
+    return Shard(str(local), record, table)
 
 
-def _local_file(path: Path, num_bytes: int) -> Path:
+def _check_size(path: Path, num_bytes: int) -> None:
     found = path.stat().st_size if path.is_file() else None
     if found != num_bytes:
         raise DataError(
@@ -150,7 +140,6 @@ def _local_file(path: Path, num_bytes: int) -> Path:
             where=str(path),
             action="copy it again, or remove its .json and run make_shards.py again",
         )
-    return path
 
 
 def _check_settings(records: tuple[ShardRecord, ...], where: str) -> None:
@@ -168,26 +157,29 @@ def _check_settings(records: tuple[ShardRecord, ...], where: str) -> None:
 class ShardReader:
     """Reads ids of samples. Local shards are memory-mapped; remote ones are streams that only go forward."""
 
-    def __init__(self, shards: tuple[Shard, ...]) -> None:
-        self._shards = shards
+    def __init__(self, shards: tuple[Shard, ...], num_kept: int) -> None:
+        """`num_kept` decoded samples are cached."""
+        self._shards, self._num_kept = shards, num_kept
         self._maps: dict[int, mmap.mmap] = {}
-        self._streams: OrderedDict[int, tuple[Any, int]] = OrderedDict()
+        self._streams: dict[int, ForwardStream] = {}
+        """The one that was used last comes last."""
+        self._kept: dict[tuple[int, int], NDArray[np.int32]] = {}
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_shards": self._shards, "_maps": {}, "_streams": OrderedDict()}
-
-    def is_local(self, shard: int) -> bool:
-        """Whether samples of a shard can be read in any order at no cost."""
-        return self._shards[shard].is_local
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ShardReader, (self._shards, self._num_kept)
 
     def read(self, shard: int, sample: int) -> NDArray[np.int32]:
         """The ids of a sample. Raises DataError when the shard is not what its table says."""
+        if (shard, sample) not in self._kept:
+            self._kept[shard, sample] = self._read(shard, sample)
+            if len(self._kept) > self._num_kept:
+                del self._kept[next(iter(self._kept))]
+        return self._kept[shard, sample]
+
+    def _read(self, shard: int, sample: int) -> NDArray[np.int32]:
         found = self._shards[shard]
         entry = found.table[sample]
-        offset, num_bytes = int(entry["offset"]), int(entry["num_bytes"])
-        content = (
-            self._mapped(shard)[offset : offset + num_bytes] if found.is_local else self._next(shard, offset, num_bytes)
-        )
+        content = self._content(shard, int(entry["offset"]), int(entry["num_bytes"]))
         try:
             ids = decode_ids(content, found.record.ids_format)
         except ValueError as error:
@@ -200,60 +192,18 @@ class ShardReader:
             )
         return ids
 
-    def _mapped(self, shard: int) -> mmap.mmap:
+    def _content(self, shard: int, offset: int, num_bytes: int) -> bytes:
+        found = self._shards[shard]
+        if not found.is_local:
+            stream = self._streams.pop(shard) if shard in self._streams else ForwardStream(found.url)
+            self._streams[shard] = stream
+            if len(self._streams) > OPEN_STREAMS:
+                self._streams.pop(next(iter(self._streams))).close()
+            return stream.read(offset, num_bytes)
         if shard not in self._maps:
-            with Path(self._shards[shard].url).open("rb") as file:
+            with Path(found.url).open("rb") as file:
                 self._maps[shard] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        return self._maps[shard]
-
-    def _next(self, shard: int, offset: int, num_bytes: int) -> bytes:
-        error: Exception | None = None
-        for _ in range(RETRIES):
-            try:
-                stream, position = self._stream(shard, offset)
-                _skip(stream, offset - position)
-                content = stream.read(num_bytes)
-                if len(content) != num_bytes:
-                    raise EOFError(f"the stream ends at byte {offset + len(content)}")
-                self._streams[shard] = stream, offset + num_bytes
-                return content
-            except Exception as found:  # each URL scheme has its own error types
-                error = found
-                self._close(shard)
-        raise DataError(f"can't be read: {error}", where=self._shards[shard].url) from error
-
-    def _stream(self, shard: int, offset: int) -> tuple[Any, int]:
-        if shard in self._streams and self._streams[shard][1] > offset:
-            self._close(shard)
-        if shard not in self._streams:
-            from webdataset.gopen import gopen
-
-            while len(self._streams) >= OPEN_STREAMS:
-                self._close(next(iter(self._streams)))
-            self._streams[shard] = gopen(self._shards[shard].url, "rb"), 0
-        self._streams.move_to_end(shard)
-        return self._streams[shard]
-
-    def _close(self, shard: int) -> None:
-        if shard in self._streams:
-            stream, _ = self._streams.pop(shard)
-            _close_early(stream)
-
-
-def _skip(stream: Any, num_bytes: int) -> None:
-    while num_bytes:
-        data = stream.read(min(num_bytes, 1 << 20))
-        if not data:
-            raise EOFError("the stream ends early")
-        num_bytes -= len(data)
-
-
-def _close_early(stream: Any) -> None:
-    """Close a stream that was not read to its end; the program behind it then ends by SIGPIPE, as it should."""
-    try:
-        stream.close()
-    except Exception:  # the program reports its closed pipe
-        return
+        return self._maps[shard][offset : offset + num_bytes]
 
 
 class ShardDocuments:
@@ -269,11 +219,10 @@ class ShardDocuments:
         self._set = open_shards(shards)
         if not self._set.num_samples:
             raise RequestError("no sample in any shard", where=shards)
-        self._reader = ShardReader(self._set.shards)
+        self._reader = ShardReader(self._set.shards, KEPT_DOCUMENTS)
         tables = [shard.table["num_tokens"] for shard in self._set.shards]
         self.sequence_lengths: NDArray[np.int32] = np.concatenate(tables).astype(np.int32)
         self._first = np.concatenate([np.zeros(1, np.int64), np.cumsum([len(table) for table in tables])])
-        self._kept: OrderedDict[int, NDArray[np.int32]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self.sequence_lengths)
@@ -295,11 +244,6 @@ class ShardDocuments:
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> NDArray[np.int32]:
         """Ids of a document from `offset` on, `length` of them or all that follow."""
-        number = int(idx)
-        ids = self._kept.get(number)
-        if ids is None:
-            shard = int(np.searchsorted(self._first, number, side="right")) - 1
-            ids = self._kept[number] = self._reader.read(shard, number - int(self._first[shard]))
-            if len(self._kept) > KEPT_SAMPLES:
-                self._kept.popitem(last=False)
+        shard = int(np.searchsorted(self._first, idx, side="right")) - 1
+        ids = self._reader.read(shard, int(idx - self._first[shard]))
         return ids[offset : None if length is None else offset + length]

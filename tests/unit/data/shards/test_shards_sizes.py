@@ -1,32 +1,30 @@
-"""Samples that are too large for their shard's table end the task."""
+"""Samples that are too large for their shard's table are bad records."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from pretrainkit.data.shards.build import check_sizes
-from pretrainkit.data.shards.inputs import ShardReader
+from pretrainkit.data.shards import blocks
+from pretrainkit.data.shards.blocks import InputReader
 from pretrainkit.data.shards.request import ShardRequest, make_shard_plan
-from pretrainkit.data.shards.task import Piece
-from pretrainkit.errors import DataError
+from pretrainkit.data.tokens.encoder import EngineSpec, load_encoder
 
 
-@pytest.mark.parametrize("num_bytes", [2**31 - 1, 2**31])
-def test_a_sample_whose_size_its_table_cannot_hold_is_named(
-    num_bytes: int, tmp_path: Path, tokenizer_folder: Path
+@pytest.mark.parametrize("most", [20, 4])
+def test_a_sample_whose_size_its_table_cannot_hold_is_a_bad_record(
+    most: int, tmp_path: Path, tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(blocks, "MAX_TOKENS", most)
     source = tmp_path / "in.txt"
-    source.write_text("one\ntwo\n\nfour\n")
+    source.write_text("e\ne\n\neeeeeeeeeeeeeeee\ne\n")
     plan = make_shard_plan(ShardRequest((str(source),), tmp_path / "out", str(tokenizer_folder)))
-    reader = ShardReader(plan.sources, plan.items(0), plan.rules)
+    reader = InputReader(plan.sources, plan.items(0), plan.task.rules)
     (block,) = reader.blocks("sample_0_")
-    piece = Piece(sizes=np.array([9, 9, num_bytes]), lines=np.array([0, 1, 3]))
-    if num_bytes < 2**31:
-        check_sizes(piece, block, reader)
-        return
-    with pytest.raises(DataError, match=r"in\.txt:4: the ids of this record take 2147483648 bytes") as refused:
-        check_sizes(piece, block, reader)
-    assert refused.value.needed == "at most 2147483647 bytes" and "--max_doc_bytes" in refused.value.action
+    encoder = load_encoder(EngineSpec("tokenizers", str(plan.tokenizer.json_path), special_tokens=False))
+    piece = plan.task.open(encoder, 0)(block)
+    assert [reader.line_number(block, bad.line) for bad in piece.rejects] == ([] if most == 20 else [4])
+    assert piece.counts["num_samples"] + piece.counts["num_rejected"] == piece.counts["num_records"] == 4
+    assert all("more than the 4 that a sample may have" in bad.found for bad in piece.rejects)
+    assert sum(map(len, piece.samples)) == piece.counts["num_samples"]
