@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from pretrainkit.cli import Parser, run_command
-from pretrainkit.data.flags import DataFlags, shared_settings
+from pretrainkit.data.flags import DataFlags, request_fields
 from pretrainkit.jobs.tool_job import add_job_flags, or_submit
 
 
@@ -59,20 +59,9 @@ def run(arguments: argparse.Namespace) -> int:
     shard_id = None
     if not (arguments.all or arguments.status):
         shard_id = parse_shard_id(arguments.shard_id, arguments.shard_offset, os.environ)
-    plan = request.make_shard_plan(
-        request.ShardRequest(
-            inputs=tuple(arguments.input_dir),
-            output_dir=arguments.output_dir,
-            model_id=arguments.model_id,
-            num_shards=arguments.num_shards,
-            json_key=arguments.json_key,
-            ids_format=arguments.ids_format,
-            has_text=arguments.text,
-            special_tokens=arguments.special_tokens,
-            workers=arguments.workers,
-            **shared_settings(arguments),
-        )
-    )
+    fields = request_fields(request.ShardRequest, arguments)
+    fields |= {"inputs": tuple(arguments.input_dir), "has_text": arguments.text}
+    plan = request.make_shard_plan(request.ShardRequest(**fields))
     if arguments.status:
         return request.report_status(plan).print(as_json=arguments.json)
     if shard_id is not None:

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from pretrainkit.cli import Parser, run_command
-from pretrainkit.data.flags import DataFlags, shared_settings
+from pretrainkit.data.flags import DataFlags, request_fields
 
 
 def build_parser() -> Parser:
@@ -51,21 +51,14 @@ def build_parser() -> Parser:
 
 def run(arguments: argparse.Namespace) -> int:
     """Pack, or wait until it is done."""
-    from pretrainkit.data.packed.build import pack_dataset, print_packed
+    from pretrainkit.data.indexed.reports import Report
+    from pretrainkit.data.packed.build import pack_dataset
+    from pretrainkit.data.packed.format import manifest_to_json
     from pretrainkit.data.packed.request import PackRequest, machine_settings, make_pack_plan
 
-    request = PackRequest(
-        inputs=tuple(arguments.input),
-        output_dir=arguments.output_dir.resolve(),
-        tokenizer_model=arguments.tokenizer_model,
-        sequence_length=arguments.sequence_length,
-        packing=arguments.packing,
-        text_column=arguments.text_column,
-        add_bos=arguments.add_bos,
-        hub_split=arguments.hub_split,
-        hub_revision=arguments.hub_revision,
-        **shared_settings(arguments),
-    )
+    fields = request_fields(PackRequest, arguments)
+    fields |= {"inputs": tuple(arguments.input), "output_dir": arguments.output_dir.resolve()}
+    request = PackRequest(**fields)
     machine = machine_settings(
         os.environ,
         num_proc=arguments.num_proc,
@@ -73,8 +66,9 @@ def run(arguments: argparse.Namespace) -> int:
         writer_batch_size=arguments.writer_batch_size,
     )
     manifest, prepared = pack_dataset(make_pack_plan(request, machine), timeout_s=3600 * arguments.wait_hours)
-    print_packed(request.output_dir, manifest, prepared=prepared, as_json=arguments.json)
-    return 0
+    origin = f"prepared in {manifest.elapsed_s:.1f} s" if prepared else "was ready"
+    report = Report(manifest_to_json(manifest), [f"{request.output_dir}: {manifest.summary}; {origin}"])
+    return report.print(as_json=arguments.json)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -13,7 +13,7 @@ import sys
 from dataclasses import asdict
 
 from pretrainkit.cli import Parser, run_command
-from pretrainkit.data.flags import DataFlags, shared_settings
+from pretrainkit.data.flags import DataFlags, request_fields
 from pretrainkit.jobs.tool_job import add_job_flags, or_submit
 
 
@@ -66,21 +66,9 @@ def run(arguments: argparse.Namespace) -> int:
     from pretrainkit.data.indexed.request import Request
     from pretrainkit.data.job_array import parse_shard
 
-    request = Request(
-        inputs=tuple(arguments.input),
-        output_prefix=arguments.output_prefix,
-        tokenizer_model=arguments.tokenizer_model,
-        json_keys=tuple(arguments.json_keys),
-        add_bos=arguments.add_bos,
-        dtype=arguments.dtype,
-        workers=arguments.workers,
-        per_file=arguments.per_file,
-        shard=parse_shard(arguments.shard, os.environ) if arguments.shard else None,
-        resume=arguments.resume,
-        log_interval=arguments.log_interval,
-        **shared_settings(arguments),
-    )
-    manifests = preprocess(request)
+    fields = request_fields(Request, arguments) | {"inputs": tuple(arguments.input)}
+    fields["shard"] = parse_shard(arguments.shard, os.environ) if arguments.shard else None
+    manifests = preprocess(Request(**fields))
     report = Report([asdict(manifest) for manifest in manifests], [manifest.summary for manifest in manifests])
     return report.print(as_json=arguments.json)
 

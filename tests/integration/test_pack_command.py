@@ -36,6 +36,12 @@ def pack_dataset(*words: object, code: int = 0, **environment: str) -> subproces
     return done
 
 
+def stream(folder: Path) -> np.ndarray:
+    """The tokens of all sequences in order, without padding."""
+    ours = PackedDataset(folder)
+    return np.concatenate([ours.input_ids(i)[: ours.document_lengths(i).sum()] for i in range(len(ours))])
+
+
 @pytest.fixture(scope="module")
 def common(tokenizer_folder: Path) -> list[object]:
     return ["--tokenizer_model", tokenizer_folder, "--sequence_length", LENGTH, "--num_proc", 2]
@@ -53,7 +59,7 @@ def test_a_packed_set_is_the_stream_of_the_pair_and_read_by_datasets(
     assert rows.shape == (len(loaded), LENGTH)
     assert np.array_equal(rows.flatten(), pair.tokens[: rows.size])
     ours = PackedDataset(tmp_path / "set")
-    assert np.array_equal(np.concatenate(list(ours.stream())), rows.flatten())
+    assert np.array_equal(stream(tmp_path / "set"), rows.flatten())
     assert loaded[3]["document_lengths"] == ours.document_lengths(3).tolist()
     positions = np.concatenate([ours[number]["position_ids"] for number in range(len(ours))])
     ends = np.flatnonzero(rows.flatten()[:-1] == 1) + 1  # after an EOD a document begins
@@ -90,7 +96,7 @@ def test_a_saved_dataset_and_parquet_give_the_same_set(common: list[object], jso
     for name in ("saved", "data.parquet"):
         done = pack_dataset("--input", tmp_path / name, "--output_dir", tmp_path / f"set-{name}", *common)
         assert "41 records in = 40 documents + 1 empty" in done.stdout
-        found.append(np.concatenate(list(PackedDataset(tmp_path / f"set-{name}").stream())))
+        found.append(stream(tmp_path / f"set-{name}"))
     assert np.array_equal(*found)
 
 
@@ -230,7 +236,7 @@ def test_a_set_on_two_file_systems_has_two_preparers(jsonl_file: Path, tokenizer
 
 
 GROUP = """
-import sys, time, datetime
+import os, sys, time, datetime
 from pathlib import Path
 import torch, torch.distributed as dist
 from pretrainkit import logs
@@ -243,7 +249,8 @@ dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_
 def prepare():
     time.sleep(7)
     final.mkdir()
-prepared = preparer.build_once(final, final.exists, prepare, environment={"RANK": str(rank)})
+os.environ["RANK"] = str(rank)
+prepared = preparer.build_once(final, final.exists, prepare)
 total = torch.tensor(int(prepared))
 dist.all_reduce(total)
 print(int(total))

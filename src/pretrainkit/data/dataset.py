@@ -23,7 +23,7 @@ from pretrainkit.config.schema import DatasetFacts
 from pretrainkit.config.split import parse_split, split_bounds
 from pretrainkit.data.indexed.blend import read_blend
 from pretrainkit.data.indexed.format import IndexedDataset, bin_path, idx_path
-from pretrainkit.data.indexed.manifest import Manifest, read_manifest
+from pretrainkit.data.indexed.manifest import Manifest, TokenizerRecord, read_manifest
 from pretrainkit.data.indexed.pairs import find_pairs
 from pretrainkit.data.indexed.verify import eod_problem
 from pretrainkit.data.packed.format import PackedDocuments, PackedRows, is_packed_folder, open_packed
@@ -102,35 +102,32 @@ def read_dataset(dataset_path: str, split: str) -> DatasetReading:
             action="name it once, with its weights added",
             where="--dataset_path",
         )
-    readings = [_read_part(prefix, split) for prefix in prefixes]
+    found = [_read_part(prefix, split) for prefix in prefixes]
     # Megatron gives a blend without weights one epoch and no more; the numbers of tokens mean the same mixture.
     weights = [
-        float(reading.num_tokens) if weight is None else weight
-        for reading, (_, weight) in zip(readings, parts, strict=True)
+        float(part.num_tokens) if weight is None else weight for part, (_, weight) in zip(found, parts, strict=True)
     ]
-    largest_ids = [reading.largest_id for reading in readings if reading.largest_id is not None]
-    splits = [reading.split_tokens for reading in readings]
-    digest = hashlib.sha256("".join(reading.digest for reading in readings).encode())
+    largest_ids = [part.tokenizer.largest_id for part in found if part.tokenizer]
+    splits = [part.split_tokens for part in found]
     return DatasetReading(
         facts=DatasetFacts(
             prefixes=tuple(str(prefix) for prefix in prefixes),
             weights=tuple(weights) if len(prefixes) > 1 else (),
-            num_tokens=sum(reading.num_tokens for reading in readings),
-            num_documents=sum(reading.num_documents for reading in readings),
+            num_tokens=sum(part.num_tokens for part in found),
+            num_documents=sum(part.num_documents for part in found),
             max_token_id=max(largest_ids, default=None),
-            data_hash=digest.hexdigest(),
-            row_length=_row_length(readings),
+            data_hash=hashlib.sha256("".join(part.data_hash for part in found).encode()).hexdigest(),
+            row_length=_row_length({part.row_length for part in found} - {None}),
         ),
         split_tokens=tuple(tokens for tokens in splits if tokens) if all(splits) else None,
-        tokenizers=tuple(reading.tokenizer_sha256 for reading in readings),
+        tokenizers=tuple(part.tokenizer.sha256 if part.tokenizer else None for part in found),
     )
 
 
-def _row_length(readings: list[_PartReading]) -> int | None:
-    lengths = {reading.row_length for reading in readings if reading.row_length is not None}
+def _row_length(lengths: set[int | None]) -> int | None:
     if len(lengths) > 1:
         raise RequestError(
-            f"sets packed by bestfit into rows of {' and '.join(map(str, sorted(lengths)))} tokens",
+            f"sets packed by bestfit into rows of {' and '.join(sorted(map(str, lengths)))} tokens",
             needed="rows of one length",
             action="pack them again with the same --sequence_length",
             where="--dataset_path",
@@ -179,51 +176,34 @@ def _weighted_parts(weight: float | None, path: str) -> list[tuple[Path | str, f
 
 
 @dataclass(frozen=True)
-class _PartReading:
+class _Part:
     num_tokens: int
     num_documents: int
     split_tokens: tuple[int, int, int] | None
-    largest_id: int | None
-    tokenizer_sha256: str | None
-    digest: str
-    row_length: int | None = None
+    tokenizer: TokenizerRecord | None
+    data_hash: str
+    row_length: int | None
 
 
-def _read_part(path: Path | str, split: str) -> _PartReading:
+def _read_part(path: Path | str, split: str) -> _Part:
     if kind_of(path) is DatasetKind.INDEXED:
         return _read_pair(path, split)
-    documents = open_documents(path)
-    split_tokens = _split_tokens(documents.sequence_lengths, split)
-    if documents.row_length is not None and split_tokens is not None:
-        # Samples out of a stream need a token more than they have, the label of their last; rows don't.
-        split_tokens = (split_tokens[0] + 1, split_tokens[1] + 1, split_tokens[2] + 1)
-    return _PartReading(
-        num_tokens=documents.num_tokens,
-        num_documents=len(documents),
-        split_tokens=split_tokens,
-        largest_id=documents.tokenizer.largest_id,
-        tokenizer_sha256=documents.tokenizer.sha256,
-        digest=documents.data_hash,
-        row_length=documents.row_length,
-    )
+    found = open_documents(path)
+    tokens = _split_tokens(found.sequence_lengths, split, found.row_length)
+    return _Part(found.num_tokens, len(found), tokens, found.tokenizer, found.data_hash, found.row_length)
 
 
-def _read_pair(prefix: Path | str, split: str) -> _PartReading:
+def _read_pair(prefix: Path | str, split: str) -> _Part:
     try:
-        dataset = IndexedDataset(prefix)
-        manifest = read_manifest(prefix)
+        pair, manifest = IndexedDataset(prefix), read_manifest(prefix)
     except DataError as error:
         raise RequestError(error.found, where=error.where, needed=error.needed, action=error.action) from error
     if manifest:
-        _check_manifest(prefix, dataset, manifest)
-    return _PartReading(
-        num_tokens=dataset.num_tokens,
-        num_documents=dataset.num_documents,
-        split_tokens=_split_tokens(dataset.sequence_lengths, split),
-        largest_id=manifest.tokenizer.largest_id if manifest else None,
-        tokenizer_sha256=manifest.tokenizer.sha256 if manifest else None,
-        digest=_manifest_digest(manifest) if manifest else _files_digest(prefix),
-    )
+        _check_manifest(prefix, pair, manifest)
+    tokenizer = manifest.tokenizer if manifest else None
+    data_hash = _manifest_digest(manifest) if manifest else _files_digest(prefix)
+    tokens = _split_tokens(pair.sequence_lengths, split)
+    return _Part(pair.num_tokens, pair.num_documents, tokens, tokenizer, data_hash, row_length=None)
 
 
 def _check_manifest(prefix: Path | str, dataset: IndexedDataset, manifest: Manifest) -> None:
@@ -246,14 +226,16 @@ def _check_manifest(prefix: Path | str, dataset: IndexedDataset, manifest: Manif
             )
 
 
-def _split_tokens(lengths: NDArray[np.int32], split: str) -> tuple[int, int, int] | None:
+def _split_tokens(lengths: NDArray[np.int32], split: str, row_length: int | None = None) -> tuple[int, int, int] | None:
     try:
         shares = parse_split(split)
     except RequestError:  # reported by the checks of the request
         return None
-    bounds = split_bounds(shares, len(lengths))
+    # Samples out of a stream need a token more than they have, the label of their last; rows don't.
+    more = 0 if row_length is None else 1
     training, validation, test = (
-        int(lengths[begin:end].sum(dtype=np.int64)) for begin, end in itertools.pairwise(bounds)
+        int(lengths[begin:end].sum(dtype=np.int64)) + more
+        for begin, end in itertools.pairwise(split_bounds(shares, len(lengths)))
     )
     return (training, validation, test)
 

@@ -6,6 +6,7 @@ preprocess_data.py spells them with dashes, as Megatron's tool does, the others 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -87,10 +88,8 @@ class DataFlags:
         self._add(group, "quiet", action="store_true", help="only warnings and the result")
 
 
-SHARED = ("append_eod", "eod_token", "special_tokens_in_text", "text_documents", "on_error", "verify_tokens", "engine")
-
-
-def shared_settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The shared flags as fields of a tool's request."""
-    settings = {name: getattr(arguments, name) for name in (*SHARED, "overwrite")}
-    return settings | {"max_document_bytes": arguments.max_doc_bytes}
+def request_fields(kind: type, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The arguments that a tool's request, the dataclass `kind`, has as fields; lists become tuples."""
+    given = vars(arguments) | {"max_document_bytes": arguments.max_doc_bytes}
+    names = [field.name for field in dataclasses.fields(kind) if field.name in given]
+    return {name: tuple(given[name]) if isinstance(given[name], list) else given[name] for name in names}

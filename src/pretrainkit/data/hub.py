@@ -9,7 +9,6 @@ finds the token: HF_TOKEN, or that of `hf auth login`.
 
 from __future__ import annotations
 
-import fnmatch
 import hashlib
 import os
 import re
@@ -80,20 +79,15 @@ def _download(
     from huggingface_hub import snapshot_download
 
     with _hub_errors(repository, where=where):
-        return Path(
-            snapshot_download(
-                repository,
-                revision=revision,
-                local_dir=folder,
-                allow_patterns=list(patterns),
-                force_download=force,
-                endpoint=os.environ.get("HF_ENDPOINT"),
-            )
+        found = snapshot_download(
+            repository,
+            revision=revision,
+            local_dir=folder,
+            allow_patterns=list(patterns),
+            force_download=force,
+            endpoint=os.environ.get("HF_ENDPOINT"),
         )
-
-
-class _InterruptedDownload(RequestError):
-    """The connection or the disk failed."""
+    return Path(found)
 
 
 @contextmanager
@@ -101,7 +95,6 @@ def _hub_errors(repository: str, *, where: str) -> Iterator[None]:
     """Turn errors of the hub's client into a RequestError that says what to do."""
     from huggingface_hub.errors import (
         GatedRepoError,
-        HfHubHTTPError,
         LocalEntryNotFoundError,
         OfflineModeIsEnabled,
         RepositoryNotFoundError,
@@ -136,9 +129,7 @@ def _hub_errors(repository: str, *, where: str) -> Iterator[None]:
             f"{repository} has no such revision", needed="a branch, tag or commit", where=where
         ) from error
     except (OSError, ValueError) as error:
-        is_answer = isinstance(error, HfHubHTTPError | ValueError)  # the client has retried where that could help
-        kind = RequestError if is_answer else _InterruptedDownload
-        raise kind(masked(f"{repository} can't be downloaded: {error}"), where=where) from error
+        raise RequestError(masked(f"{repository} can't be downloaded: {error}"), where=where) from error
 
 
 @dataclass(frozen=True)
@@ -206,14 +197,12 @@ def list_files(repository: Repository) -> tuple[str, list[HubFile]]:
 
 def wanted_names(names: Sequence[str], kind: str) -> list[str]:
     """The names of a repository's files that are needed, sorted."""
+    from huggingface_hub.utils import filter_repo_objects
+
     if kind == "tokenizer":
-        return sorted(name for name in names if _matches_any(name, CONFIG_AND_TOKENIZER))
+        return sorted(filter_repo_objects(names, allow_patterns=list(CONFIG_AND_TOKENIZER)))
     unwanted = OTHER_WEIGHTS if any(name.endswith(".safetensors") for name in names) else ("original/*",)
-    return sorted(name for name in names if not _matches_any(name, unwanted))
-
-
-def _matches_any(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+    return sorted(filter_repo_objects(names, ignore_patterns=list(unwanted)))
 
 
 def fetch(repository: Repository, base: Path) -> Path:
@@ -268,20 +257,14 @@ def _fetch_all(repository: Repository, commit: str, wanted: list[HubFile], folde
 def _download_and_hash(
     repository: Repository, commit: str, wanted: list[HubFile], folder: Path, *, force: bool = False
 ) -> list[HubFile]:
-    """Download files to a folder; gives those that are not what the hub describes. A failed connection is retried."""
+    """Download files to a folder; gives those that are not what the hub describes. A failed download is resumed."""
     patterns = [file.name.replace("[", "[[]") for file in wanted]  # names, so brackets have no meaning
+    where = f"--{repository.kind}"
     for is_last in (False, True):
         try:
-            _download(
-                repository.name,
-                patterns,
-                where=f"--{repository.kind}",
-                revision=commit,
-                folder=folder,
-                force=force,
-            )
+            _download(repository.name, patterns, where=where, revision=commit, folder=folder, force=force)
             break
-        except _InterruptedDownload as error:
+        except RequestError as error:
             if is_last:
                 raise
             LOGGER.warning("%s: interrupted, resuming: %s", repository.name, one_line(error))

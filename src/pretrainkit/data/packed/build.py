@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -26,7 +25,7 @@ from pretrainkit.data.packed.once import build_once
 from pretrainkit.data.packed.packing import Packing, pack
 from pretrainkit.data.packed.request import HUB, PackPlan
 from pretrainkit.data.tokens.encode_pool import EncodePool
-from pretrainkit.errors import DataError, RequestError
+from pretrainkit.errors import DataError, RequestError, machine_errors
 from pretrainkit.logs import get_logger
 from pretrainkit.signals import stopped_by_signals
 from pretrainkit.units import format_duration
@@ -94,7 +93,7 @@ def _prepare(plan: PackPlan, pool: EncodePool) -> bool:
         )
     manifest = _write_set(plan, packing, pair, documents, began)
     shutil.rmtree(plan.staging, ignore_errors=True)
-    LOGGER.info("%s: %s, %s", final, _summary(manifest), format_duration(manifest.elapsed_s))
+    LOGGER.info("%s: %s, %s", final, manifest.summary, format_duration(manifest.elapsed_s))
     return True
 
 
@@ -102,24 +101,18 @@ def _write_set(
     plan: PackPlan, packing: Packing, pair: IndexedDataset, documents: Manifest, began: float
 ) -> PackedManifest:
     final = plan.request.output_dir
-    try:
-        with files.atomic_folder(final, replace=final.exists()) as folder:
-            written = _write_files(plan, packing, pair, folder)
-            if plan.request.packing == "concat":
-                np.save(folder / DOCUMENTS, _lengths_within(pair.sequence_lengths, packing.num_tokens))
-            manifest = _manifest(plan, packing, documents, written, time.monotonic() - began)
-            _write_hugging_face_records(manifest.fingerprint, folder, [entry.name for entry in written])
-            rejects = plan.staging / "documents.rejects.jsonl"
-            if rejects.is_file():
-                shutil.copyfile(rejects, folder / "rejects.jsonl")
-            files.write_json(folder / MARK, manifest_to_json(manifest))
-            return manifest
-    except OSError as error:
-        raise DataError(
-            error.strerror or str(error),
-            where=str(error.filename or final),
-            action=f"fix it and run the same command again: encoded documents are kept in {plan.staging}",
-        ) from error
+    again = f"fix it and run the same command again: encoded documents are kept in {plan.staging}"
+    with machine_errors(final, again), files.atomic_folder(final, replace=final.exists()) as folder:
+        written = _write_files(plan, packing, pair, folder)
+        if plan.request.packing == "concat":
+            np.save(folder / DOCUMENTS, _lengths_within(pair.sequence_lengths, packing.num_tokens))
+        manifest = _manifest(plan, packing, documents, written, time.monotonic() - began)
+        _write_hugging_face_records(manifest.fingerprint, folder, [entry.name for entry in written])
+        rejects = plan.staging / "documents.rejects.jsonl"
+        if rejects.is_file():
+            shutil.copyfile(rejects, folder / "rejects.jsonl")
+        files.write_json(folder / MARK, manifest_to_json(manifest))
+    return manifest
 
 
 def _encode(plan: PackPlan, pool: EncodePool) -> tuple[Path, Manifest]:
@@ -130,24 +123,18 @@ def _encode(plan: PackPlan, pool: EncodePool) -> tuple[Path, Manifest]:
     if done is not None:
         LOGGER.info("documents are encoded already")
         return prefix, done
+    shared = {name: getattr(request, name) for name in vars(request).keys() & {field.name for field in fields(Request)}}
     (manifest,) = preprocess_with(
         pool,
         Request(
-            inputs=_local_inputs(plan),
-            output_prefix=str(plan.staging / "documents"),
-            tokenizer_model=request.tokenizer_model,
-            json_keys=(request.text_column,),
-            append_eod=request.append_eod,
-            add_bos=request.add_bos,
-            eod_token=request.eod_token,
-            special_tokens_in_text=request.special_tokens_in_text,
-            workers=plan.machine.num_proc,
-            on_error=request.on_error,
-            max_document_bytes=request.max_document_bytes,
-            text_documents=request.text_documents,
-            verify_tokens=request.verify_tokens,
-            engine=request.engine,
-            overwrite=True,  # files without a manifest were left by a process that died while it committed them
+            **shared
+            | {
+                "inputs": _local_inputs(plan),
+                "output_prefix": str(plan.staging / "documents"),
+                "json_keys": (request.text_column,),
+                "workers": plan.machine.num_proc,
+                "overwrite": True,  # files without a manifest were left by a process that died while it committed them
+            }
         ),
         plan.tokenizer,
     )
@@ -263,22 +250,4 @@ def _manifest(
         elapsed_s=round(elapsed_s, 3),
         finished_at=datetime.now(UTC).isoformat(timespec="seconds"),
         pretrainkit_version=version("pretrainkit"),
-    )
-
-
-def print_packed(folder: Path, manifest: PackedManifest, *, prepared: bool, as_json: bool) -> None:
-    """Print one line, or the manifest as JSON."""
-    if as_json:
-        print(json.dumps(manifest_to_json(manifest), indent=2, ensure_ascii=False))
-        return
-    origin = f"prepared in {manifest.elapsed_s:.1f} s" if prepared else "was ready"
-    print(f"{folder}: {_summary(manifest)}; {origin}")
-
-
-def _summary(manifest: PackedManifest) -> str:
-    counts = manifest.documents
-    return (
-        f"{counts['num_records']} records in = {counts['num_documents']} documents + {counts['num_empty']} empty"
-        f" + {counts['num_rejected']} rejected; {manifest.num_sequences} sequences of {manifest.sequence_length},"
-        f" {manifest.num_tokens} tokens, {manifest.num_padding} padding, {manifest.num_dropped} dropped at the end"
     )

@@ -9,7 +9,6 @@ have `documents.npy`: the lengths (int32) of the documents of their stream, of t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -67,6 +66,16 @@ class PackedManifest:
     finished_at: str = ""
     pretrainkit_version: str = ""
 
+    @property
+    def summary(self) -> str:
+        """One line: counts of records and sequences."""
+        counts = self.documents
+        return (
+            f"{counts['num_records']} records in = {counts['num_documents']} documents + {counts['num_empty']} empty"
+            f" + {counts['num_rejected']} rejected; {self.num_sequences} sequences of {self.sequence_length},"
+            f" {self.num_tokens} tokens, {self.num_padding} padding, {self.num_dropped} dropped at the end"
+        )
+
 
 def manifest_to_json(manifest: PackedManifest) -> dict[str, Any]:
     """For `packed.json`."""
@@ -95,6 +104,8 @@ class PackedDataset:
 
     def __init__(self, folder: Path | str) -> None:
         """Raises RequestError when the set is missing or incomplete."""
+        import pyarrow as pa
+
         self.folder = Path(folder)
         try:
             manifest = read_packed_manifest(self.folder)
@@ -111,26 +122,17 @@ class PackedDataset:
             if found != entry.num_bytes:
                 what = "missing" if found is None else f"{found} bytes, its record says {entry.num_bytes}"
                 raise RequestError(what, where=str(path), action="copy the folder again")
-        self._open()
-
-    def _open(self) -> None:
-        import pyarrow as pa
-
         self._columns: list[tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]] = []
         ends = [0]
-        for entry in self.manifest.files:
+        for entry in manifest.files:
             for batch in pa.ipc.open_stream(pa.memory_map(str(self.folder / entry.name))):
                 ids, pieces = batch.column("input_ids"), batch.column("document_lengths")
                 self._columns.append((_view(ids.values), _view(pieces.values), _view(pieces.offsets)))
                 ends.append(ends[-1] + batch.num_rows)
         self._ends = np.array(ends)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"folder": self.folder, "manifest": self.manifest}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._open()
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PackedDataset, (self.folder,)
 
     def __len__(self) -> int:
         return self.manifest.num_sequences
@@ -143,9 +145,8 @@ class PackedDataset:
 
     def input_ids(self, number: int) -> NDArray[np.int32]:
         """The ids of a sequence, a view of the file."""
-        batch, row = self._place(number)
         length = self.manifest.sequence_length
-        return self._columns[batch][0][row * length : (row + 1) * length]
+        return self.tokens(number * length, length)
 
     def tokens(self, begin: int, count: int) -> NDArray[np.int32]:
         """`count` ids from place `begin` on of all sequences one after the other, padding included."""
@@ -177,11 +178,6 @@ class PackedDataset:
         positions[num_tokens:] = 0
         return {"input_ids": ids, "labels": labels, "position_ids": positions}
 
-    def stream(self) -> Iterator[NDArray[np.int32]]:
-        """The tokens of all sequences in order, without padding."""
-        for number in range(len(self)):
-            yield self.input_ids(number)[: int(self.document_lengths(number).sum())]
-
 
 class _PackedSet:
     """What both ways to train from a packed dataset have in common."""
@@ -190,16 +186,10 @@ class _PackedSet:
 
     def __init__(self, packed: PackedDataset) -> None:
         self._set, self.path_prefix = packed, str(packed.folder)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all documents, without padding."""
-        return self._set.manifest.num_tokens
-
-    @property
-    def tokenizer(self) -> TokenizerRecord:
+        self.num_tokens = packed.manifest.num_tokens
+        """Of all documents, without padding."""
+        self.tokenizer = packed.manifest.tokenizer
         """Which tokenizer gave the ids."""
-        return self._set.manifest.tokenizer
 
 
 class PackedDocuments(_PackedSet):

@@ -15,12 +15,13 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
 from pretrainkit import files
-from pretrainkit.errors import DataError
+from pretrainkit.errors import DataError, machine_errors
 from pretrainkit.logs import get_logger
 from pretrainkit.units import format_duration
 
@@ -39,8 +40,7 @@ def build_once(
     build: Callable[[], None],
     *,
     leftovers: Callable[[], list[Path]] = list,
-    pool: AbstractContextManager[object] | None = None,
-    environment: Mapping[str, str] = os.environ,
+    pool: AbstractContextManager[object] = contextlib.nullcontext(),  # noqa: B008
     timeout_s: float = 24 * 3600.0,
 ) -> bool:
     """Make sure that `final` is ready; True if this process built it.
@@ -53,118 +53,102 @@ def build_once(
         build: makes the output, atomically.
         leftovers: lists the folders of a builder that died after it had made the output; they are removed.
         pool: entered around `build`, before the heartbeat's thread starts, so worker processes may be forked in it.
-        environment: names this process's rank.
         timeout_s: longest time to wait for another builder.
 
     Raises:
         DataError: nothing is ready after `timeout_s`, or the disk can't be written.
     """
-    try:
-        if is_ready():
-            _remove_leftovers(final, leftovers)
-            return False
-        return _build_or_wait(final, is_ready, build, pool, environment, timeout_s)
-    except OSError as error:
-        raise DataError(
-            error.strerror or str(error), where=str(error.filename or final), action="fix it, and start again"
-        ) from error
+    heartbeat = _Heartbeat(final)
+    with machine_errors(final, "fix it, and start again"):
+        if not is_ready():
+            return _build_or_wait(heartbeat, is_ready, build, pool, timeout_s)
+        if heartbeat.path.exists() or leftovers():
+            # A place that is read-only, or has no file locks, stays as it is. A living builder removes them itself.
+            with contextlib.suppress(OSError, DataError), heartbeat.turn() as is_ours:
+                for folder in leftovers() if is_ours else ():
+                    shutil.rmtree(folder, ignore_errors=True)
+                if is_ours:
+                    heartbeat.path.unlink(missing_ok=True)
+        return False
 
 
 def _build_or_wait(
-    final: Path,
+    heartbeat: _Heartbeat,
     is_ready: Callable[[], bool],
     build: Callable[[], None],
-    pool: AbstractContextManager[object] | None,
-    environment: Mapping[str, str],
+    pool: AbstractContextManager[object],
     timeout_s: float,
 ) -> bool:
-    rank = int(environment.get("RANK") or environment.get("SLURM_PROCID") or 0)
+    final = heartbeat.final
+    rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
     began = last_line = time.monotonic()
     if rank:
         time.sleep(HEAD_START_S)
     final.parent.mkdir(parents=True, exist_ok=True)
-    heartbeat = _Heartbeat(final)
-    was_built_here = False
 
-    def is_done() -> bool:
-        nonlocal was_built_here, last_line
+    def attempt() -> str:
+        nonlocal last_line
         if is_ready():
-            return True
-        with _try_lock(final) as is_locked:
-            # Another process may have finished it while this one waited for the lock.
-            if is_locked and not is_ready() and not heartbeat.is_alive_elsewhere():
+            return "ready"
+        with heartbeat.turn() as is_ours:
+            # Another process may have finished it while this one waited for its turn.
+            if is_ours and not is_ready():
                 LOGGER.info("rank %d on %s builds %s", rank, socket.gethostname(), final)
-                with contextlib.nullcontext() if pool is None else pool, heartbeat.beating():
+                with pool, heartbeat.beating():
                     build()
-                was_built_here = True
-                return True
+                return "built"
         now = time.monotonic()
         if now - last_line >= LINE_EVERY_S:
             last_line = now
             waited = format_duration(now - began)
             LOGGER.info("rank %d has waited %s for %s: %s", rank, waited, final, heartbeat.status())
-        return False
+        return ""
 
-    if not files.wait_until(is_done, timeout_s=timeout_s):
+    outcome = files.wait_until(attempt, timeout_s=timeout_s)
+    if not outcome:
         raise DataError(
             f"not ready after {format_duration(timeout_s)}", where=str(final), action="see the log of its builder"
         )
-    if not was_built_here:
+    if outcome == "ready":
         LOGGER.info("rank %d: %s is ready after %s", rank, final, format_duration(time.monotonic() - began))
-    return was_built_here
-
-
-def _remove_leftovers(final: Path, leftovers: Callable[[], list[Path]]) -> None:
-    """Remove what is left next to a finished output, unless its builder is alive: then it does so itself."""
-    heartbeat = _Heartbeat(final)
-    if not (heartbeat.path.exists() or leftovers()):
-        return
-    # A place that is read-only, or has no file locks, stays as it is.
-    with contextlib.suppress(OSError, DataError), _try_lock(final) as is_locked:
-        if is_locked and not heartbeat.is_alive_elsewhere():
-            for folder in leftovers():
-                shutil.rmtree(folder, ignore_errors=True)
-            heartbeat.path.unlink(missing_ok=True)
-
-
-@contextmanager
-def _try_lock(final: Path) -> Iterator[bool]:
-    """Whether the lock was free; it is then held while the block runs."""
-    with contextlib.ExitStack() as stack:
-        try:
-            has_locks = stack.enter_context(files.locked(final.with_name(f"{final.name}.lock")))
-        except files.LockHeldError:
-            yield False
-            return
-        if not has_locks:
-            raise DataError(
-                "its file system has no file locks, so several processes would build it",
-                where=str(final),
-                action="build it on another disk, and copy it",
-            )
-        yield True
+    return outcome == "built"
 
 
 class _Heartbeat:
-    """The file next to an output that its builder touches while it works."""
+    """The lock of an output, and the file next to it that its builder touches while it works."""
 
     def __init__(self, final: Path) -> None:
-        self.path = final.with_name(f"{final.name}.preparing")
-        self._seen_ns: int | None = None
+        self.final, self.path = final, final.with_name(f"{final.name}.preparing")
+        self._seen_ns = 0
         self._since_s = 0.0
+
+    @contextmanager
+    def turn(self) -> Iterator[bool]:
+        """Whether no other process builds, on this node or another; none on this node begins while the block runs."""
+        with contextlib.ExitStack() as stack:
+            try:
+                has_locks = stack.enter_context(files.locked(self.final.with_name(f"{self.final.name}.lock")))
+            except files.LockHeldError:
+                yield False
+                return
+            if not has_locks:
+                raise DataError(
+                    "its file system has no file locks, so several processes would build it",
+                    where=str(self.final),
+                    action="build it on another disk, and copy it",
+                )
+            yield not self._is_alive_elsewhere()
 
     @contextmanager
     def beating(self) -> Iterator[None]:
         """Touch the file while the block runs."""
         stop = threading.Event()
-        self.path.write_text(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": time.time()}))
+        self.path.write_text(json.dumps({"host": socket.gethostname(), "pid": os.getpid()}))
 
         def beat() -> None:
             while not stop.wait(HEARTBEAT_S):
-                try:
+                with contextlib.suppress(FileNotFoundError):
                     os.utime(self.path)
-                except FileNotFoundError:
-                    return
 
         thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
         thread.start()
@@ -175,27 +159,26 @@ class _Heartbeat:
             thread.join()
             self.path.unlink(missing_ok=True)
 
-    def is_alive_elsewhere(self) -> bool:
+    def _builder(self) -> dict[str, Any]:
+        """Host and process of the builder, and when it touched the file; empty when there is none."""
+        try:
+            return {**json.loads(self.path.read_text()), "modified_ns": self.path.stat().st_mtime_ns}
+        except (OSError, ValueError, TypeError):
+            return {}
+
+    def _is_alive_elsewhere(self) -> bool:
         """Whether a builder on another node may be alive. One on this node would hold the lock.
 
         The file's time is compared with what was seen before, never with this node's clock.
         """
-        try:
-            modified_ns = self.path.stat().st_mtime_ns
-            host = json.loads(self.path.read_text())["host"]
-        except (OSError, ValueError, KeyError):
+        builder, now_s = self._builder(), time.monotonic()
+        if builder.get("host", socket.gethostname()) == socket.gethostname():
             return False
-        if host == socket.gethostname():
-            return False
-        now_s = time.monotonic()
-        if modified_ns != self._seen_ns:
-            self._seen_ns, self._since_s = modified_ns, now_s
+        if builder["modified_ns"] != self._seen_ns:
+            self._seen_ns, self._since_s = builder["modified_ns"], now_s
         return now_s - self._since_s < SILENCE_S
 
     def status(self) -> str:
         """Who builds, for the log."""
-        try:
-            found = json.loads(self.path.read_text())
-            return f"process {found['pid']} on {found['host']} builds it"
-        except (OSError, ValueError, KeyError):
-            return "no process builds it yet"
+        builder = self._builder()
+        return f"process {builder['pid']} on {builder['host']} builds it" if builder else "no process builds it yet"

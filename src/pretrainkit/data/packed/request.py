@@ -18,6 +18,11 @@ from pretrainkit.data.tokens.tokenizer import TokenizerFile, load_tokenizer
 from pretrainkit.errors import DataError, RequestError
 from pretrainkit.units import format_bytes
 
+SAME = (
+    *("special_tokens_in_text", "text_column", "text_documents", "on_error", "max_document_bytes"),
+    *("sequence_length", "packing"),
+)
+"""Fields of the request that decide what the set holds."""
 HUB = "hub:"
 """Begins the name of a dataset on the Hugging Face hub."""
 WORKER_BYTES = 1 << 30
@@ -66,14 +71,9 @@ def machine_settings(
         ("DATASET_BATCH_SIZE", batch_size, batch),
         ("DATASET_WRITER_BATCH_SIZE", writer_batch_size, writer_batch),
     ):
-        given = environment.get(variable, "")
-        value, origin = (
-            (flag, "flag") if flag is not None else (given, "environment") if given else (default, "default")
-        )
-        try:
-            number = int(value)
-        except ValueError:
-            number = 0
+        given = {"flag": flag, "environment": environment.get(variable) or None, "default": default}
+        origin, value = next((origin, value) for origin, value in given.items() if value is not None)
+        number = int(value) if str(value).strip().isdecimal() else 0
         if number < 1:
             raise RequestError(f"{value!r}", where=variable, needed="a number above 0")
         chosen.append(number)
@@ -172,13 +172,7 @@ def make_pack_plan(request: PackRequest, machine: MachineSettings) -> PackPlan:
         "tokenizer": tokenizer.sha256,
         "eod_id": eod_id,
         "bos_id": bos_id,
-        "special_tokens_in_text": request.special_tokens_in_text,
-        "text_column": request.text_column,
-        "text_documents": request.text_documents,
-        "on_error": request.on_error,
-        "max_document_bytes": request.max_document_bytes,
-        "sequence_length": request.sequence_length,
-        "packing": request.packing,
+        **{name: getattr(request, name) for name in SAME},
         "versions": encoder.versions(),
     }
     plan = PackPlan(request, machine, tokenizer, settings, inputs, paths)

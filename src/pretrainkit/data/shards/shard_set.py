@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pretrainkit.data.indexed.manifest import TokenizerRecord, decode_record, read_record
+from pretrainkit.data.indexed.manifest import decode_record, read_record
 from pretrainkit.data.shards.format import FORMAT, NAME, SAMPLE, ShardRecord, decode_ids, read_records, shard_name
 from pretrainkit.data.shards.urls import ForwardStream, expand, fetch, is_url, sibling
 from pretrainkit.errors import DataError, RequestError
@@ -216,31 +216,21 @@ class ShardDocuments:
 
     def __init__(self, shards: str) -> None:
         self.path_prefix = shards
-        self._set = open_shards(shards)
-        if not self._set.num_samples:
+        found = open_shards(shards)
+        if not found.num_samples:
             raise RequestError("no sample in any shard", where=shards)
-        self._reader = ShardReader(self._set.shards, KEPT_DOCUMENTS)
-        tables = [shard.table["num_tokens"] for shard in self._set.shards]
+        self.num_tokens = found.num_tokens
+        self.tokenizer = found.records[0].tokenizer
+        """Which gave the ids."""
+        self.data_hash = found.data_hash
+        """Changes when the content does, not its place."""
+        self._reader = ShardReader(found.shards, KEPT_DOCUMENTS)
+        tables = [shard.table["num_tokens"] for shard in found.shards]
         self.sequence_lengths: NDArray[np.int32] = np.concatenate(tables).astype(np.int32)
         self._first = np.concatenate([np.zeros(1, np.int64), np.cumsum([len(table) for table in tables])])
 
     def __len__(self) -> int:
         return len(self.sequence_lengths)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all documents."""
-        return self._set.num_tokens
-
-    @property
-    def tokenizer(self) -> TokenizerRecord:
-        """Which tokenizer gave the ids."""
-        return self._set.records[0].tokenizer
-
-    @property
-    def data_hash(self) -> str:
-        """Changes when the content does, not its place."""
-        return self._set.data_hash
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> NDArray[np.int32]:
         """Ids of a document from `offset` on, `length` of them or all that follow."""

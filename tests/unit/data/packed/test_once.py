@@ -13,13 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from pretrainkit import files
 from pretrainkit.data.packed import once
 from pretrainkit.data.packed.once import build_once
 from pretrainkit.errors import DataError
 
 
 def prepare(final: Path, **settings: float) -> bool:
-    return build_once(final, final.exists, final.mkdir, environment={}, **settings)
+    return build_once(final, final.exists, final.mkdir, **settings)
 
 
 def test_the_first_prepares_and_the_next_finds_it_ready(tmp_path: Path) -> None:
@@ -37,7 +38,7 @@ def test_a_pool_may_fork_since_the_heartbeat_begins_after_it(tmp_path: Path) -> 
         yield
         assert final.exists() and threading.active_count() == threads[0]
 
-    assert build_once(final, final.exists, final.mkdir, pool=pool(), environment={})
+    assert build_once(final, final.exists, final.mkdir, pool=pool())
     assert threads == [threading.active_count()]
 
 
@@ -70,10 +71,10 @@ def test_what_a_preparer_left_that_died_after_its_work_is_cleared(tmp_path: Path
 
     def again() -> bool:
         staging.mkdir(exist_ok=True)
-        return build_once(final, final.exists, final.rmdir, leftovers=lambda: [staging], environment={})
+        return build_once(final, final.exists, final.rmdir, leftovers=lambda: [staging])
 
     heartbeat.write_text(json.dumps({"host": socket.gethostname(), "pid": 1}))
-    with once._try_lock(final) as got:
+    with files.locked(tmp_path / "set.lock") as got:
         assert got and not again()
         assert heartbeat.exists() and staging.exists()  # it lives, and clears them itself
     assert not again()
