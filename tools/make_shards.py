@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; gives the exit code."""
-    return run_command(or_submit(run, __file__, argv, has_array=True), build_parser(), argv)
+    return run_command(or_submit(run, __file__, argv), build_parser(), argv)
 
 
 if __name__ == "__main__":

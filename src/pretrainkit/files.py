@@ -20,6 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
+
 from pretrainkit.logs import get_logger
 
 LOGGER = get_logger(__name__)
@@ -194,23 +196,13 @@ def remove_leftovers(final: Path) -> list[Path]:
     rest = []
     for path in leftovers(final):
         process = owner_of(path)
-        if process is None or _is_alive(process):
+        if process is None or psutil.pid_exists(process):
             rest.append(path)
         elif path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
     return rest
-
-
-def _is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass  # somebody else's
-    return True
 
 
 def write_text(path: Path, text: str) -> None:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from pretrainkit.cli import Parser
 from pretrainkit.config.parser import add_flag, given_flags
 from pretrainkit.config.schema import OPTIONS, RunConfig
 from pretrainkit.errors import EXIT_DONE, RequestError
@@ -41,11 +42,7 @@ def add_job_flags(parser: argparse.ArgumentParser, *, has_array: bool = False) -
 
 
 def or_submit(
-    run: Callable[[argparse.Namespace], int],
-    script: str,
-    argv: Sequence[str] | None,
-    *,
-    has_array: bool = False,
+    run: Callable[[argparse.Namespace], int], script: str, argv: Sequence[str] | None
 ) -> Callable[[argparse.Namespace], int]:
     """A tool's command: `run`, or a submission of the command line if a flag asks for one."""
 
@@ -58,7 +55,7 @@ def or_submit(
             return run(arguments)
         config = _load(given)
         if config.launch.is_scheduled:
-            words = without_job_flags(sys.argv[1:] if argv is None else argv, has_array=has_array)
+            words = _without_job_flags(sys.argv[1:] if argv is None else argv)
             return _submit(config, Path(script).resolve(), words, arguments)
         if asked:
             raise RequestError(
@@ -69,17 +66,11 @@ def or_submit(
     return command
 
 
-def without_job_flags(words: Sequence[str], *, has_array: bool) -> list[str]:
+def _without_job_flags(words: Sequence[str]) -> list[str]:
     """A tool's words without the flags of `add_job_flags`."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    add_job_flags(parser, has_array=has_array)
-    known = {option for action in parser._actions for option in action.option_strings}
-    spelled = []
-    for word in words:
-        name, equals, value = word.partition("=")
-        ours = name.replace("-", "_").replace("__", "--", 1)
-        spelled.append(ours + equals + value if name.startswith("--") and ours in known else word)
-    return parser.parse_known_args(spelled)[1]
+    parser = Parser(add_help=False)
+    add_job_flags(parser, has_array=True)
+    return parser.parse_known_args(list(words))[1]
 
 
 def _load(given: dict[str, object]) -> RunConfig:
