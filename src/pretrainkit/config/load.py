@@ -107,12 +107,10 @@ def _added(option: Option, earlier: Any, value: Any) -> Any:
     if option.type is dict:
         return {**(earlier or {}), **value}
     if option.name == "launch.container_mounts":
-        return tuple({_target(mount): mount for mount in (*(earlier or ()), *value)}.values())
+        return tuple(
+            {mount.split(":")[min(1, mount.count(":"))]: mount for mount in (*(earlier or ()), *value)}.values()
+        )
     return value
-
-
-def _target(mount: str) -> str:
-    return mount.split(":")[min(1, mount.count(":"))]
 
 
 def _with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:

@@ -45,11 +45,6 @@ def world_size(config: RunConfig) -> int:
     return config.launch.num_nodes * config.launch.num_gpus
 
 
-def data_parallel_size(config: RunConfig) -> int:
-    """Copies of the model."""
-    return world_size(config) // config.parallel.model_parallel_size
-
-
 def accelerator(config: RunConfig, machine: MachineFacts) -> str:
     """cpu or gpu."""
     if config.launch.accelerator != "auto":
@@ -85,13 +80,6 @@ def lr_decay_steps(config: RunConfig, steps: int) -> int:
     return config.optimizer.lr_decay_steps or steps
 
 
-def lr_warmup_steps(config: RunConfig, steps: int) -> int:
-    """Steps of linear warm-up."""
-    if config.optimizer.lr_warmup_steps is not None:
-        return config.optimizer.lr_warmup_steps
-    return min(MAX_DEFAULT_WARMUP_STEPS, int(WARMUP_SHARE * lr_decay_steps(config, steps)))
-
-
 def padded_vocab_size(vocab_size: int, tensor_model_parallel_size: int) -> int:
     """Rows of the embedding in Megatron."""
     multiple = math.lcm(VOCABULARY_MULTIPLE, tensor_model_parallel_size)
@@ -103,7 +91,8 @@ def resolve(config: RunConfig, facts: RunFacts) -> ResolvedRun:
     assert facts.model and facts.dataset and facts.split_tokens
     chosen = accelerator(config, facts.machine)
     steps = max_steps(config, facts.split_tokens)
-    optimizer = config.optimizer
+    optimizer, precision = config.optimizer, config.training.precision
+    decay, warmup = lr_decay_steps(config, steps), optimizer.lr_warmup_steps
     return ResolvedRun(
         config=config,
         model=facts.model,
@@ -112,13 +101,13 @@ def resolve(config: RunConfig, facts: RunFacts) -> ResolvedRun:
         hf_folder=facts.hf_folder,
         initial_weights=facts.initial_weights,
         accelerator=chosen,
-        precision=_precision(config, chosen),
+        precision=precision if precision != "auto" else "bf16" if chosen == "gpu" else "fp32",
         world_size=world_size(config),
-        data_parallel_size=data_parallel_size(config),
+        data_parallel_size=world_size(config) // config.parallel.model_parallel_size,
         sequence_parallel=sequence_parallel(config),
         max_steps=steps,
-        lr_warmup_steps=lr_warmup_steps(config, steps),
-        lr_decay_steps=lr_decay_steps(config, steps),
+        lr_warmup_steps=min(MAX_DEFAULT_WARMUP_STEPS, int(WARMUP_SHARE * decay)) if warmup is None else warmup,
+        lr_decay_steps=decay,
         min_lr=optimizer.lr / 10 if optimizer.min_lr is None else optimizer.min_lr,
         samples_per_epoch=samples_per_epoch(config, facts.split_tokens),
         padded_vocab_size=padded_vocab_size(facts.model.vocab_size, config.parallel.tensor_model_parallel_size),
@@ -147,9 +136,3 @@ def _gpu(config: RunConfig, machine: MachineFacts, chosen_accelerator: str) -> d
         "gpu_name": machine.gpu_name if here else launch.gpu_name,
         "gpu_memory_gib": launch.gpu_memory_gib or (machine.gpu_memory_gib if here else None),
     }
-
-
-def _precision(config: RunConfig, chosen_accelerator: str) -> str:
-    if config.training.precision != "auto":
-        return config.training.precision
-    return "bf16" if chosen_accelerator == "gpu" else "fp32"

@@ -91,6 +91,9 @@ def _margin(config: RunConfig) -> Iterator[RequestError]:
 def _launch(config: RunConfig) -> Iterator[RequestError]:
     """Launch settings that can't take effect together."""
     launch = config.launch
+    if launch.container_runtime == "pyxis" and launch.executor != "slurm":
+        where = f"--container_runtime with {launch.executor}"
+        yield RequestError("pyxis is a part of Slurm", needed="apptainer or none", where=where)
     if not launch.is_scheduled:
         for name in ("chain", "requeue", "modules", "setup"):
             option = OPTIONS[f"launch.{name}"]
@@ -101,8 +104,6 @@ def _launch(config: RunConfig) -> Iterator[RequestError]:
                     action="" if option.flag else "load or run them before the start",
                     where=option.spelling,
                 )
-        if launch.container_runtime == "pyxis":
-            yield RequestError("pyxis is a part of Slurm", needed="apptainer or none", where="--container_runtime")
         return
     if launch.chain > 1 and launch.requeue:
         yield RequestError("both ask for further jobs", needed="--chain or --requeue", where="--chain")

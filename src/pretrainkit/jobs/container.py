@@ -62,7 +62,7 @@ def container_of(config: LaunchConfig, *, needs: Iterable[Path], on_gpu: bool) -
         needs: folders and files that the job reads or writes; they are mounted at the same path.
 
     Raises:
-        RequestError: lists every missing mount; or the image is missing, or the executor doesn't have the runtime.
+        RequestError: lists every missing mount; or the image is missing.
     """
     runtime = config.runtime
     if runtime == "none":
@@ -72,20 +72,12 @@ def container_of(config: LaunchConfig, *, needs: Iterable[Path], on_gpu: bool) -
         image = DEFAULT_PYXIS_IMAGE
     if not image:
         raise RequestError(f"none for {runtime}", needed="a file, folder or registry name", where="--container_image")
-    if runtime == "pyxis" and not _has_pyxis(config):
-        raise RequestError(
-            "pyxis is a part of Slurm", needed="apptainer or none", where=f"--container_runtime with {config.executor}"
-        )
     return Container(
         runtime=runtime,
         image=_image(image, runtime),
         mounts=_mounts(config.container_mounts, needs),
         nv=on_gpu if config.nv is None else config.nv,
     )
-
-
-def _has_pyxis(config: LaunchConfig) -> bool:
-    return config.executor == "slurm"  # pyxis is a plugin of Slurm
 
 
 def _image(image: str, runtime: str) -> str:

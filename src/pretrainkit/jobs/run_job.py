@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from pretrainkit.config.launch import LaunchConfig
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.data.shards.urls import is_url
-from pretrainkit.errors import EXIT_DONE, RequestError
+from pretrainkit.errors import RequestError
 from pretrainkit.jobs import submit, watch
 from pretrainkit.jobs.container import container_of
 from pretrainkit.jobs.job import Job
@@ -33,39 +34,52 @@ _MAX_WARNING_S = 65535
 """sbatch's bound."""
 
 
-def planned_job(run: ResolvedRun, train_script: Path) -> Job:
-    """The job that would be submitted next for a run; its ranks run a copy of `train_script`, an absolute path.
+def new_job(
+    config: LaunchConfig, *, folder: Path, words: Iterable[object], needs: list[Path], on_gpu: bool, **settings: Any
+) -> Job:
+    """A job whose Python gets `words`; of the caller's environment it has the variables that concern it.
 
     Raises RequestError for unusable mounts, images, runtimes and variables.
     """
-    config, experiment_dir = run.config.launch, Path(run.experiment_dir)
     check_environment(config)
+    container = container_of(config, needs=needs, on_gpu=on_gpu)
+    plain, secret = passed_on(os.environ)
+    return Job(
+        folder=folder,
+        command=(python_of(config, container is not None), *map(str, words)),
+        config=config,
+        container=container,
+        environment={**plain, **settings.pop("environment", {})},
+        on_gpu=on_gpu,
+        secrets=folder / submit.SECRETS if secret else None,
+        **settings,
+    )
+
+
+def planned_job(run: ResolvedRun, train_script: Path) -> Job:
+    """The job that would be submitted next for a run; its ranks run a copy of `train_script`, an absolute path."""
+    config, experiment_dir = run.config.launch, Path(run.experiment_dir)
     folder = submit.next_folder(RunFolder.of(run).jobs)
-    script = folder / CODE / train_script.parent.name / train_script.name
     node = ["--ranks", config.num_gpus, "--experiment_dir", experiment_dir, "--job_dir", folder]
     node += ["--num_nodes", config.num_nodes, "--accelerator", run.accelerator]
     margin_s = parse_duration(run.config.training.time_margin)
     node += ["--needed_time_s", margin_s] if run.config.training.time_limit else []
     node += [] if config.check_nodes else ["--no_check"]
     node += ["--slots_per_gpu", config.slots_per_gpu] if config.slots_per_gpu else []
-    container = container_of(config, needs=needs_of(run), on_gpu=run.accelerator == "gpu")
-    plain, secret = passed_on(os.environ)
-    node += ["--", script, "--run", RunFolder.of(run).run_file]
-    command = [python_of(config, container is not None), "-m", NODE_MODULE, *node]
-    return Job(
-        name=run.config.experiment,
+    node += ["--", folder / CODE / train_script.parent.name / train_script.name, "--run", RunFolder.of(run).run_file]
+    return new_job(
+        config,
         folder=folder,
-        work_dir=experiment_dir,
-        command=tuple(map(str, command)),
-        config=config,
-        container=container,
-        environment={**plain, **rank_environment(run)},
+        words=["-m", NODE_MODULE, *node],
+        needs=needs_of(run),
         on_gpu=run.accelerator == "gpu",
+        name=run.config.experiment,
+        work_dir=experiment_dir,
+        environment=rank_environment(run),
         num_nodes=config.num_nodes,
         ranks_per_node=config.num_gpus,
         time_limit=run.config.training.time_limit,
         warning_s=int(min(max(margin_s, _MIN_WARNING_S), _MAX_WARNING_S)),
-        secrets=folder / submit.SECRETS if secret else None,
     )
 
 
@@ -75,19 +89,16 @@ def start_job(run: ResolvedRun, *, train_script: Path, command_line: Sequence[st
     Raises PretrainkitError when the scheduler refuses it: run.json and converted weights stay, the job's folder
     doesn't.
     """
-    folder, launch = RunFolder.of(run), run.config.launch
+    folder = RunFolder.of(run)
     with locked(folder, LAUNCHER_LOCK):
         with locked(folder, RANKS_LOCK):
             job = planned_job(run, train_script.resolve())
-            _refuse_second(folder, runner_of(launch))
+            _refuse_second(folder, runner_of(run.config.launch))
             run = finalize_run(run)
             initial_weights.provide_for(run)
         write_run_file(run)
         submitted = submit.submit(job, train_script.resolve(), describe(run, command_line))
-    submit.announce(submitted)
-    if not follow:
-        return EXIT_DONE
-    return watch.follow(submitted, runner_of(launch), is_chain=launch.chain > 1, requeues=launch.requeue)
+    return watch.announce(submitted, run.config.launch, follows=follow)
 
 
 def _refuse_second(folder: RunFolder, commands: Run) -> None:

@@ -151,10 +151,6 @@ class Scheduler(ABC):
         """What the job's script does to get back into the queue."""
         return self.requeue_line
 
-    def template_values(self, job: Job) -> dict[str, object]:
-        """Values that only this scheduler's template uses."""
-        return {}
-
     def is_listed(self, output: str) -> bool:
         """Whether the output of `query` has a job that waits or runs."""
         return bool(output.strip())

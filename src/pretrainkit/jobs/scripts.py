@@ -93,7 +93,6 @@ def job_script(
         requeue=scheduler.requeue(job, script) if job.config.requeue else "",
         inner=job.folder / (RUN if job.in_pyxis else NODE),
         **_host(job),
-        **scheduler.template_values(job),
     )
 
 

@@ -56,12 +56,12 @@ class Slurm(Scheduler):
         dependency = [f"--dependency=afterany:{after}"] if after else []
         return ["sbatch", "--requeue", "--parsable", *dependency, str(script)]
 
-    def template_values(self, job: Job) -> dict[str, object]:
-        """The lines of the header, and the log, which the script and srun append to."""
-        log = str(job.folder).replace("%", "%%") + f"/slurm-{'%A_%a' if job.array else '%j'}.log"
-        return {"options": self._sbatch_options(job, log), "log": log}
+    def log(self, job: Job) -> str:
+        """The log in sbatch's form; the script and srun append to it."""
+        return str(job.folder).replace("%", "%%") + f"/slurm-{'%A_%a' if job.array else '%j'}.log"
 
-    def _sbatch_options(self, job: Job, log: str) -> list[str]:
+    def header(self, job: Job) -> list[str]:
+        """The options of sbatch in the script."""
         with heavy_imports():
             from nemo_run import SlurmExecutor
 
@@ -82,7 +82,7 @@ class Slurm(Scheduler):
         )
         executor.job_name = job.script_name
         requested = {name: value for name, value in vars(executor).items() if name in SlurmExecutor.SBATCH_FLAGS}
-        requested |= {"output": log, **parameters}
+        requested |= {"output": self.log(job), **parameters}
         return [
             f"--{name.replace('_', '-')}" + ("" if value is True else f"={shlex.quote(str(value))}")
             for name, value in sorted(requested.items())

@@ -17,7 +17,6 @@ import json
 import os
 import shlex
 import shutil
-import sys
 import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -31,14 +30,11 @@ from pretrainkit.jobs.job import Job
 from pretrainkit.jobs.registry import SCHEDULERS, scheduler_of
 from pretrainkit.jobs.scheduler import Run, runner_of
 from pretrainkit.jobs.secrets import passed_on, write_secrets
-from pretrainkit.logs import get_logger
 from pretrainkit.records import decode
 from pretrainkit.run.folder import JOBS_FILE, SOURCE_FILE
 
 SECRETS = "secrets.sh"
 _IGNORED = shutil.ignore_patterns("__pycache__", "*.pyc", ".*", "*.egg-info")
-
-log = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -174,15 +170,6 @@ def read_records(jobs_dir: Path) -> list[SubmittedJob]:
     path = jobs_dir / JOBS_FILE
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     return [decode(SubmittedJob, json.loads(line)) for line in lines]
-
-
-def announce(submitted: list[SubmittedJob]) -> None:
-    """Print ids and logs to stdout, and log the command that cancels the jobs."""
-    for job in submitted:
-        print(f"job {job.job_id}  log {job.logs[0] if len(job.logs) == 1 else f'{job.logs[0]} ...'}")
-    sys.stdout.flush()
-    words = SCHEDULERS[submitted[0].scheduler].cancel_command([job.job_id for job in submitted])
-    log.info("to cancel: %s", shlex.join(words))
 
 
 def _parts(job: Job) -> list[_Part]:

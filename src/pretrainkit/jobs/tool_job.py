@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -85,44 +84,32 @@ def _load(given: dict[str, object]) -> RunConfig:
 
 def _submit(config: RunConfig, script: Path, words: list[str], arguments: argparse.Namespace) -> int:
     from pretrainkit.jobs import submit, watch
-    from pretrainkit.jobs.container import container_of
-    from pretrainkit.jobs.job import Job, parse_array
-    from pretrainkit.jobs.run_job import check_environment, python_of
-    from pretrainkit.jobs.scheduler import runner_of
+    from pretrainkit.jobs.job import parse_array
+    from pretrainkit.jobs.run_job import new_job
     from pretrainkit.jobs.scripts import CODE
-    from pretrainkit.jobs.secrets import passed_on
     from pretrainkit.run.source import describe_source
 
-    launch = config.launch
-    check_environment(launch)
     array = None
     if arguments.array is not None:
         array = parse_array(arguments.array, parts_of(words))
         _check_parts(words, script.name, is_whole=array.indices == tuple(range(array.count)))
     folder = submit.next_folder((arguments.job_dir or Path("jobs") / script.stem).absolute())
-    container = container_of(launch, needs=[folder, *paths_in(words)], on_gpu=False)
-    plain, secret = passed_on(os.environ)
-    code = folder / CODE / script.parent.name / script.name
-    job = Job(
-        name=script.stem,
+    job = new_job(
+        config.launch,
         folder=folder,
+        words=[folder / CODE / script.parent.name / script.name, *words],
+        needs=[folder, *paths_in(words)],
+        on_gpu=False,
+        name=script.stem,
         work_dir=Path.cwd(),
-        command=(python_of(launch, container is not None), str(code), *words),
-        config=launch,
-        container=container,
-        environment=plain,
         time_limit=config.training.time_limit,
         array=array,
-        secrets=folder / submit.SECRETS if secret else None,
     )
     if arguments.dry_run:
         print(submit.describe(job))
         return EXIT_DONE
     submitted = submit.submit(job, script, describe_source([str(script), *words]))
-    submit.announce(submitted)
-    if not arguments.follow:
-        return EXIT_DONE
-    return watch.follow(submitted, runner_of(launch), is_chain=False, requeues=False)
+    return watch.announce(submitted, config.launch, follows=arguments.follow)
 
 
 def parts_of(words: Sequence[str]) -> int | None:

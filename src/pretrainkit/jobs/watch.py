@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import threading
 from collections.abc import Sequence
@@ -9,9 +10,10 @@ from pathlib import Path
 from typing import BinaryIO
 
 from pretrainkit import files
+from pretrainkit.config.launch import LaunchConfig
 from pretrainkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED_AFTER_SAVING
-from pretrainkit.jobs.registry import SCHEDULERS
-from pretrainkit.jobs.scheduler import Run
+from pretrainkit.jobs.registry import SCHEDULERS, scheduler_of
+from pretrainkit.jobs.scheduler import Run, runner_of
 from pretrainkit.jobs.scripts import CHAIN
 from pretrainkit.jobs.submit import SubmittedJob
 from pretrainkit.logs import get_logger
@@ -70,6 +72,18 @@ class Follower:
             if last and (rest := self._rests.pop(path, b"")):
                 self._stream.write(rest + b"\n")
         self._stream.flush()
+
+
+def announce(submitted: Sequence[SubmittedJob], config: LaunchConfig, *, follows: bool) -> int:
+    """Print ids and logs, and log the command that cancels the jobs; gives their exit code if asked to follow them."""
+    for job in submitted:
+        print(f"job {job.job_id}  log {job.logs[0] if len(job.logs) == 1 else f'{job.logs[0]} ...'}")
+    sys.stdout.flush()
+    words = scheduler_of(config).cancel_command([job.job_id for job in submitted])
+    log.info("to cancel: %s", shlex.join(words))
+    if not follows:
+        return EXIT_DONE
+    return follow(submitted, runner_of(config), is_chain=config.chain > 1, requeues=config.requeue)
 
 
 def follow(submitted: Sequence[SubmittedJob], run: Run, *, is_chain: bool, requeues: bool) -> int:

@@ -98,6 +98,10 @@ OF_THE_REQUEST: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"optimizer__lr_warmup_steps": 100},
         ["100 warmup steps, but the decay ends at step 14"],
     ),
+    "pyxis without Slurm": (
+        {"launch__executor": "sge", "launch__container_runtime": "pyxis"},
+        ["--container_runtime with sge: pyxis is a part of Slurm", "apptainer or none"],
+    ),
     "experiment with a slash": ({"experiment": "a/b"}, ["--experiment: 'a/b'"]),
     "experiment that goes up": ({"experiment": ".."}, ["--experiment: '..'"]),
     "no experiment": ({"experiment": ""}, ["--experiment: ''"]),

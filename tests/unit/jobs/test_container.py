@@ -66,11 +66,6 @@ def test_without_an_image_there_is_a_container_only_with_pyxis(executor: str) ->
     assert container(executor="slurm", container_runtime="none") is None
 
 
-def test_pyxis_needs_slurm() -> None:
-    with pytest.raises(RequestError, match="pyxis is a part of Slurm"):
-        container(executor="sge", container_runtime="pyxis")
-
-
 def test_all_missing_mounts_are_told(tmp_path: Path) -> None:
     with pytest.raises(RequestError) as error:
         container(executor="slurm", container_mounts=(f"{tmp_path}/a:/x", str(tmp_path), f"{tmp_path}/b"))
