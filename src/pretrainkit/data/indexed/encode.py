@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pretrainkit.data.indexed.chunk import Chunk, Column, Order, Target
-from pretrainkit.data.indexed.file_bytes import write_at
+from pretrainkit.data.indexed.file_bytes import copy_range, write_at
 from pretrainkit.data.readers.records import Batch, RecordRules, Reject
 from pretrainkit.data.readers.source import RangeCounts, Source
 from pretrainkit.data.readers.text import BATCH_BYTES
@@ -54,9 +54,9 @@ class BlockRequest:
 
 @dataclass(frozen=True)
 class WriteRequest:
-    """Write a chunk that is held, a target for each column, and hold it no longer."""
+    """Write a chunk that is held, and hold it no longer, or copy its part files: a target for each column."""
 
-    order: Order
+    chunk: Chunk
     targets: list[Target]
 
 
@@ -119,12 +119,20 @@ class _Worker:
     def reply(self, request: ItemRequest | BlockRequest | WriteRequest) -> Chunk | None:
         """Do what is requested."""
         if isinstance(request, WriteRequest):
-            self._held.pop(request.order).write(request.targets)
+            self._write(request.chunk, request.targets)
             return None
         self._num_encoded += 1
         if self._num_encoded % CHUNKS_PER_TRIM == 0:
             trim_heap()
         return self._encode_block(request) if isinstance(request, BlockRequest) else self._encode_item(request)
+
+    def _write(self, chunk: Chunk, targets: list[Target]) -> None:
+        if held := self._held.pop(chunk.order, None):
+            held.write(targets)
+            return
+        parts = chunk.parts(self._task.folder)
+        for column, (source, begin), (target, offset) in zip(chunk.columns, parts, targets, strict=True):
+            copy_range(source, begin, target, offset, column.num_bytes)
 
     def _encode_item(self, request: ItemRequest) -> Chunk:
         chunk = self._chunk(request.number, 0, is_last=True, disk_bytes=request.item.num_bytes)

@@ -2,8 +2,8 @@
 
 Work is handed out in the order of the input. Streams are handed out block by block: threads read several at once, as
 decompression releases Python's lock. A chunk's place is known once all earlier ones are encoded. The worker that holds
-it in memory then writes it there; from part files one of a few threads copies it. The journal says which chunks are in
-their place. All that is waited for is a future whose result the loop takes, so nothing else changes its state.
+it in memory then writes it there; from part files any worker copies it. The journal says which chunks are in their
+place. All that is waited for is a future whose result the loop takes, so nothing else changes its state.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import Any
 from pretrainkit.data.byte_progress import ByteProgress
 from pretrainkit.data.indexed.chunk import Chunk, Column, Order, Target
 from pretrainkit.data.indexed.encode import BlockRequest, IndexedTask, ItemRequest, WriteRequest
-from pretrainkit.data.indexed.file_bytes import copy_range
 from pretrainkit.data.indexed.output import Output
 from pretrainkit.data.indexed.request import Plan
 from pretrainkit.data.indexed.state_folder import StateFolder
@@ -35,8 +34,6 @@ from pretrainkit.units import format_count
 LOGGER = get_logger(__name__)
 MAX_HELD_CHUNKS = 3
 """Chunks that a worker holds in memory while their place is not known; beyond, it puts the oldest into part files."""
-COPY_THREADS = 4
-"""In-kernel copies run at some GB/s each, a worker makes about 0.1: enough for more cores than a node has."""
 FLUSH_BYTES = 64 << 20
 """Tokens after which the disk is made to follow, so that little is left to flush at the end."""
 
@@ -80,14 +77,13 @@ class Run:
         self._blocks: dict[int, tuple[BlockRequest, Iterator[BlockRequest]]] = {}
         """The block of each stream that was read and is not handed out, and those after it."""
         self._start_progress(remaining)
-        self._readers = ThreadPoolExecutor(len(self._pool), thread_name_prefix="read")
-        self._copiers = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix="copy")
+        self._threads = ThreadPoolExecutor(len(self._pool) + 1)
+        """One for each stream that is read, and one that flushes."""
         try:
             self._loop()
         finally:
             self._progress.close()
-            for threads in (self._readers, self._copiers):
-                threads.shutdown(cancel_futures=True)
+            self._threads.shutdown(cancel_futures=True)
 
     def _start_workers(self) -> None:
         plan, request = self._plan, self._plan.request
@@ -230,7 +226,7 @@ class Run:
             yield BlockRequest(number, block, part.source, b"", 0, tuple(counts.digests), is_last=True)
 
     def _read_block(self, stream: Iterator[BlockRequest]) -> None:
-        self._when(self._readers.submit(next, stream, None), partial(self._take_block, stream))
+        self._when(self._threads.submit(next, stream, None), partial(self._take_block, stream))
 
     def _take_block(self, stream: Iterator[BlockRequest], block: BlockRequest | None) -> None:
         if block is None:
@@ -264,10 +260,10 @@ class Run:
         self._when(written, lambda _: self._add(chunk))
 
     def _write(self, chunk: Chunk, targets: list[Target]) -> Future[Any]:
-        """Have the worker that holds a chunk write it."""
-        assert chunk.worker is not None
-        self._held[chunk.worker].remove(chunk)
-        return self._pool.submit(WriteRequest(chunk.order, targets), chunk.worker)
+        """Have the worker that holds a chunk write it, or any worker copy its part files."""
+        if chunk.worker is not None:
+            self._held[chunk.worker].remove(chunk)
+        return self._pool.submit(WriteRequest(chunk, targets), chunk.worker)
 
     def _advance(self) -> None:
         """Bring chunks to their place whose turn has come, and finish outputs."""
@@ -287,14 +283,7 @@ class Run:
         output.add(chunk)
         self._step(chunk)
         self._num_placing += 1
-        is_copied = chunk.worker is None
-        placed = self._copiers.submit(self._copy, chunk, targets) if is_copied else self._write(chunk, targets)
-        self._when(placed, partial(self._take_placed, output, chunk, output.rejects))
-
-    def _copy(self, chunk: Chunk, targets: list[Target]) -> None:
-        parts = chunk.parts(self._state.path)
-        for column, (source, begin), (target, offset) in zip(chunk.columns, parts, targets, strict=True):
-            copy_range(source, begin, target, offset, column.num_bytes)
+        self._when(self._write(chunk, targets), partial(self._take_placed, output, chunk, output.rejects))
 
     def _take_placed(self, output: Output, chunk: Chunk, rejects: Column, _: None) -> None:
         self._num_placing -= 1
@@ -303,7 +292,7 @@ class Run:
             path.unlink()
         self._num_unflushed += sum(column.num_bytes for column in chunk.columns)
         if self._num_unflushed > FLUSH_BYTES and (self._flush is None or self._flush.done()):
-            self._num_unflushed, self._flush = 0, self._copiers.submit(output.flush)
+            self._num_unflushed, self._flush = 0, self._threads.submit(output.flush)
 
     def _start_progress(self, remaining: dict[int, WorkItem]) -> None:
         """A bar on a terminal, or lines in the log: what was encoded in this process."""
