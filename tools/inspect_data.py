@@ -51,10 +51,10 @@ def build_parser() -> Parser:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run one of the commands, print its result, and give the exit code."""
-    from pretrainkit.data.indexed import reports
+    from pretrainkit.data.indexed import inspect
 
     if arguments.command == "show":
-        return reports.show_documents(
+        return inspect.show_documents(
             Path(arguments.prefix),
             arguments.documents,
             arguments.tokenizer_model,
@@ -62,17 +62,17 @@ def run(arguments: argparse.Namespace) -> int:
             as_json=arguments.json,
         )
     if arguments.command == "stats":
-        report = reports.report_statistics(arguments.data, arguments.plot)
+        report = inspect.report_statistics(arguments.data, arguments.plot)
     elif arguments.command == "verify":
-        report = reports.report_verification(arguments.data, arguments.tokenizer_model)
+        report = inspect.report_verification(arguments.data, arguments.tokenizer_model)
     elif arguments.command == "merge":
-        report = reports.report_merge(arguments.input, arguments.output_prefix, overwrite=arguments.overwrite)
+        report = inspect.report_merge(arguments.input, arguments.output_prefix, overwrite=arguments.overwrite)
     elif arguments.command == "count":
-        report = reports.report_epoch(
+        report = inspect.report_epoch(
             arguments.data, arguments.split, arguments.sequence_length, arguments.global_batch_size
         )
     else:
-        report = reports.report_blend(
+        report = inspect.report_blend(
             arguments.data,
             arguments.output,
             temperature=arguments.temperature,

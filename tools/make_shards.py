@@ -50,8 +50,8 @@ def build_parser() -> Parser:
 
 def run(arguments: argparse.Namespace) -> int:
     """Make or list shards as asked."""
-    from pretrainkit.data.indexed.reports import Report
     from pretrainkit.data.job_array import parse_shard_id
+    from pretrainkit.data.report import Report
     from pretrainkit.data.shards import request
     from pretrainkit.data.shards.build import make_shards
     from pretrainkit.data.shards.format import record_to_json

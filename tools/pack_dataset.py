@@ -51,10 +51,10 @@ def build_parser() -> Parser:
 
 def run(arguments: argparse.Namespace) -> int:
     """Pack, or wait until it is done."""
-    from pretrainkit.data.indexed.reports import Report
     from pretrainkit.data.packed.build import pack_dataset
     from pretrainkit.data.packed.format import manifest_to_json
     from pretrainkit.data.packed.request import PackRequest, machine_settings, make_pack_plan
+    from pretrainkit.data.report import Report
 
     fields = request_fields(PackRequest, arguments)
     fields |= {"inputs": tuple(arguments.input), "output_dir": arguments.output_dir.resolve()}

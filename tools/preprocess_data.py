@@ -62,9 +62,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.partitions not in (None, "1"):
         raise RequestError("not needed", where="--partitions", action="leave it out: all workers share any input")
     from pretrainkit.data.indexed.build import preprocess
-    from pretrainkit.data.indexed.reports import Report
     from pretrainkit.data.indexed.request import Request
     from pretrainkit.data.job_array import parse_shard
+    from pretrainkit.data.report import Report
 
     fields = request_fields(Request, arguments) | {"inputs": tuple(arguments.input)}
     fields["shard"] = parse_shard(arguments.shard, os.environ) if arguments.shard else None

@@ -22,9 +22,8 @@ from pretrainkit import files
 from pretrainkit.config.schema import DatasetFacts
 from pretrainkit.config.split import parse_split, split_bounds
 from pretrainkit.data.indexed.blend import read_blend
-from pretrainkit.data.indexed.format import IndexedDataset, bin_path, idx_path
+from pretrainkit.data.indexed.format import IndexedDataset, bin_path, find_pairs, idx_path
 from pretrainkit.data.indexed.manifest import Manifest, TokenizerRecord, read_manifest
-from pretrainkit.data.indexed.pairs import find_pairs
 from pretrainkit.data.indexed.verify import eod_problem
 from pretrainkit.data.packed.format import PackedDocuments, PackedRows, is_packed_folder, open_packed
 from pretrainkit.data.shards.shard_set import ShardDocuments, is_shard_folder

@@ -84,9 +84,8 @@ def _raw_folder(folder: Path) -> Check:
 
 
 def _pair_checks(place: Path) -> list[Check]:
-    from pretrainkit.data.indexed.format import IndexedDataset
+    from pretrainkit.data.indexed.format import IndexedDataset, find_pairs
     from pretrainkit.data.indexed.manifest import read_manifest
-    from pretrainkit.data.indexed.pairs import find_pairs
 
     checks, tokens, documents = [], 0, 0
     for prefix in find_pairs(place):

@@ -12,7 +12,7 @@ import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from pretrainkit.data.indexed.pairs import find_pairs, read_counts
+from pretrainkit.data.indexed.format import find_pairs, open_pair
 from pretrainkit.errors import RequestError
 from pretrainkit.files import read_json, write_json
 
@@ -43,29 +43,24 @@ def make_blend(parts: list[str], temperature: float = 1.0) -> list[BlendEntry]:
     if not temperature > 0 or not math.isfinite(temperature):
         raise RequestError(f"{temperature}", where="--temperature", needed="a number above 0")
     found: list[tuple[str, Path, float | None]] = []
+    counts: list[int] = []
     for part in parts:
         name, path, weight = _split_part(part)
-        prefixes = find_pairs(path)
-        total = sum(read_counts(prefix).num_tokens for prefix in prefixes)
-        for prefix in prefixes:
+        pairs = {prefix: open_pair(prefix).num_tokens for prefix in find_pairs(path)}
+        for prefix, count in pairs.items():
             below = str(prefix.relative_to(path)) if Path(path) in prefix.parents else prefix.name
-            label = name if name and len(prefixes) == 1 else f"{name}/{below}" if name else below
-            share = None
-            if weight is not None:
-                share = weight * read_counts(prefix).num_tokens / max(total, 1)
+            label = name if name and len(pairs) == 1 else f"{name}/{below}" if name else below
+            share = None if weight is None else weight * count / max(sum(pairs.values()), 1)
             found.append((label, prefix.resolve(), share))
+            counts.append(count)
     _check(found)
-    counts = [read_counts(prefix).num_tokens for _, prefix, _ in found]
     empty = [str(prefix) for (_, prefix, _), count in zip(found, counts, strict=True) if not count]
     if empty:
         raise RequestError(f"no token in {', '.join(empty)}", action="leave it out of the mixture")
-    weights = [
-        count ** (1 / temperature) if weight is None else weight
-        for (_, _, weight), count in zip(found, counts, strict=True)
-    ]
-    total_weight = sum(weights)
+    lifted = (count ** (1 / temperature) for count in counts)
+    weights = [other if share is None else share for (_, _, share), other in zip(found, lifted, strict=True)]
     return [
-        BlendEntry(name, str(prefix), weight / total_weight, count)
+        BlendEntry(name, str(prefix), weight / sum(weights), count)
         for (name, prefix, _), weight, count in zip(found, weights, counts, strict=True)
     ]
 
@@ -123,7 +118,7 @@ def read_blend(path: Path) -> list[BlendEntry]:
     entries = [replace(entry, prefix=str((path.parent / entry.prefix).resolve())) for entry in entries]
     _check([(entry.name, Path(entry.prefix), entry.weight) for entry in entries])
     for entry in entries:
-        found = read_counts(find_pairs(entry.prefix)[0]).num_tokens
+        found = open_pair(find_pairs(entry.prefix)[0]).num_tokens
         if found != entry.num_tokens:
             raise RequestError(
                 f"{entry.prefix} has {found} tokens, {entry.num_tokens} when the blend was made",

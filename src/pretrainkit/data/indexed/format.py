@@ -14,20 +14,22 @@
     34 + 12 S       8 D     i64, document index: document d is the sequences [index[d], index[d + 1])
 
 Must agree with `megatron/core/datasets/indexed_dataset.py`. Written here, a document is one sequence.
+Also the complete pairs under a path.
 """
 
 from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pretrainkit.errors import DataError
+from pretrainkit.data.readers.inputs import natural_key
+from pretrainkit.errors import DataError, RequestError
 from pretrainkit.files import commit, fsync_path
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -138,28 +140,14 @@ class IndexedDataset:
         if not 0 <= document < self.num_documents:
             raise IndexError(f"document {document} of {self.num_documents}")
         first, end = (int(i) for i in self.document_indices[document : document + 2])
-        if first == end:
-            return self.tokens[:0]
-        begin = int(self.sequence_pointers[first]) // self.dtype.itemsize
-        last = end - 1
-        stop = int(self.sequence_pointers[last]) // self.dtype.itemsize + int(self.sequence_lengths[last])
-        return self.tokens[begin:stop]
+        begin = int(self.sequence_pointers[first]) // self.dtype.itemsize if first < end else 0
+        return self.tokens[begin : begin + int(self.sequence_lengths[first:end].sum())]
 
 
 def write_header(file: BinaryIO, dtype: np.dtype, num_sequences: int, num_documents: int) -> None:
     """The first 34 bytes of an index."""
     code = next(code for code, known in DTYPE_CODES.items() if known == dtype)
     file.write(HEADER.pack(MAGIC, 1, code, num_sequences, num_documents + 1))
-
-
-def write_pointers(file: BinaryIO, lengths: NDArray[np.int32], itemsize: int, first: int = 0) -> int:
-    """Write the byte offsets that follow from the lengths, from `first` on; gives the offset after the last."""
-    offset = first
-    for begin in range(0, len(lengths), _BLOCK):
-        ends = np.cumsum(lengths[begin : begin + _BLOCK], dtype=np.int64) * itemsize + offset
-        file.write(np.concatenate([[offset], ends[:-1]]).astype(np.int64).data)
-        offset = int(ends[-1])
-    return offset
 
 
 def write_index_tail(
@@ -172,16 +160,16 @@ def write_index_tail(
 
     The lengths may be a memory map larger than memory. Without `document_indices` every sequence is a document.
     """
-    write_pointers(file, sequence_lengths, itemsize)
-    for block in _document_index_blocks(len(sequence_lengths), document_indices):
-        file.write(np.ascontiguousarray(block, dtype=np.int64).data)
-
-
-def _document_index_blocks(num_sequences: int, given: NDArray[np.int64] | None) -> Iterator[NDArray[np.int64]]:
-    length = num_sequences + 1 if given is None else len(given)
+    offset, num_sequences = 0, len(sequence_lengths)
+    for begin in range(0, num_sequences, _BLOCK):
+        ends = np.cumsum(sequence_lengths[begin : begin + _BLOCK], dtype=np.int64) * itemsize + offset
+        file.write(np.concatenate([[offset], ends[:-1]]).astype(np.int64).data)
+        offset = int(ends[-1])
+    length = num_sequences + 1 if document_indices is None else len(document_indices)
     for begin in range(0, length, _BLOCK):
         end = min(begin + _BLOCK, length)
-        yield np.arange(begin, end, dtype=np.int64) if given is None else given[begin:end]
+        block = np.arange(begin, end) if document_indices is None else document_indices[begin:end]
+        file.write(np.ascontiguousarray(block, dtype=np.int64).data)
 
 
 def commit_pair(temporary_bin: Path, temporary_idx: Path, prefix: Path | str) -> None:
@@ -194,3 +182,53 @@ def commit_pair(temporary_bin: Path, temporary_idx: Path, prefix: Path | str) ->
     idx_path(prefix).unlink(missing_ok=True)
     commit(temporary_bin, bin_path(prefix))
     commit(temporary_idx, idx_path(prefix))
+
+
+def find_pairs(path: Path | str) -> list[Path]:
+    """The prefixes of all complete pairs at `path`, in natural order: a prefix, one of its files, or a folder.
+
+    A folder without pairs means all folders in it, as `preprocess_data.py --per-file` writes them.
+    Raises RequestError when there is none, or half of one.
+    """
+    path = Path(path)
+    if path.suffix in (".bin", ".idx") and path.is_file():
+        path = path.with_suffix("")
+    if path.is_dir():
+        prefixes = _prefixes(path, path.iterdir()) or _prefixes(path, path.rglob("*"))
+    else:
+        prefixes = [path] if bin_path(path).is_file() or idx_path(path).is_file() else []
+    if not prefixes:
+        is_saved = (path / "dataset_info.json").is_file()
+        raise RequestError(
+            "a saved Hugging Face dataset, not packed" if is_saved else "no .bin/.idx pair here",
+            where=str(path),
+            needed="a folder with .bin/.idx pairs, itself or in folders below, or a prefix P of P.bin and P.idx; to "
+            "train from also token shards (shard-*.tar with shard-*.json) or a packed dataset (packed.json)",
+            action="make it with tools/preprocess_data.py, make_shards.py or pack_dataset.py",
+        )
+    halves = [half for prefix in prefixes for half in (bin_path(prefix), idx_path(prefix)) if not half.is_file()]
+    if halves:
+        raise RequestError(
+            "half of a pair is missing: " + ", ".join(str(half) for half in halves),
+            where=str(path),
+            action="preprocess or copy this data again, or move the other half away",
+        )
+    return prefixes
+
+
+def _prefixes(folder: Path, found: Iterable[Path]) -> list[Path]:
+    """Those of pairs among `found`, without what a preprocessing has not finished."""
+    names = {
+        file.with_suffix("")
+        for file in found
+        if file.suffix in (".bin", ".idx") and not any(above.suffix == ".partial" for above in file.parents)
+    }
+    return sorted(names, key=lambda prefix: natural_key(str(prefix.relative_to(folder))))
+
+
+def open_pair(prefix: Path | str) -> IndexedDataset:
+    """A pair that a request names. Raises RequestError when a file is absent or they contradict each other."""
+    try:
+        return IndexedDataset(prefix)
+    except DataError as error:
+        raise RequestError(error.found, where=error.where, needed=error.needed, action=error.action) from error

@@ -1,25 +1,36 @@
-"""What prepared datasets hold: documents as text, their lengths, and the samples and steps of one epoch.
+"""The commands of tools/inspect_data.py: documents, statistics, verification, joins, epochs and blends of datasets.
 
-All but `show` reads the index and the manifest only. tools/inspect_data.py prints it.
+Each gives what to print, as JSON or as lines for a terminal. All but showing, verifying and joining documents read
+indexes and manifests only.
 """
 
 from __future__ import annotations
 
+import glob
 import itertools
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pretrainkit.config.split import SPLIT_NAMES, num_samples, parse_split, split_bounds
-from pretrainkit.data.indexed.format import IndexedDataset
+from pretrainkit.data.indexed import blend
+from pretrainkit.data.indexed.format import IndexedDataset, find_pairs, open_pair
 from pretrainkit.data.indexed.manifest import read_manifest
+from pretrainkit.data.indexed.merge import merge
+from pretrainkit.data.indexed.verify import verify
+from pretrainkit.data.readers.inputs import natural_key
+from pretrainkit.data.report import Report
 from pretrainkit.data.tokens.tokenizer import load_tokenizer
 from pretrainkit.errors import RequestError
 
 QUANTILES = {"shortest": 0.0, "10%": 0.1, "median": 0.5, "90%": 0.9, "99%": 0.99, "longest": 1.0}
+
+
+def _all_pairs(data: list[str]) -> list[Path]:
+    return [prefix for path in data for prefix in find_pairs(path)]
 
 
 @dataclass(frozen=True)
@@ -70,6 +81,19 @@ def _range(text: str, count: int) -> tuple[int, int]:
     return begin, end
 
 
+def show_documents(prefix: Path, documents: str, tokenizer_model: str | None, *, with_ids: bool, as_json: bool) -> int:
+    """Print documents as text, one at a time; as JSON one a line."""
+    for document in show(prefix, documents, tokenizer_model):
+        if as_json:
+            print(json.dumps(vars(document), ensure_ascii=False))
+            continue
+        print(f"--- document {document.number}, {len(document.ids)} tokens")
+        if with_ids:
+            print(*document.ids)
+        print(document.text)
+    return 0
+
+
 @dataclass(frozen=True)
 class Statistics:
     """The statistics of one dataset."""
@@ -85,17 +109,12 @@ class Statistics:
     """Input files and their tokens; empty without a manifest."""
 
 
-def document_lengths(dataset: IndexedDataset) -> NDArray[np.int64]:
-    """[D] tokens of each document."""
-    ends = np.concatenate([[0], np.cumsum(dataset.sequence_lengths, dtype=np.int64)])
-    return np.diff(ends[dataset.document_indices])
-
-
 def read_statistics(prefix: Path | str) -> Statistics:
     """Read a pair's index and manifest; the .bin is not read."""
     dataset = IndexedDataset(prefix)
     manifest = read_manifest(prefix)
-    lengths = document_lengths(dataset)
+    ends = np.concatenate([[0], np.cumsum(dataset.sequence_lengths, dtype=np.int64)])
+    lengths = np.diff(ends[dataset.document_indices])  # [D]
     histogram = []
     if lengths.size:
         bins = np.frexp(np.maximum(lengths, 1))[1] - 1
@@ -127,6 +146,14 @@ def format_statistics(statistics: Statistics) -> str:
     return "\n".join(lines)
 
 
+def report_statistics(data: list[str], plot_path: Path | None) -> Report:
+    """The lengths of documents, and a plot of them if a file for it is given."""
+    statistics = [read_statistics(prefix) for prefix in _all_pairs(data)]
+    if plot_path:
+        plot(statistics, plot_path)
+    return Report([vars(one) for one in statistics], map(format_statistics, statistics))
+
+
 def plot(statistics: list[Statistics], path: Path) -> None:
     """Draw the tokens by length of document to a .png (or .pdf, .svg)."""
     import matplotlib
@@ -146,6 +173,36 @@ def plot(statistics: list[Statistics], path: Path) -> None:
     figure.tight_layout()
     figure.savefig(path)
     pyplot.close(figure)
+
+
+def report_verification(data: list[str], tokenizer_model: str | None) -> Report:
+    """What is wrong with datasets; exit code 1 if anything is."""
+    num_ids = load_tokenizer(tokenizer_model).num_ids if tokenizer_model else None
+    found = [verify(prefix, num_ids) for prefix in _all_pairs(data)]
+
+    def lines() -> Iterator[str]:
+        for one in found:
+            state = "BAD" if one.problems else "good"
+            yield f"{one.prefix}: {state}, {one.num_documents} documents, {one.num_tokens} tokens"
+            yield from (f"  {line}" for line in (*one.problems, *one.notes))
+
+    return Report([vars(one) for one in found], lines(), int(any(one.problems for one in found)))
+
+
+def report_merge(inputs: list[str], output_prefix: str, *, overwrite: bool) -> Report:
+    """Join pairs, named by prefixes, folders or globs, into one."""
+    names: list[str] = []
+    for name in inputs:
+        for match in sorted(glob.glob(name), key=natural_key) if glob.has_magic(name) else [name]:  # noqa: PTH207
+            prefix = match.removesuffix(".bin").removesuffix(".idx")
+            # A shell's glob names all files of a pair.
+            if not match.endswith(".manifest.json") and (prefix == match or prefix not in names):
+                names.append(prefix)
+    merge(_all_pairs(names), output_prefix, overwrite=overwrite)
+    pair = open_pair(output_prefix)
+    counts = "prefix", "num_tokens", "num_sequences", "num_documents", "dtype"
+    line = f"{pair.prefix}: {pair.num_documents} documents, {pair.num_tokens} tokens, {pair.dtype}"
+    return Report({name: getattr(pair, name) for name in counts}, [line])
 
 
 @dataclass(frozen=True)
@@ -186,3 +243,32 @@ def count_epoch(prefixes: list[Path], split: str, sequence_length: int, global_b
         for i, name in enumerate(SPLIT_NAMES)
         if shares[i]
     ]
+
+
+def report_epoch(data: list[str], split: str, sequence_length: int, global_batch_size: int) -> Report:
+    """Documents, tokens, samples and steps of one epoch."""
+    epochs = count_epoch(_all_pairs(data), split, sequence_length, global_batch_size)
+    lines = (
+        f"{epoch.split}: {epoch.num_documents} documents, {epoch.num_tokens} tokens = {epoch.num_samples} samples"
+        f" of {sequence_length} = {epoch.num_steps} steps of {global_batch_size}"
+        for epoch in epochs
+    )
+    return Report([vars(epoch) for epoch in epochs], lines)
+
+
+def report_blend(
+    data: list[str], output: Path, *, temperature: float, total_tokens: float | None, overwrite: bool
+) -> Report:
+    """Write a blend file; its datasets, and how to train from it."""
+    if output.exists() and not overwrite:
+        raise RequestError(f"{output} exists", action="give another name, or --overwrite")
+    entries = blend.make_blend(data, temperature)
+    blend.write_blend(output, entries)
+
+    def lines() -> Iterator[str]:
+        for entry in entries:
+            epochs = f"  {entry.epochs_of(total_tokens):.2f} epochs" if total_tokens else ""
+            yield f"{entry.weight:8.4f}  {entry.num_tokens:>15} tokens  {entry.name}  {entry.prefix}{epochs}"
+        yield f"--dataset_path {output}, or for Megatron itself {blend.dataset_path(entries)!r}"
+
+    return Report([vars(entry) for entry in entries], lines())

@@ -132,13 +132,8 @@ def manifest_path(prefix: Path | str) -> Path:
     return Path(f"{prefix}.manifest.json")
 
 
-def write_manifest(prefix: Path | str, manifest: Manifest) -> None:
-    """Write the record of a pair, atomically."""
-    write_manifest_file(manifest_path(prefix), manifest)
-
-
-def write_manifest_file(path: Path, manifest: Manifest) -> None:
-    """Write a record to any path, atomically."""
+def write_manifest(path: Path, manifest: Manifest) -> None:
+    """Write a record, atomically."""
     write_json(path, {"format": FORMAT, **asdict(manifest)})
 
 

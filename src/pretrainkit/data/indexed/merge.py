@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +11,16 @@ import numpy as np
 from isal.isal_zlib import crc32_combine
 
 from pretrainkit.data.indexed.file_bytes import copy_range
-from pretrainkit.data.indexed.format import HEADER, IndexedDataset, bin_path, commit_pair, idx_path, write_header
+from pretrainkit.data.indexed.format import (
+    HEADER,
+    IndexedDataset,
+    bin_path,
+    commit_pair,
+    idx_path,
+    open_pair,
+    write_header,
+)
 from pretrainkit.data.indexed.manifest import InputFile, Manifest, manifest_path, read_manifest, write_manifest
-from pretrainkit.data.indexed.pairs import PairCounts, read_counts
 from pretrainkit.errors import RequestError
 from pretrainkit.files import remove_leftovers, temporary_name
 from pretrainkit.logs import get_logger
@@ -39,8 +47,8 @@ def merge(prefixes: list[Path], output_prefix: Path | str, *, overwrite: bool = 
     Gives the manifest of the result, None if the parts have none. Raises RequestError, before it writes, for parts
     of different dtype or tokenizer, missing shards, or existing output without `overwrite`.
     """
-    parts = [read_counts(prefix) for prefix in prefixes]
-    manifests = _check(prefixes, parts)
+    dtypes = [open_pair(prefix).dtype for prefix in prefixes]
+    manifests = _check(prefixes, dtypes)
     finals = [bin_path(output_prefix), idx_path(output_prefix), manifest_path(output_prefix)]
     existing = [str(path) for path in finals if path.exists()]
     if existing and not overwrite:
@@ -53,7 +61,7 @@ def merge(prefixes: list[Path], output_prefix: Path | str, *, overwrite: bool = 
     tokens, index = (temporary_name(path) for path in finals[:2])
     try:
         _write_tokens(tokens, prefixes)
-        _write_index(index, prefixes, parts)
+        _write_index(index, prefixes, dtypes[0])
         finals[2].unlink(missing_ok=True)
         commit_pair(tokens, index, output_prefix)
     finally:
@@ -62,17 +70,17 @@ def merge(prefixes: list[Path], output_prefix: Path | str, *, overwrite: bool = 
     if manifests is None:
         return None
     joined = _join(manifests)
-    write_manifest(output_prefix, joined)
+    write_manifest(finals[2], joined)
     return joined
 
 
-def _check(prefixes: list[Path], parts: list[PairCounts]) -> list[Manifest] | None:
+def _check(prefixes: list[Path], dtypes: list[np.dtype]) -> list[Manifest] | None:
     if len({path.resolve() for path in prefixes}) < len(prefixes):
         raise RequestError("a part is named twice", where="--input")
-    for prefix, part in zip(prefixes, parts, strict=True):
-        if part.dtype != parts[0].dtype:
+    for prefix, dtype in zip(prefixes, dtypes, strict=True):
+        if dtype != dtypes[0]:
             raise RequestError(
-                f"{prefixes[0]} holds {parts[0].dtype}, {prefix} holds {part.dtype}",
+                f"{prefixes[0]} holds {dtypes[0]}, {prefix} holds {dtype}",
                 needed="one dtype",
                 action="preprocess one of them again with the same tokenizer, or --dtype int32",
             )
@@ -116,28 +124,26 @@ def _write_tokens(path: Path, prefixes: list[Path]) -> None:
         offset += size
 
 
-def _write_index(path: Path, prefixes: list[Path], parts: list[PairCounts]) -> None:
-    num_sequences, num_documents = sum(part.num_sequences for part in parts), sum(part.num_documents for part in parts)
-    dtype = np.dtype(parts[0].dtype)
+def _write_index(path: Path, prefixes: list[Path], dtype: np.dtype) -> None:
     with path.open("wb") as file:
-        write_header(file, dtype, num_sequences, num_documents)
+        write_header(file, dtype, 0, 0)
         file.flush()
-        offset = HEADER.size
-        for prefix, counts in zip(prefixes, parts, strict=True):
-            size = 4 * counts.num_sequences
-            copy_range(idx_path(prefix), HEADER.size, path, offset, size)
-            offset += size
-        file.seek(offset)
+        num_sequences = num_documents = 0
+        for part in map(IndexedDataset, prefixes):
+            end = HEADER.size + 4 * num_sequences
+            copy_range(idx_path(part.prefix), HEADER.size, path, end, 4 * part.num_sequences)
+            num_sequences, num_documents = num_sequences + part.num_sequences, num_documents + part.num_documents
+        file.seek(0)
+        write_header(file, dtype, num_sequences, num_documents)
+        file.seek(0, os.SEEK_END)
         first_byte = 0
-        for prefix in prefixes:
-            part = IndexedDataset(prefix)
+        for part in map(IndexedDataset, prefixes):
             for begin in range(0, part.num_sequences, BLOCK):
                 file.write((part.sequence_pointers[begin : begin + BLOCK] + first_byte).data)
             first_byte += part.num_tokens * dtype.itemsize
         file.write(np.zeros(1, dtype=np.int64).data)
         first_sequence = 0
-        for prefix in prefixes:
-            part = IndexedDataset(prefix)
+        for part in map(IndexedDataset, prefixes):
             for begin in range(1, len(part.document_indices), BLOCK):
                 file.write((part.document_indices[begin : begin + BLOCK] + first_sequence).data)
             first_sequence += part.num_sequences

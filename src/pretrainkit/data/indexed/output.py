@@ -18,7 +18,7 @@ import xxhash
 from pretrainkit.data.indexed.chunk import Chunk, Column, Target
 from pretrainkit.data.indexed.file_bytes import checksum, write_at
 from pretrainkit.data.indexed.format import HEADER, bin_path, idx_path, write_header, write_index_tail
-from pretrainkit.data.indexed.manifest import InputFile, Manifest, manifest_path, tokenizer_record, write_manifest_file
+from pretrainkit.data.indexed.manifest import InputFile, Manifest, manifest_path, tokenizer_record, write_manifest
 from pretrainkit.data.indexed.request import Plan
 from pretrainkit.data.readers.source import BLOCK_BYTES, RangeCounts
 from pretrainkit.errors import DataError
@@ -120,7 +120,7 @@ class Output:
         for k, key in enumerate(self._plan.request.json_keys):
             tokens, lengths = self._columns[2 * k : 2 * k + 2]
             self._finish_pair(self._path(f"{k}.bin"), tokens.num_bytes, self._path(f"{k}.idx"), lengths.num_bytes // 4)
-            write_manifest_file(self._path(f"{k}.manifest.json"), self._manifest(k, key, engine, elapsed_s))
+            write_manifest(self._path(f"{k}.manifest.json"), self._manifest(k, key, engine, elapsed_s))
         if self.rejects.num_bytes:
             os.truncate(self._path("rejects.jsonl"), self.rejects.num_bytes)
             fsync_path(self._path("rejects.jsonl"))

@@ -17,8 +17,7 @@ from pretrainkit.data.indexed.manifest import Manifest, read_manifest
 from pretrainkit.errors import DataError
 
 BLOCK = 1 << 20
-"""Index entries that are checked at once."""
-READ_BYTES = 16 << 20
+"""Ids, or entries of the index, that are checked at once."""
 
 
 @dataclass(frozen=True)
@@ -93,16 +92,10 @@ def _index_problems(dataset: IndexedDataset) -> list[str]:
 def _read_tokens(dataset: IndexedDataset) -> tuple[int, int, int]:
     """CRC-32, smallest and largest id."""
     checksum, smallest, largest = 0, 0, -1
-    buffer = np.empty(READ_BYTES, dtype=np.uint8)
-    with bin_path(dataset.prefix).open("rb", buffering=0) as file:
-        while count := file.readinto(buffer.data):
-            # A short read may end inside an id; the next read completes it.
-            while count % dataset.dtype.itemsize and (more := file.readinto(buffer.data[count:])):
-                count += more
-            checksum = crc32(buffer[:count], checksum)
-            ids: NDArray = buffer[: count - count % dataset.dtype.itemsize].view(dataset.dtype)
-            if ids.size:
-                smallest, largest = min(smallest, int(ids.min())), max(largest, int(ids.max()))
+    with bin_path(dataset.prefix).open("rb") as file:
+        while (ids := np.fromfile(file, dataset.dtype, BLOCK)).size:
+            checksum = crc32(ids, checksum)
+            smallest, largest = min(smallest, int(ids.min())), max(largest, int(ids.max()))
     return checksum, smallest, largest
 
 

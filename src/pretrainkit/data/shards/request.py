@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pretrainkit.data.indexed.reports import Report
 from pretrainkit.data.readers import work_items
 from pretrainkit.data.readers.inputs import resolve_inputs
 from pretrainkit.data.readers.records import RecordRules
 from pretrainkit.data.readers.source import Source
 from pretrainkit.data.readers.work_items import WorkItem
+from pretrainkit.data.report import Report
 from pretrainkit.data.shards.blocks import ShardTask
 from pretrainkit.data.shards.format import ShardRecord, read_records, shard_name
 from pretrainkit.data.tokens.tokenizer import TokenizerFile, load_tokenizer

@@ -8,8 +8,7 @@ import pytest
 from indexed_writer import IndexedDatasetWriter
 
 from pretrainkit.data.indexed.blend import make_blend
-from pretrainkit.data.indexed.format import IndexedDataset, bin_path, idx_path, optimal_dtype
-from pretrainkit.data.indexed.pairs import find_pairs, read_counts
+from pretrainkit.data.indexed.format import IndexedDataset, bin_path, find_pairs, idx_path, open_pair, optimal_dtype
 from pretrainkit.data.readers.inputs import natural_key
 from pretrainkit.errors import DataError, RequestError
 
@@ -83,7 +82,7 @@ def test_damaged_pairs_are_refused_with_the_file(make_pair: Callable[..., Path],
         IndexedDataset(prefix)
     with pytest.raises(RequestError, match=str(prefix)):
         for found in find_pairs(prefix.parent):
-            read_counts(found)
+            open_pair(found)
 
 
 def test_pairs_of_a_folder_come_in_natural_order(make_pair: Callable[..., Path], tmp_path: Path) -> None:
@@ -91,7 +90,7 @@ def test_pairs_of_a_folder_come_in_natural_order(make_pair: Callable[..., Path],
         make_pair(name, DOCUMENTS)
     assert [prefix.name for prefix in find_pairs(tmp_path)] == ["part1_text", "part2_text", "part10_text"]
     assert find_pairs(tmp_path / "part2_text") == find_pairs(tmp_path / "part2_text.idx") == [tmp_path / "part2_text"]
-    assert read_counts(tmp_path / "part2_text").num_tokens == 6
+    assert open_pair(tmp_path / "part2_text").num_tokens == 6
 
 
 def test_a_folder_without_pairs_stands_for_those_below_it(make_pair: Callable[..., Path], tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def describe(prefix: Path, **changes: object) -> Manifest:
         tokenizer=tokenizer,
         inputs=(),
     )
-    write_manifest(prefix, replace(manifest, **changes))  # type: ignore[arg-type]
+    write_manifest(manifest_path(prefix), replace(manifest, **changes))  # type: ignore[arg-type]
     return manifest
 
 
