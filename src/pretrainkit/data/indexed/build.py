@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from pretrainkit.data.indexed.manifest import Manifest, read_manifest
@@ -14,7 +12,7 @@ from pretrainkit.data.tokens import encoder
 from pretrainkit.data.tokens.encode_pool import EncodePool
 from pretrainkit.data.tokens.parity import EnginesDiffer
 from pretrainkit.data.tokens.tokenizer import TokenizerFile
-from pretrainkit.errors import DataError, RequestError
+from pretrainkit.errors import RequestError, machine_errors
 from pretrainkit.logs import get_logger
 from pretrainkit.signals import stopped_by_signals
 
@@ -50,7 +48,8 @@ def preprocess_with(pool: EncodePool, request: Request, tokenizer: TokenizerFile
             where=str(plan.state_folder),
             action="give another --output-prefix",
         ) from error
-    with _machine_errors(plan.state_folder):
+    again = f"fix it and run the same command again: finished pieces are kept in {plan.state_folder}"
+    with machine_errors(plan.state_folder, again):
         try:
             with stopped_by_signals("run the same command again: it continues where it was"):
                 _run_with_best_engine(plan, state, pool)
@@ -64,19 +63,6 @@ def preprocess_with(pool: EncodePool, request: Request, tokenizer: TokenizerFile
     if not any(manifest.num_documents for manifest in manifests):
         LOGGER.warning("no document was written")
     return manifests
-
-
-@contextmanager
-def _machine_errors(state_folder: Path) -> Iterator[None]:
-    """Report a full disk and its like as an error of ours."""
-    try:
-        yield
-    except OSError as error:
-        raise DataError(
-            error.strerror or str(error),
-            where=str(error.filename or state_folder),
-            action=f"fix it and run the same command again: finished pieces are kept in {state_folder}",
-        ) from error
 
 
 def _load_early(request: Request, pool: EncodePool) -> None:
