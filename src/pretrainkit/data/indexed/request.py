@@ -19,8 +19,8 @@ from pretrainkit.data.readers.inputs import resolve_inputs, stem_of
 from pretrainkit.data.readers.records import RecordRules
 from pretrainkit.data.readers.source import BLOCK_BYTES, Source
 from pretrainkit.data.readers.work_items import WorkItem
+from pretrainkit.data.request import TextRequest
 from pretrainkit.data.tokens import encoder
-from pretrainkit.data.tokens.encoder import EngineSpec
 from pretrainkit.data.tokens.tokenizer import TokenizerFile, load_tokenizer
 from pretrainkit.errors import RequestError
 from pretrainkit.logs import get_logger
@@ -30,41 +30,21 @@ LOGGER = get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class Request:
+class Request(TextRequest):
     """The flags of preprocess_data.py."""
 
     inputs: tuple[str, ...]
     output_prefix: str
     tokenizer_model: str
     json_keys: tuple[str, ...] = ("text",)
-    append_eod: bool = False
     add_bos: bool = False
-    eod_token: str | None = None
-    special_tokens_in_text: str = "plain"
-    """`plain`, `encode` or `error`."""
     dtype: str = "auto"
     """`auto`, `uint16` or `int32`."""
     workers: int = 1
-    on_error: str = "stop"
-    """`stop`, `skip`, or `replace` (bad characters are replaced, other bad records skipped)."""
-    max_document_bytes: int = 0
-    text_documents: str = "line"
-    """`line` or `file`."""
-    verify_tokens: str = "sample"
-    """`sample`, `all` or `off`."""
-    engine: str = "auto"
-    """`auto` or `tokenizers`."""
     per_file: bool = False
     shard: tuple[int, int] | None = None
     resume: bool = True
-    overwrite: bool = False
     log_interval: int = 1000
-
-    def engine_spec(self, name: str, json_path: Path) -> EngineSpec:
-        """A library that encodes as this request asks for."""
-        return EngineSpec(
-            name, str(json_path), self.special_tokens_in_text != "plain", verify_all=self.verify_tokens == "all"
-        )
 
 
 @dataclass(frozen=True)
@@ -94,8 +74,7 @@ class Plan:
     @property
     def rules(self) -> RecordRules:
         """Which records are good."""
-        request = self.request
-        return RecordRules(request.json_keys, request.on_error == "replace", request.max_document_bytes)
+        return self.request.rules(*self.request.json_keys)
 
     @property
     def eod_id(self) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -123,18 +123,18 @@ def _encode(plan: PackPlan, pool: EncodePool) -> tuple[Path, Manifest]:
     if done is not None:
         LOGGER.info("documents are encoded already")
         return prefix, done
-    shared = {name: getattr(request, name) for name in vars(request).keys() & {field.name for field in fields(Request)}}
+    # Files without a manifest were left by a process that died while it committed them.
+    options = request.text_options() | {"overwrite": True}
     (manifest,) = preprocess_with(
         pool,
         Request(
-            **shared
-            | {
-                "inputs": _local_inputs(plan),
-                "output_prefix": str(plan.staging / "documents"),
-                "json_keys": (request.text_column,),
-                "workers": plan.machine.num_proc,
-                "overwrite": True,  # files without a manifest were left by a process that died while it committed them
-            }
+            inputs=_local_inputs(plan),
+            output_prefix=str(plan.staging / "documents"),
+            tokenizer_model=request.tokenizer_model,
+            json_keys=(request.text_column,),
+            add_bos=request.add_bos,
+            workers=plan.machine.num_proc,
+            **options,
         ),
         plan.tokenizer,
     )

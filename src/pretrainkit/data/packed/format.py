@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pretrainkit.data.indexed.manifest import TokenizerRecord, read_record
-from pretrainkit.data.readers.input_content import InputState
 from pretrainkit.errors import DataError, RequestError
 from pretrainkit.files import sha256_file
 
@@ -26,6 +25,24 @@ MARK = "packed.json"
 DOCUMENTS = "documents.npy"
 """In sets made by `concat`: the lengths of the documents in their stream."""
 IGNORED_LABEL = -100
+
+
+@dataclass(frozen=True)
+class InputState:
+    """An input file as it was read: while its size, time and inode are the same, it need not be read again."""
+
+    name: str
+    """Path below the folder that was named as input, or the file's name."""
+    num_bytes: int
+    modified_ns: int
+    inode: int
+    xxh3_128: str = ""
+    """Over the XXH3-128 digests of its pieces of 4 MiB, as the data engine takes it; empty: not read yet."""
+
+    @property
+    def content(self) -> tuple[str, int, str]:
+        """What makes two inputs equal, whenever and wherever they were written."""
+        return self.name, self.num_bytes, self.xxh3_128
 
 
 @dataclass(frozen=True)

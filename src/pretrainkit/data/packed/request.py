@@ -6,16 +6,19 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pretrainkit.data.packed.format import FORMAT, PackedManifest, read_packed_manifest
-from pretrainkit.data.readers.input_content import InputState, hash_file, stat_input, unchanged_since
+import xxhash
+
+from pretrainkit.data.packed.format import FORMAT, InputState, PackedManifest, read_packed_manifest
 from pretrainkit.data.readers.inputs import resolve_inputs
+from pretrainkit.data.readers.source import BLOCK_BYTES
+from pretrainkit.data.request import TextRequest
 from pretrainkit.data.tokens import encoder
 from pretrainkit.data.tokens.tokenizer import TokenizerFile, load_tokenizer
-from pretrainkit.errors import DataError, RequestError
+from pretrainkit.errors import DataError, RequestError, machine_errors
 from pretrainkit.units import format_bytes
 
 SAME = (
@@ -83,7 +86,7 @@ def machine_settings(
 
 
 @dataclass(frozen=True)
-class PackRequest:
+class PackRequest(TextRequest):
     """The flags of pack_dataset.py."""
 
     inputs: tuple[str, ...]
@@ -93,18 +96,10 @@ class PackRequest:
     packing: str = "concat"
     """`concat` or `bestfit`."""
     text_column: str = "text"
-    append_eod: bool = True
-    eod_token: str | None = None
+    append_eod: bool = field(default=True, kw_only=True)
     add_bos: bool = False
-    special_tokens_in_text: str = "plain"
-    text_documents: str = "line"
-    on_error: str = "stop"
-    max_document_bytes: int = 0
-    verify_tokens: str = "sample"
-    engine: str = "auto"
     hub_split: str = "train"
     hub_revision: str | None = None
-    overwrite: bool = False
 
 
 @dataclass(frozen=True)
@@ -124,19 +119,22 @@ class PackPlan:
     def staging(self) -> Path:
         """Folder of unfinished work, which the next preparer continues."""
         final = self.request.output_dir
-        key = _digest([self.settings, [state.place for state in self.inputs]])
-        return final.with_name(f"{final.name}.staging-{key[:16]}")
+        places = [(state.name, state.num_bytes, state.modified_ns, state.inode) for state in self.inputs]
+        return final.with_name(f"{final.name}.staging-{_digest([self.settings, places])[:16]}")
 
     def fingerprint(self, inputs: tuple[InputState, ...]) -> str:
         """Of the settings and of what the inputs hold, whenever and wherever they were written."""
         return _digest([self.settings, [state.content for state in inputs]])
 
+    def _of_these_settings(self) -> PackedManifest | None:
+        manifest = read_packed_manifest(self.request.output_dir)
+        return manifest if manifest is not None and manifest.settings == self.settings else None
+
     def finished(self) -> PackedManifest | None:
         """The set, if it exists and was built for this request from files that are unchanged. Reads no input."""
-        manifest = read_packed_manifest(self.request.output_dir)
-        if manifest is None or manifest.settings != self.settings or not unchanged_since(self.inputs, manifest.inputs):
-            return None
-        return manifest
+        manifest = self._of_these_settings()
+        is_unchanged = manifest and tuple(replace(state, xxh3_128="") for state in manifest.inputs) == self.inputs
+        return manifest if is_unchanged else None
 
     def touched(self) -> tuple[PackedManifest, tuple[InputState, ...]] | None:
         """The set, if it was made by this request, and the inputs, if they hold the same as then: reads them.
@@ -144,12 +142,10 @@ class PackPlan:
         None when there is no such set, or when it is to be replaced. Raises RequestError when the inputs hold
         something else and it is not.
         """
-        manifest = read_packed_manifest(self.request.output_dir)
-        if manifest is None or manifest.settings != self.settings:
+        manifest = self._of_these_settings()
+        if manifest is None:
             return None
-        now = tuple(
-            replace(state, xxh3_128=hash_file(path)) for state, path in zip(self.inputs, self.paths, strict=True)
-        )
+        now = tuple(replace(state, xxh3_128=_hash(path)) for state, path in zip(self.inputs, self.paths, strict=True))
         if self.fingerprint(now) == manifest.fingerprint:
             return manifest, now
         if self.request.overwrite:
@@ -184,17 +180,29 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
+def _hash(path: str) -> str:
+    """The hash of a file's pieces, at the speed of the disk."""
+    digest = xxhash.xxh3_128()
+    with machine_errors(Path(path), ""), Path(path).open("rb") as file:
+        while piece := file.read(BLOCK_BYTES):
+            digest.update(xxhash.xxh3_128_digest(piece))
+    return digest.hexdigest()
+
+
 def _inputs(request: PackRequest) -> tuple[list[Any], tuple[InputState, ...], tuple[str, ...]]:
-    """Names and sizes of the inputs, their places, and their paths."""
+    """Names and sizes of the inputs, their state on the disk, and their paths."""
     hub = [name for name in request.inputs if name.startswith(HUB)]
-    if not hub:
-        sources = resolve_inputs(request.inputs, request.text_documents)
-        states = tuple(stat_input(source.relative, source.path) for source in sources)
-        names = [[state.name, state.num_bytes] for state in states]
-        return names, states, tuple(source.path for source in sources)
-    if len(request.inputs) > 1:
+    if len(hub) and len(request.inputs) > 1:
         raise RequestError("a hub dataset among several inputs", where="--input", needed="only the hub dataset")
-    return [[hub[0], request.hub_split, request.hub_revision]], (), ()
+    if hub:
+        return [[hub[0], request.hub_split, request.hub_revision]], (), ()
+    sources = resolve_inputs(request.inputs, request.text_documents)
+    stats = [Path(source.path).stat() for source in sources]
+    states = tuple(
+        InputState(source.relative, found.st_size, found.st_mtime_ns, found.st_ino)
+        for source, found in zip(sources, stats, strict=True)
+    )
+    return [[state.name, state.num_bytes] for state in states], states, tuple(source.path for source in sources)
 
 
 def _check_output(plan: PackPlan) -> None:

@@ -29,7 +29,6 @@ from pretrainkit.data.shards.format import COUNTS, ShardRecord, end_of_archive, 
 from pretrainkit.data.shards.request import ShardPlan, check_set
 from pretrainkit.data.tokens import encoder
 from pretrainkit.data.tokens.encode_pool import EncodePool
-from pretrainkit.data.tokens.encoder import EngineSpec
 from pretrainkit.data.tokens.parity import EnginesDiffer, ParitySample
 from pretrainkit.errors import DataError, RequestError, machine_errors
 from pretrainkit.logs import get_logger
@@ -100,7 +99,7 @@ def _start(pool: EncodePool, plan: ShardPlan, shard_ids: list[int]) -> str:
     Gives the name of the library that encodes.
     """
     request = plan.request
-    fast = EngineSpec("fastokens", str(plan.tokenizer.json_path), request.special_tokens_in_text == "encode")
+    fast = request.engine_spec("fastokens", plan.tokenizer.json_path)
     if request.engine == "auto" and encoder.default_engine() == "fastokens":
         sample = None
         if request.verify_tokens != "off":

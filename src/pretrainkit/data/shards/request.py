@@ -10,10 +10,10 @@ from typing import Any
 
 from pretrainkit.data.readers import work_items
 from pretrainkit.data.readers.inputs import resolve_inputs
-from pretrainkit.data.readers.records import RecordRules
 from pretrainkit.data.readers.source import Source
 from pretrainkit.data.readers.work_items import WorkItem
 from pretrainkit.data.report import Report
+from pretrainkit.data.request import TextRequest
 from pretrainkit.data.shards.blocks import ShardTask
 from pretrainkit.data.shards.format import ShardRecord, read_records, shard_name
 from pretrainkit.data.tokens.tokenizer import TokenizerFile, load_tokenizer
@@ -29,7 +29,7 @@ SAME = (
 
 
 @dataclass(frozen=True)
-class ShardRequest:
+class ShardRequest(TextRequest):
     """The flags of make_shards.py."""
 
     inputs: tuple[str, ...]
@@ -42,18 +42,7 @@ class ShardRequest:
     has_text: bool = True
     special_tokens: str = "template"
     """`template`: what the tokenizer's template adds; `none`."""
-    append_eod: bool = False
-    eod_token: str | None = None
-    special_tokens_in_text: str = "plain"
-    """`plain` or `encode`."""
-    text_documents: str = "line"
-    on_error: str = "stop"
-    max_document_bytes: int = 0
-    verify_tokens: str = "sample"
-    """`sample` or `off`."""
-    engine: str = "auto"
     workers: int = 1
-    overwrite: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,8 +119,7 @@ def make_shard_plan(request: ShardRequest) -> ShardPlan:
     }
     if request.num_shards:
         settings["cut"] = work_items.fingerprint(items)
-    rules = RecordRules(keys, request.on_error == "replace", request.max_document_bytes)
-    task = ShardTask(first, last, tokenizer.num_ids, request.ids_format, request.has_text, rules)
+    task = ShardTask(first, last, tokenizer.num_ids, request.ids_format, request.has_text, request.rules(*keys))
     return ShardPlan(request, tokenizer, sources, num_shards, task, settings, items)
 
 
