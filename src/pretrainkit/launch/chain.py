@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 
 from pretrainkit import files
@@ -60,10 +59,7 @@ def _newest_checkpoint(folder: RunFolder) -> str:
 
 def new_attempt(folder: RunFolder, job_dir: Path) -> Path:
     """The folder of the attempt's logs, with run.json, source.txt and the job that it belongs to."""
-    log_dir = folder.new_attempt_folder()
-    for source in (folder.run_file, job_dir / SOURCE_FILE):
-        if source.is_file():
-            shutil.copyfile(source, log_dir / source.name)
+    log_dir = folder.new_attempt_folder(folder.run_file, job_dir / SOURCE_FILE)
     job = {
         "job_id": os.environ.get(JOB_VARIABLE),
         "log": os.environ.get(LOG_VARIABLE),

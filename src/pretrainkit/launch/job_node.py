@@ -24,7 +24,7 @@ from pretrainkit.launch.chain import end_of_chain, new_attempt
 from pretrainkit.launch.supervise import GracefulStop, redirect_output, supervise
 from pretrainkit.preflight.collectives import check_world
 from pretrainkit.preflight.node import NodeCheckRequest, check_node
-from pretrainkit.run.folder import NODE_LOG, RANKS_LOCK, RunFolder, locked, rank_log_names
+from pretrainkit.run.folder import NODE_LOG, RANKS_LOCK, RunFolder, locked, shown_logs
 from pretrainkit.run.outcome import Outcome, log_outcome, write_outcome
 from pretrainkit.run.resource_plan import choose_on_node
 
@@ -203,9 +203,8 @@ def _mirrored(log_dir: Path) -> Iterator[None]:
     """Write the node's log to a file of the attempt, and repeat it and rank 0's output in the job's log."""
     job_log = os.fdopen(redirect_output(log_dir / NODE_LOG), "wb")
     logs.configure()
-    followed = [log_dir / name for name in (NODE_LOG, *rank_log_names(0))]
     with job_log:
-        with Follower(followed, job_log):
+        with Follower(shown_logs(log_dir), job_log):
             yield
         os.dup2(job_log.fileno(), sys.stderr.fileno())
     logs.configure()

@@ -25,16 +25,7 @@ from pretrainkit.launch.summary import summarize, summarize_estimates
 from pretrainkit.launch.supervise import GRACE_S
 from pretrainkit.logs import get_logger
 from pretrainkit.run import initial_weights
-from pretrainkit.run.folder import (
-    LAUNCHER_LOCK,
-    NODE_LOG,
-    RUN_FILE,
-    SOURCE_FILE,
-    RunFolder,
-    locked,
-    rank_log_names,
-    wait_for_ranks,
-)
+from pretrainkit.run.folder import LAUNCHER_LOCK, SOURCE_FILE, RunFolder, locked, shown_logs, wait_for_ranks
 from pretrainkit.run.identity import changes_since_last_start, write_run_file
 from pretrainkit.run.outcome import log_outcome
 from pretrainkit.run.resource_plan import finalize_run, plan_memory
@@ -72,11 +63,8 @@ def start(config: RunConfig, *, train_script: Path, command_line: Sequence[str],
         run = finalize_run(run)
         initial_weights.provide_for(run)
         run_file = write_run_file(run)
-        log_dir = folder.new_attempt_folder()
-        source = describe(run, command_line)
-        for place in (folder.path, log_dir):
-            files.write_text(place / SOURCE_FILE, source)
-        files.write_text(log_dir / RUN_FILE, run_file.read_text(encoding="utf-8"))
+        files.write_text(folder.path / SOURCE_FILE, describe(run, command_line))
+        log_dir = folder.new_attempt_folder(run_file, folder.path / SOURCE_FILE)
         log.info("experiment %s, logs in %s", config.experiment, log_dir)
         return run_attempt(LaunchPlan(run, run_file, log_dir, train_script.resolve(), container))
 
@@ -126,7 +114,6 @@ def _container(run: ResolvedRun, train_script: Path) -> Container | None:
 
 def run_attempt(plan: LaunchPlan) -> int:
     """Run an attempt on this machine to its end, with its output on the terminal."""
-    shown = [plan.log_dir / name for name in (NODE_LOG, *rank_log_names(0))]
-    with Follower(shown, sys.stderr.buffer):
+    with Follower(shown_logs(plan.log_dir), sys.stderr.buffer):
         outcome = run_local(plan)
     return log_outcome(outcome, plan.log_dir, continued_by="the same command")

@@ -14,6 +14,7 @@ experiments/EXPERIMENT/
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -84,8 +85,8 @@ class RunFolder:
         folders = [path for path in self.logs.glob(f"{_ATTEMPT_PREFIX}*") if _attempt_number(path)]
         return sorted(folders, key=_attempt_number)
 
-    def new_attempt_folder(self) -> Path:
-        """Make the empty log folder of the next attempt; the first has number 1."""
+    def new_attempt_folder(self, *copied: Path) -> Path:
+        """Make the log folder of the next attempt, with copies of these files if they exist; the first has number 1."""
         self.logs.mkdir(parents=True, exist_ok=True)
         number = max(map(_attempt_number, self.attempt_folders()), default=0) + 1
         while True:
@@ -95,6 +96,8 @@ class RunFolder:
             except FileExistsError:  # another node of the same job, or another start, was faster
                 number += 1
             else:
+                for path in filter(Path.is_file, copied):
+                    shutil.copyfile(path, folder / path.name)
                 return folder
 
 
@@ -106,6 +109,11 @@ def checkpoint_name(step: int) -> str:
 def rank_log_names(rank: int) -> tuple[str, str]:
     """Names of the files with a rank's stdout and stderr in an attempt's folder."""
     return f"rank_{rank}.out", f"rank_{rank}.err"
+
+
+def shown_logs(log_dir: Path) -> list[Path]:
+    """The files of an attempt that are followed on the terminal: the node's log, and rank 0's output."""
+    return [log_dir / name for name in (NODE_LOG, *rank_log_names(0))]
 
 
 def step_of(folder: Path) -> int | None:

@@ -2,46 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-PEAK_BF16_FLOPS: dict[str, float] = {
-    # Dense bf16 without sparsity, from the vendor's datasheets. The longest name contained in the device's name counts.
-    "A100": 312e12,
-    "A800": 312e12,
-    "B200": 2250e12,
-    "GH200": 989e12,
-    "H100": 989e12,
-    "H100 NVL": 835e12,
-    "H100 PCIe": 756e12,
-    "H200": 989e12,
-    "H800": 989e12,
-    "L4": 121e12,
-    "L40S": 362e12,
-}
-
-MEMORY_GIB: dict[str, float] = {
-    # As the driver reports it. Models with several memory sizes need the size in the name.
-    "A100 40GB": 39.6,
-    "A100 80GB": 79.3,
-    "A800 80GB": 79.3,
-    "B200": 179.1,
-    "H100": 79.6,
-    "H100 NVL": 93.6,
-    "H200": 140.4,
-    "H800": 79.6,
-    "L4": 22.5,
-    "L40S": 45.0,
+GPUS: dict[str, tuple[float, float | None]] = {
+    # Dense bf16 FLOP/s without sparsity, from the vendor's datasheets, and GiB as the driver reports them; None where a
+    # model is sold with several memory sizes. The longest name contained in the device's name counts.
+    "A100": (312e12, None),
+    "A100 40GB": (312e12, 39.6),
+    "A100 80GB": (312e12, 79.3),
+    "A800": (312e12, None),
+    "A800 80GB": (312e12, 79.3),
+    "B200": (2250e12, 179.1),
+    "GH200": (989e12, None),
+    "H100": (989e12, 79.6),
+    "H100 NVL": (835e12, 93.6),
+    "H100 PCIe": (756e12, 79.6),
+    "H200": (989e12, 140.4),
+    "H800": (989e12, 79.6),
+    "L4": (121e12, 22.5),
+    "L40S": (362e12, 45.0),
 }
 
 
 def peak_flops(device_name: str) -> float | None:
     """A GPU's dense bf16 peak in FLOP/s by its name, such as 'NVIDIA H100 80GB HBM3'; None when it isn't known."""
-    return _longest(PEAK_BF16_FLOPS, device_name)
+    return _specs(device_name)[0]
 
 
 def memory_gib(device_name: str) -> float | None:
     """A GPU's memory in GiB by its name, such as 'H100' or 'NVIDIA A100-SXM4-40GB'; None when it isn't known."""
-    known = _longest(MEMORY_GIB, device_name)
+    known = _specs(device_name)[1]
     if known is None:
         return None
     sizes = [int(word[:-2]) for word in _words(device_name) if word.endswith("GB") and word[:-2].isdecimal()]
@@ -49,10 +37,10 @@ def memory_gib(device_name: str) -> float | None:
     return known if all(abs(size - known) < 0.1 * known for size in sizes) else None
 
 
-def _longest(table: Mapping[str, float], device_name: str) -> float | None:
+def _specs(device_name: str) -> tuple[float | None, float | None]:
     words = _words(device_name)
-    names = [name for name in table if all(word in words for word in _words(name))]
-    return table[max(names, key=len)] if names else None
+    names = [name for name in GPUS if all(word in words for word in _words(name))]
+    return GPUS[max(names, key=len)] if names else (None, None)
 
 
 def _words(name: str) -> list[str]:

@@ -20,7 +20,7 @@ from pretrainkit.machine import describe_gpu
 from pretrainkit.megatron.kernels import LIBRARIES, choose_for, installed_libraries
 from pretrainkit.run import resume_plan
 from pretrainkit.run.estimates import cheapest_recompute, estimate, fits, gpu_memory
-from pretrainkit.run.gpu_specs import MEMORY_GIB
+from pretrainkit.run.gpu_specs import GPUS
 
 _NODE_SIZES = (1, 2, 4, 8)
 _OFFERS = 3
@@ -77,7 +77,7 @@ def _planned(run: ResolvedRun, installed: frozenset[str], *, refuse: bool) -> Re
     if refuse and asked and gpu_memory(run) is None:  # a GPU of this machine need not be known
         raise RequestError(
             f"{asked!r}: unknown, or sold with several memory sizes",
-            needed=", ".join(MEMORY_GIB),
+            needed=", ".join(name for name, (_, memory_gib) in GPUS.items() if memory_gib),
             action="name it with its size, such as 'A100 80GB', or give its memory with --gpu_memory_gib",
             where="--gpu_name",
         )

@@ -11,22 +11,8 @@ from pretrainkit.config.run_file import write_run
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import CheckpointError, RequestError
 from pretrainkit.logs import get_logger
-from pretrainkit.run.attempts import (
-    check_crash_loop,
-    has_saved,
-    last_saved_step,
-    read_attempts,
-    records_of_attempts,
-    restarts_without_progress,
-)
-from pretrainkit.run.checkpoints import (
-    START_OVER,
-    Checkpoint,
-    checkpoint_folders,
-    newest_complete,
-    optimizer_layout,
-    quarantine_incomplete,
-)
+from pretrainkit.run import attempts, checkpoints
+from pretrainkit.run.checkpoints import START_OVER, Checkpoint
 from pretrainkit.run.folder import COMMIT_MARK, RunFolder, checkpoint_name
 from pretrainkit.run.lr_schedule import schedule_of
 from pretrainkit.run.retention import apply_retention, remove_leftovers
@@ -112,7 +98,7 @@ def plan_start(run: ResolvedRun) -> StartPlan:
     """
     folder = RunFolder.of(run)
     checkpoint: str | None
-    if newest := newest_complete(folder.checkpoints):
+    if newest := checkpoints.newest_complete(folder.checkpoints):
         _check_batch(run, newest)
         step, consumed_samples = newest.step, newest.consumed_samples
         mode, checkpoint, optimizer_state = CONTINUE, str(newest.path), _optimizer_state(run, newest)
@@ -132,7 +118,7 @@ def plan_start(run: ResolvedRun) -> StartPlan:
         epoch=epoch,
         sample=sample,
         learning_rate=schedule_of(run).learning_rate(step) if step < run.max_steps else None,
-        idle_restarts=restarts_without_progress(read_attempts(folder)),
+        idle_restarts=attempts.restarts_without_progress(attempts.read_attempts(folder)),
         wandb_run=wandb_run_id(run),
     )
 
@@ -144,7 +130,7 @@ def check_start(run: ResolvedRun) -> str:
     if plan.mode != CONTINUE and not folder.metrics.exists() and folder.attempt_folders():
         # Attempts that failed before their first record leave this; so does a run whose files were lost.
         log.warning("logs of attempts, but no checkpoint and no metrics.jsonl: starting from the beginning")
-    check_crash_loop(run, _own_checkpoint(plan))
+    attempts.check_crash_loop(run, _own_checkpoint(plan))
     return plan.mode
 
 
@@ -155,8 +141,8 @@ def prepare(run: ResolvedRun, plan: StartPlan) -> None:
     Raises PretrainkitError when the last restarts reached no new step.
     """
     folder = RunFolder.of(run)
-    check_crash_loop(run, _own_checkpoint(plan))
-    quarantine_incomplete(folder.checkpoints)
+    attempts.check_crash_loop(run, _own_checkpoint(plan))
+    checkpoints.quarantine_incomplete(folder.checkpoints)
     remove_leftovers(folder.checkpoints)
     apply_retention(run)
     if run.start_mode != plan.mode:  # a requeued job restarts its ranks without pretrain.py
@@ -171,16 +157,16 @@ def _own_checkpoint(plan: StartPlan) -> str | None:
 
 def _refuse_lost_run(folder: RunFolder) -> None:
     """Refuse to start over where a checkpoint was saved once and is missing, or where no record says that none was."""
-    if has_saved(folder):
-        step = last_saved_step(folder)
+    if attempts.has_saved(folder):
+        step = attempts.last_saved_step(folder)
         raise CheckpointError(
-            f"no checkpoint is here, but {records_of_attempts(folder).name} has a record of one"
+            f"no checkpoint is here, but {attempts.records_of_attempts(folder).name} has a record of one"
             + ("; the record is torn" if step is None else f", saved at step {step}"),
             needed="a checkpoint" if step is None else f"checkpoints/{checkpoint_name(step)}, or an older one",
             action=f"restore one from a backup; {START_OVER}",
             where=str(folder.path),
         )
-    if checkpoint_folders(folder.checkpoints) and not records_of_attempts(folder).exists():
+    if checkpoints.checkpoint_folders(folder.checkpoints) and not attempts.records_of_attempts(folder).exists():
         raise CheckpointError(
             f"a checkpoint without {COMMIT_MARK}, and no metrics.jsonl or attempts.jsonl to say if it was the first",
             needed="those records, which exist before the first save begins, or a complete checkpoint",
@@ -214,7 +200,7 @@ def _check_batch(run: ResolvedRun, newest: Checkpoint) -> None:
 
 def _optimizer_state(run: ResolvedRun, newest: Checkpoint) -> str:
     wanted = run.config.training.reset_optimizer
-    saved = optimizer_layout(newest)
+    saved = checkpoints.optimizer_layout(newest)
     layout = "distributed" if run.config.optimizer.distributed else run.precision
     # The same command starts the run again and again: the moments are dropped once.
     if wanted and (saved != layout or not newest.optimizer_was_reset):
