@@ -120,7 +120,7 @@ def agreement(experiment: Path | None, scratch: Path, windows: list[list[int]], 
     from pretrainkit.run.history import read_history
 
     history = read_history(scratch)
-    by_step = {point.step: point.tokens_per_second for point in history.steps}
+    by_step = {record["step"]: record["tokens_per_second"] for record in history.steps}
     run = read_run(RunFolder(scratch).run_file)
     tokens = run.tokens_per_step
     recorded = [

@@ -40,7 +40,7 @@ def run_rank(run_file: Path) -> int:
             where=str(run_file),
         )
     plan = resume_plan.plan_start(run)
-    if plan.is_done:
+    if plan.step >= run.max_steps:
         log.info("nothing to do: %d of %d steps are done", plan.step, run.max_steps)
         return EXIT_DONE
     if rank == 0:

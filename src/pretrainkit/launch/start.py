@@ -93,10 +93,8 @@ def print_plan(config: RunConfig, *, as_json: bool) -> int:
     run = plan_memory(resolve_request(config), refuse=False)
     plan, changes = plan_start(run), changes_since_last_start(run)
     if as_json:
-        estimates = dataclasses.asdict(run.estimates) if run.estimates else None
-        kernels = dataclasses.asdict(run.kernels) if run.kernels else None
-        found = {"changes": changes, "estimates": estimates, "kernels": kernels}
-        print(json.dumps({**dataclasses.asdict(plan), **found}, indent=2))
+        found = {"changes": changes, "estimates": run.estimates, "kernels": run.kernels}
+        print(json.dumps({**dataclasses.asdict(plan), **found}, indent=2, default=dataclasses.asdict))
     else:
         print(plan.describe())
         print("\n".join(f"changed    {name}: {old} -> {new}" for name, (old, new) in changes.items()) or "changed    -")

@@ -71,11 +71,6 @@ class RunFolder:
         """Whether the experiment was started, or a job of it submitted."""
         return self.checkpoints.exists() or self.logs.exists() or self.jobs.exists()
 
-    @property
-    def has_checkpoints(self) -> bool:
-        """Whether the experiment has saved anything, complete or not."""
-        return self.checkpoints.is_dir() and any(self.checkpoints.iterdir())
-
     def attempt(self, number: int | str) -> Path:
         """Log folder of an attempt; the first has number 1."""
         return self.logs / f"{_ATTEMPT_PREFIX}{number}"

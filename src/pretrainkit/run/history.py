@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,22 +22,11 @@ _STEP_FIELDS = {"step", "loss", "learning_rate"}
 
 
 @dataclass(frozen=True)
-class Point:
-    """An optimizer step; the last record of it, where a restart repeated the step."""
-
-    step: int
-    loss: float | None
-    learning_rate: float
-    tokens_per_second: float
-    """NaN where its record lacks it."""
-
-
-@dataclass(frozen=True)
 class History:
     """The course of an experiment."""
 
-    steps: tuple[Point, ...]
-    """By step, each once."""
+    steps: tuple[dict[str, Any], ...]
+    """The record of each step, in order; the last one, where a restart repeated the step."""
     validation: tuple[tuple[int, float | None], ...]
     """(step, held-out loss), each step once."""
     attempts: tuple[Attempt, ...]
@@ -92,27 +80,24 @@ def read_history(experiment: Path) -> History:
     records, attempts = read_records(folder.metrics), read_attempts(folder)
     trained = [record for record in records if record.keys() >= _STEP_FIELDS and "event" not in record]
     by_step = {record["step"]: record for record in trained}
-    steps = tuple(
-        Point(step, record["loss"], record["learning_rate"], record.get("tokens_per_second", math.nan))
-        for step, record in sorted(by_step.items())
-    )
+    steps = tuple(record for _, record in sorted(by_step.items()))
     validation = sorted(
         {each["step"]: each["val_loss"] for each in records if each.keys() >= {"step", "val_loss"}}.items()
     )
-    rates = [point.tokens_per_second for point in steps[-RATE_STEPS:] if not math.isnan(point.tokens_per_second)]
-    last, last_record = steps[-1] if steps else None, trained[-1] if trained else {}
+    rates = [record["tokens_per_second"] for record in steps[-RATE_STEPS:] if "tokens_per_second" in record]
+    last, last_written = steps[-1] if steps else {}, trained[-1] if trained else {}
     summary = {
         "experiment": str(experiment),
-        "steps_done": max((attempt.last_step for attempt in attempts), default=last.step if last else 0),
+        "steps_done": max((attempt.last_step for attempt in attempts), default=last.get("step", 0)),
         "max_steps": _max_steps(folder),
-        "tokens": last_record.get("tokens"),
-        "loss": last.loss if last else None,
+        "tokens": last_written.get("tokens"),
+        "loss": last.get("loss"),
         "val_loss": validation[-1][1] if validation else None,
         "val_loss_step": validation[-1][0] if validation else None,
-        "learning_rate": last.learning_rate if last else None,
+        "learning_rate": last.get("learning_rate"),
         "tokens_per_second": statistics.median(rates) if rates else None,
-        "tflops_per_rank": last_record.get("tflops_per_rank"),
-        "mfu": last_record.get("mfu"),
+        "tflops_per_rank": last_written.get("tflops_per_rank"),
+        "mfu": last_written.get("mfu"),
         "starts": [
             {"time": each.time, "mode": each.mode, "first_step": each.start_step, "last_step": each.last_step}
             | {"world_size": each.world_size}

@@ -82,7 +82,7 @@ def changes_since_last_start(run: ResolvedRun) -> Changes:
     Raises RequestError as `write_run_file` does.
     """
     folder = RunFolder.of(run)
-    if not folder.has_checkpoints:
+    if not any(folder.checkpoints.glob("*")):
         try:  # before the first start, run.json is a dry run's
             return changes(read_run(folder.run_file), run) if folder.has_started else {}
         except RequestError:  # nothing depends on it: it is replaced

@@ -18,8 +18,8 @@ def plot_history(history: History, path: Path) -> None:
     figure = Figure(figsize=(10, 8), layout="constrained")
     canvas = FigureCanvasAgg(figure)
     loss_axes, rate_axes, speed_axes = figure.subplots(3, 1, sharex=True, height_ratios=(3, 1, 1))
-    steps = [point.step for point in history.steps]
-    losses = [math.nan if point.loss is None else point.loss for point in history.steps]
+    steps = [record["step"] for record in history.steps]
+    losses = [math.nan if record["loss"] is None else record["loss"] for record in history.steps]
     # Markers keep a few points visible.
     marker = "." if len(steps) < 50 else ""
     loss_axes.plot(steps, losses, marker=marker, linewidth=1, label="training loss")
@@ -27,8 +27,9 @@ def plot_history(history: History, path: Path) -> None:
         held_out_steps, held_out = zip(*history.validation, strict=True)
         values = [math.nan if value is None else value for value in held_out]
         loss_axes.plot(held_out_steps, values, "o-", color="tab:red", markersize=4, label="held-out loss")
-    rate_axes.plot(steps, [point.learning_rate for point in history.steps], marker=marker, color="tab:green")
-    speed_axes.plot(steps, [point.tokens_per_second for point in history.steps], marker=marker, color="tab:purple")
+    rate_axes.plot(steps, [record["learning_rate"] for record in history.steps], marker=marker, color="tab:green")
+    rates = [record.get("tokens_per_second", math.nan) for record in history.steps]
+    speed_axes.plot(steps, rates, marker=marker, color="tab:purple")
     for axes, name in ((loss_axes, "loss"), (rate_axes, "learning rate"), (speed_axes, "tokens/s")):
         axes.set_ylabel(name)
         axes.grid(alpha=0.3)
@@ -36,7 +37,19 @@ def plot_history(history: History, path: Path) -> None:
             axes.axvline(attempt.start_step, color="gray", linestyle="--", linewidth=0.8)
     rate_axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
     speed_axes.set_ylim(bottom=0)
-    _mark_restarts(loss_axes, history)
+    starts: dict[int, list[int]] = {}
+    for number, attempt in enumerate(history.attempts, 1):
+        starts.setdefault(attempt.start_step, []).append(number)
+    for step, numbers in starts.items():  # several at one step share a label
+        loss_axes.annotate(
+            f"start {numbers[0]}" + ("" if len(numbers) == 1 else f"-{numbers[-1]}"),
+            (step, 1),
+            xycoords=("data", "axes fraction"),
+            xytext=(3, -10),
+            textcoords="offset points",
+            fontsize=8,
+            color="gray",
+        )
     if history.attempts:  # an attempt starts one step before its first record
         loss_axes.set_xlim(left=min(attempt.start_step for attempt in history.attempts))
     for number, step in enumerate(history.summary["bad_steps"]):
@@ -48,21 +61,3 @@ def plot_history(history: History, path: Path) -> None:
     loss_axes.legend()
     with files.atomic_file(path) as temporary:
         canvas.print_png(str(temporary))
-
-
-def _mark_restarts(axes: object, history: History) -> None:
-    """Number the attempts at the steps they started from; several at one step share a label."""
-    by_step: dict[int, list[int]] = {}
-    for number, attempt in enumerate(history.attempts, 1):
-        by_step.setdefault(attempt.start_step, []).append(number)
-    for step, numbers in by_step.items():
-        shown = f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
-        axes.annotate(  # type: ignore[attr-defined]
-            f"start {shown}",
-            (step, 1),
-            xycoords=("data", "axes fraction"),
-            xytext=(3, -10),
-            textcoords="offset points",
-            fontsize=8,
-            color="gray",
-        )

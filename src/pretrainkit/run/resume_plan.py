@@ -57,11 +57,6 @@ class StartPlan:
     wandb_run: str | None
     """Id of the W&B run that it continues; None: no W&B, or a new run."""
 
-    @property
-    def is_done(self) -> bool:
-        """Whether there is no step left."""
-        return self.step >= self.max_steps
-
     def last_sample(self, run: ResolvedRun) -> int:
         """Training samples used when all steps are done; earlier steps may have had another batch size."""
         return self.consumed_samples + max(0, self.max_steps - self.step) * run.config.training.global_batch_size

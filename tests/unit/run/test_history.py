@@ -53,8 +53,8 @@ def experiment(tmp_path: Path) -> Path:
 
 def test_replayed_steps_count_once_as_they_were_done_last(experiment: Path) -> None:
     history = read_history(experiment)
-    assert [point.step for point in history.steps] == list(range(1, 11))
-    assert [point.loss for point in history.steps] == [5.0] * 4 + [3.0] * 4 + [None, 3.0]
+    assert [record["step"] for record in history.steps] == list(range(1, 11))
+    assert [record["loss"] for record in history.steps] == [5.0] * 4 + [3.0] * 4 + [None, 3.0]
     assert history.summary["replayed_steps"] == 3
     assert history.validation == ((4, 6.0), (8, 4.0))
 
@@ -124,7 +124,7 @@ def test_a_step_without_its_speed_counts(experiment: Path) -> None:
     with (experiment / "metrics.jsonl").open("a") as file:
         file.write('{"step": 11, "loss": 1.0, "learning_rate": 0.1}\n')
     history = read_history(experiment)
-    assert history.steps[-1].loss == 1.0 and history.attempts[-1].last_step == 11
+    assert history.steps[-1]["loss"] == 1.0 and history.attempts[-1].last_step == 11
     assert history.describe() and history.summary["tokens_per_second"]
     plot_history(history, experiment / "run.png")
 

@@ -96,14 +96,14 @@ def test_a_run_with_checkpoints_continues(make_run: MakeRun, save: Save) -> None
     assert (plan.mode, plan.checkpoint, plan.step) == (CONTINUE, str(checkpoint.path), 6)
     assert (plan.consumed_samples, plan.epoch, plan.sample) == (24, 2, 4)
     assert plan.learning_rate == schedule_of(run).learning_rate(6)
-    assert plan.optimizer_state == "restored" and not plan.is_done
+    assert plan.optimizer_state == "restored" and plan.step < plan.max_steps
     assert "sample 4 of epoch 3" in plan.describe() and "continuing" in plan.describe()
 
 
 def test_a_finished_run_has_no_next_step(make_run: MakeRun, save: Save) -> None:
     save(20)
     plan = plan_start(make_run())
-    assert plan.is_done and plan.learning_rate is None and "none left" in plan.describe()
+    assert plan.step >= plan.max_steps and plan.learning_rate is None and "none left" in plan.describe()
 
 
 def test_a_blend_has_no_epochs(make_run: MakeRun, save: Save) -> None:
