@@ -19,6 +19,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -93,22 +94,22 @@ class Rendezvous:
 
     def publish(self, head: HeadInfo) -> None:
         """Publish where the store and the logs are, or that nothing starts."""
-        self._post("head", asdict(head))
+        self.post("head", asdict(head))
 
     def wait_for_head(self) -> HeadInfo:
         """What the head has published. Raises PretrainkitError when it doesn't in time."""
-        reports = self._collect("head", [0], RENDEZVOUS_S)
+        reports = self.collect("head", [0], RENDEZVOUS_S)
         if not reports:
             raise PretrainkitError(f"node 0 has not started in {RENDEZVOUS_S} s", where=str(self.folder))
         return HeadInfo(**reports[0])
 
     def report_ready(self, problem: str = "") -> None:
         """Report that this node may start its ranks, or why not."""
-        self._post("ready", {"host": socket.gethostname(), "problem": problem})
+        self.post("ready", {"host": socket.gethostname(), "problem": problem})
 
     def wait_until_all_ready(self) -> None:
         """The head's wait for all nodes. Raises PretrainkitError with the nodes that are missing or not ready."""
-        reports = self._collect("ready", range(self.num_nodes), RENDEZVOUS_S)
+        reports = self.collect("ready", range(self.num_nodes), RENDEZVOUS_S)
         if missing := sorted(set(range(self.num_nodes)) - set(reports)):
             raise PretrainkitError(
                 f"node {', '.join(map(str, missing))} of {self.num_nodes} (counted from 0) has not started in "
@@ -156,7 +157,8 @@ class Rendezvous:
         if now_s - self._heartbeat_s < HEARTBEAT_S:
             return
         self._heartbeat_s = now_s
-        (self.folder / f"alive_{self.node}").write_text(f"{time.time()}\n")
+        with suppress(FileNotFoundError):  # the head of a preflight has removed the folder: this node is late
+            (self.folder / f"alive_{self.node}").write_text(f"{time.time()}\n")
         for node in range(1, self.num_nodes) if self.is_head else [0]:
             path = self.folder / f"alive_{node}"
             # Only a change counts, whatever the clock of the other machine says.
@@ -165,25 +167,26 @@ class Rendezvous:
 
     def report_end(self, outcome: Outcome, *, is_consequence: bool) -> None:
         """Report how this node ended, and whether another node's failure was the cause."""
-        self._post("end", {**asdict(outcome), "host": socket.gethostname(), "is_consequence": is_consequence})
+        self.post("end", {**asdict(outcome), "host": socket.gethostname(), "is_consequence": is_consequence})
 
     def agree_on_outcome(self) -> Outcome:
         """The outcome of the attempt, the same on all nodes: the head combines those of the nodes."""
         timeout_s = END_S if self.should_abort else EXIT_S
         if self.is_head:
-            ends = self._collect("end", range(self.num_nodes), timeout_s)
+            ends = self.collect("end", range(self.num_nodes), timeout_s)
             outcome = combine_outcomes({node: ends.get(node) for node in range(self.num_nodes)})
-            self._post("outcome", asdict(outcome))
+            self.post("outcome", asdict(outcome))
             return outcome
-        reports = self._collect("outcome", [0], 2 * timeout_s)
+        reports = self.collect("outcome", [0], 2 * timeout_s)
         if not reports:
             raise PretrainkitError(f"node 0 has not reported how it ended in {2 * timeout_s} s", where=str(self.folder))
         return Outcome(**reports[0])
 
-    def _post(self, key: str, value: dict[str, Any]) -> None:
+    def post(self, key: str, value: dict[str, Any]) -> None:
+        """Write KEY_NODE.json."""
         files.write_json(self.folder / f"{key}_{self.node}.json", value)
 
-    def _collect(self, key: str, nodes: Iterable[int], timeout_s: float) -> dict[int, dict[str, Any]]:
+    def collect(self, key: str, nodes: Iterable[int], timeout_s: float) -> dict[int, dict[str, Any]]:
         """What nodes have posted, by node, as soon as all have; without those that haven't in time."""
         paths = {node: self.folder / f"{key}_{node}.json" for node in nodes}
         self._wait(lambda: {path.name for path in paths.values()} <= self._names(), timeout_s)
@@ -197,7 +200,7 @@ class Rendezvous:
 
     def _names(self) -> set[str]:
         # Listing the folder makes network file systems look again.
-        return set(os.listdir(self.folder))  # noqa: PTH208
+        return set(os.listdir(self.folder)) if self.folder.exists() else set()  # noqa: PTH208
 
     def _wait(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         def is_fulfilled() -> bool:

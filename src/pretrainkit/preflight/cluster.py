@@ -7,17 +7,14 @@ is missing there.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
-from pretrainkit import files
 from pretrainkit.errors import RequestError
-from pretrainkit.jobs import rendezvous
 from pretrainkit.jobs.registry import read_allocation
-from pretrainkit.jobs.rendezvous import own_address
-from pretrainkit.preflight import collectives
+from pretrainkit.jobs.rendezvous import HeadInfo, Rendezvous, open_store, own_address
+from pretrainkit.preflight.collectives import check_world
 from pretrainkit.preflight.node import NodeCheckRequest, check_node
 from pretrainkit.preflight.report import FAILED, SKIPPED, Check, NodeReport
 
@@ -71,29 +68,27 @@ def check_nodes(request: NodeCheckRequest, place: Place) -> tuple[list[NodeRepor
         report = replace(report, host=place.hosts[place.node])
     if place.num_nodes == 1:
         return [report], None
-    folder = request.output_dir / f".check_node-{place.meeting}"
+    folder, numbers = request.output_dir / f".check_node-{place.meeting}", range(place.num_nodes)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        files.write_json(folder / f"report_{place.node}.json", report.to_json())
+        nodes = Rendezvous(folder, place.node, place.num_nodes)
+        nodes.post("report", report.to_json())
     except OSError:  # the report says it; the others will miss this node
         return [report], Check("network", SKIPPED, "the nodes need a shared folder to exchange their reports")
-    reports = _gather(folder, place, request.timeout_s)
+    found = nodes.collect("report", numbers, request.timeout_s)
+    reports = [
+        NodeReport.from_json(found[node]) if node in found else _absent(node, place, request.timeout_s)
+        for node in numbers
+    ]
     if not all(one.is_good for one in reports) or not request.collectives:
         network = Check("network", SKIPPED, "not tried" + ("" if request.collectives else ": --quick"))
     else:
-        hosts = place.hosts or [one.host for one in reports]
-        network = _connect(folder, place, request, list(hosts))
-    _leave(folder, place, request.timeout_s)
+        store = open_store() if nodes.is_head else None  # it stays open until all have done
+        network = _check_network(nodes, request, place.hosts or [one.host for one in reports], store)
+    nodes.post("done", {})
+    if nodes.is_head:
+        nodes.collect("done", numbers, request.timeout_s / 4)
+        shutil.rmtree(folder, ignore_errors=True)
     return reports, network
-
-
-def _gather(folder: Path, place: Place, timeout_s: float) -> list[NodeReport]:
-    paths = [folder / f"report_{node}.json" for node in range(place.num_nodes)]
-    files.wait_until(lambda: all(path.is_file() for path in paths), timeout_s=timeout_s)
-    return [
-        NodeReport.from_json(files.read_json(path)) if path.is_file() else _absent(node, place, timeout_s)
-        for node, path in enumerate(paths)
-    ]
 
 
 def _absent(node: int, place: Place, timeout_s: float) -> NodeReport:
@@ -103,22 +98,12 @@ def _absent(node: int, place: Place, timeout_s: float) -> NodeReport:
     return NodeReport(host, (Check("presence", FAILED, found, action),))
 
 
-def _connect(folder: Path, place: Place, request: NodeCheckRequest, hosts: list[str]) -> Check:
-    head = folder / "head.json"
-    store: Any = None
-    if place.node == 0:
-        store = rendezvous.open_store()
-        files.write_json(head, {"address": own_address([hosts[0]]), "port": store.port})
-    elif not files.wait_until(head.is_file, timeout_s=request.timeout_s):
+def _check_network(nodes: Rendezvous, request: NodeCheckRequest, hosts: Sequence[str], store: Any) -> Check:
+    if nodes.is_head:
+        head = HeadInfo(own_address([hosts[0]]), store.port)
+        nodes.publish(head)
+        return check_world(request, head.address, head.port, node=0, hosts=hosts)
+    found = nodes.collect("head", [0], request.timeout_s)
+    if not found:
         return Check("network", FAILED, f"node 0 ({hosts[0]}) has not published its address")
-    where = files.read_json(head)
-    return collectives.check_world(request, where["address"], where["port"], node=place.node, hosts=hosts)
-
-
-def _leave(folder: Path, place: Place, timeout_s: float) -> None:
-    """Node 0 holds the store open until all have done, and removes the folder."""
-    (folder / f"done_{place.node}").touch()
-    if place.node == 0:
-        done = [folder / f"done_{node}" for node in range(place.num_nodes)]
-        files.wait_until(lambda: all(path.exists() for path in done), timeout_s=timeout_s / 4)
-        shutil.rmtree(folder, ignore_errors=True)
+    return check_world(request, found[0]["address"], found[0]["port"], node=nodes.node, hosts=hosts)
