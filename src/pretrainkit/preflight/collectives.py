@@ -1,18 +1,11 @@
-"""Probes of what ranks do together: a matrix product on each GPU, and an all-reduce within a node and over all nodes.
-
-python -m pretrainkit.preflight.collectives JSON      (one rank of a probe)
-"""
+"""Probes of what ranks do together: a matrix product on each GPU, an all-reduce within a node and over all nodes."""
 
 from __future__ import annotations
 
-import os
 import re
 import statistics
-import sys
-import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +19,6 @@ from pretrainkit.units import format_bytes
 if TYPE_CHECKING:
     from pretrainkit.preflight.node import NodeCheckRequest
 
-_MODULE = "pretrainkit.preflight.collectives"
 SLOW_SHARE = 0.8
 """Share of the median speed of a node's GPUs below which one is called slow (assumed; equal GPUs differ by 3%)."""
 NUM_BYTES = {"gpu": 64 * 2**20, "cpu": 4 * 2**20}
@@ -45,12 +37,10 @@ def check_local(ranks: int, accelerator: str, *, timeout_s: float) -> list[Check
     """Checks 'compute' (GPUs only) and 'all-reduce' of one node."""
     if accelerator == "cpu" and ranks == 1:
         return [Check("all-reduce", SKIPPED, "one rank")]
-    with tempfile.TemporaryDirectory(prefix="check_node_") as folder:
-        first = Probe(accelerator, 0, ranks, folder, timeout_s)
-        results = run_probes([replace(first, local_rank=rank) for rank in range(ranks)], _MODULE)
-        checks = [_compute(results)] if accelerator == "gpu" else []
-        has_nvlink = accelerator == "gpu" and all(gpu.has_nvlink for gpu in read_gpus()[:ranks])
-        return [*checks, _all_reduce(results, accelerator, _nccl_transport(Path(folder)), has_nvlink)]
+    results, nccl_log = run_probes(run_local, accelerator, ranks, timeout_s)
+    checks = [_compute(results)] if accelerator == "gpu" else []
+    has_nvlink = accelerator == "gpu" and all(gpu.has_nvlink for gpu in read_gpus()[:ranks])
+    return [*checks, _all_reduce(results, accelerator, _nccl_transport(nccl_log), has_nvlink)]
 
 
 @check("network")
@@ -61,10 +51,9 @@ def check_world(request: NodeCheckRequest, address: str, port: int, *, node: int
     get the same answer.
     """
     ranks, accelerator = request.ranks, request.accelerator
-    with tempfile.TemporaryDirectory(prefix="check_node_") as folder:
-        first = Probe(accelerator, 0, ranks, folder, request.timeout_s, node, len(hosts), address, port)
-        result = run_probes([replace(first, local_rank=rank) for rank in range(ranks)], _MODULE)[0]
-        library = _nccl_transport(Path(folder)) or ("NCCL" if accelerator == "gpu" else "gloo")
+    of_all_nodes = {"node": node, "num_nodes": len(hosts), "address": address, "port": port}
+    (result, *_), nccl_log = run_probes(run_world, accelerator, ranks, request.timeout_s, **of_all_nodes)
+    library = _nccl_transport(nccl_log) or ("NCCL" if accelerator == "gpu" else "gloo")
     if "answers" not in result:
         return FAILED, f"no answer from node 0 ({hosts[0]}): {result['error']}", _CLUSTER_ADVICE
     if failure := _network_failure(result["answers"], hosts):
@@ -133,9 +122,8 @@ def _failures(what: str, results: list[dict[str, Any]], wanted: str) -> str:
     )
 
 
-def _nccl_transport(folder: Path) -> str:
+def _nccl_transport(text: str) -> str:
     """The transports of NCCL's channels (P2P/CUMEM, SHM, NET/IB, ...), from its own log."""
-    text = "\n".join(path.read_text(errors="replace") for path in sorted(folder.glob("nccl.*")))
     channels = sorted(
         set(re.findall(r"\bvia ((?:P2P|SHM|NET)[\w/]*?)(?:/\d+.*|/read|/direct.*|)\s*$", text, re.MULTILINE))
     )
@@ -144,18 +132,8 @@ def _nccl_transport(folder: Path) -> str:
     return ", ".join(words)
 
 
-def main() -> int:
-    """Run one rank of a probe; its results are in the probe's file."""
-    probe = Probe.from_command_line()
-    try:
-        (_run_world if probe.address else _run_local)(probe)
-    except Exception as error:
-        probe.report(error=one_line(error))
-        os._exit(1)  # a communicator that has failed may hang while it is taken down
-    os._exit(0)
-
-
-def _run_local(probe: Probe) -> None:
+def run_local(probe: Probe) -> None:
+    """A rank of a node's probe: a matrix product on a GPU, and an all-reduce with the node's other ranks."""
     import torch
     from torch.distributed import FileStore
 
@@ -166,7 +144,7 @@ def _run_local(probe: Probe) -> None:
     probe.report(**_time_all_reduce(store, probe.local_rank, probe.ranks_per_node, device, probe))
 
 
-def _run_world(probe: Probe) -> None:
+def run_world(probe: Probe) -> None:
     """An all-reduce over all nodes; the first rank of each node then reads in the store how it went on the others."""
     from torch.distributed import PrefixStore, TCPStore
 
@@ -262,7 +240,3 @@ def _read(store: Any, key: str, until_s: float) -> str:
     except Exception:  # torch has had several types for it
         return ""
     return str(store.get(key).decode())
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -8,12 +8,13 @@ import shutil
 import socket
 import statistics
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
 from pretrainkit import files
 from pretrainkit.jobs.registry import time_left
-from pretrainkit.machine import Gpu, count_gpus, read_gpus
+from pretrainkit.machine import count_gpus, read_gpus
 from pretrainkit.preflight import collectives, software
 from pretrainkit.preflight.report import FAILED, OK, SKIPPED, WARNING, Check, Finding, NodeReport, check
 from pretrainkit.units import format_bytes, format_duration
@@ -91,9 +92,10 @@ def check_node(request: NodeCheckRequest) -> NodeReport:
 @check("gpus")
 def check_gpus(ranks: int) -> Finding:
     """Whether the driver shows a GPU for every rank, each with free memory and without memory errors."""
-    num_visible = count_gpus()
-    gpus = read_gpus()
-    found = _describe_gpus(gpus) if gpus else f"{num_visible} GPUs"
+    num_visible, gpus = count_gpus(), read_gpus()
+    names = Counter(gpu.name for gpu in gpus)
+    kinds = ", ".join(f"{count} x {name}" for name, count in names.items())
+    found = f"{kinds}, driver {gpus[0].driver}" if gpus else f"{num_visible} GPUs"
     if num_visible < ranks:
         if len(gpus) > num_visible:
             found = f"CUDA finds {num_visible} of {len(gpus)} GPUs of the driver"
@@ -107,12 +109,6 @@ def check_gpus(ranks: int) -> Finding:
         used = ", ".join(f"{gpu.index} ({gpu.used_mib} of {gpu.total_mib} MiB)" for gpu in busy)
         return FAILED, f"in use by others: GPU {used}", "end what uses them, or exclude the node"
     return OK, found
-
-
-def _describe_gpus(gpus: list[Gpu]) -> str:
-    names = [gpu.name for gpu in gpus]
-    kinds = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
-    return f"{kinds}, driver {gpus[0].driver}"
 
 
 @check("disk")

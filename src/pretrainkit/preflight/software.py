@@ -1,7 +1,4 @@
-"""The software of a node or image: package versions, imports that work, writable caches, nothing foreign.
-
-python -m pretrainkit.preflight.software JSON      (the process that imports the engine)
-"""
+"""The software of a node or image: package versions, imports that work, writable caches, nothing foreign."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ import os
 import re
 import shutil
 import site
-import sys
 import tempfile
 import time
 from collections.abc import Mapping
@@ -28,7 +24,6 @@ from pretrainkit.preflight.probe import Probe, run_probes
 from pretrainkit.preflight.report import FAILED, OK, SKIPPED, WARNING, Check, Finding, check
 from pretrainkit.units import format_bytes
 
-_MODULE = "pretrainkit.preflight.software"
 CONSTRAINTS = Path(__file__).parents[3] / "constraints.txt"
 """The tested versions, where the package runs from a checkout."""
 _ENGINE = ("torch", "nemo-toolkit", "megatron-core", "lightning", "transformers")
@@ -169,8 +164,8 @@ def _is_writable(folder: Path) -> bool:
 
 def check_imports(accelerator: str, *, timeout_s: float) -> Check:
     """Whether the engine, and the libraries of kernels that are installed, can be imported."""
-    with tempfile.TemporaryDirectory(prefix="check_node_") as folder:
-        return _imports(run_probes([Probe(accelerator, 0, 1, folder, timeout_s)], _MODULE)[0], accelerator)
+    (found,), _ = run_probes(import_all, accelerator, 1, timeout_s)
+    return _imports(found, accelerator)
 
 
 @check("imports")
@@ -193,12 +188,6 @@ def _imports(found: dict[str, Any], accelerator: str) -> Finding:
     return OK, words
 
 
-def main() -> int:
-    """Import everything; the results are in the probe's file."""
-    import_all(Probe.from_command_line())
-    os._exit(0)
-
-
 def import_all(probe: Probe) -> None:
     """Import modules one by one. A module's name is written before its import: a crash then has a name."""
     done: dict[str, float] = {}
@@ -214,7 +203,3 @@ def import_all(probe: Probe) -> None:
         else:
             done[name] = round(time.monotonic() - begin_s, 2)
         probe.report(imports=done, failed_imports=failed, absent=absent, importing="")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

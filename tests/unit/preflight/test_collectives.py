@@ -30,14 +30,14 @@ def test_a_slow_and_a_wrong_gpu_are_named() -> None:
     assert wrong.is_failed and "GPU 1: ValueError" in wrong.found
 
 
-def test_the_transport_is_read_from_nccls_log(tmp_path: Path) -> None:
-    (tmp_path / "nccl.host.1").write_text(
+def test_the_transport_is_read_from_nccls_log() -> None:
+    text = (
         "host:1:1 [0] NCCL INFO Using network IB\n"
         "host:1:1 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM/read\n"
         "host:1:1 [0] NCCL INFO Channel 01/0 : 1[1] -> 0[0] via P2P/CUMEM\n"
         "host:1:1 [0] NCCL INFO Channel 01/0 : 1[1] -> 2[0] [send] via NET/IB/0/GDRDMA\n"
     )
-    assert collectives._nccl_transport(tmp_path) == "NET/IB, P2P/CUMEM, network IB"
+    assert collectives._nccl_transport(text) == "NET/IB, P2P/CUMEM, network IB"
 
 
 @pytest.mark.parametrize(

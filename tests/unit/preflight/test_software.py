@@ -111,7 +111,7 @@ def test_what_is_tried_is_written_before(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_software_is_part_of_the_report_when_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(software, "run_probes", lambda probes, module: [{"imports": {"torch": 1.0}}])
+    monkeypatch.setattr(software, "run_probes", lambda *_: ([{"imports": {"torch": 1.0}}], ""))
     (tmp_path / "kept.txt").touch()
     request = NodeCheckRequest(
         1, "cpu", tmp_path, collectives=False, constraints=None, software=True, kept=tmp_path / "kept.txt"
