@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pretrainkit.jobs.job import Job
-from pretrainkit.jobs.scheduler import Allocation, Scheduler, ask
+from pretrainkit.jobs.scheduler import Scheduler, ask
 from pretrainkit.units import parse_duration
 
 _PLAIN_PATH = re.compile(r"[A-Za-z0-9_./+@=-]+")
@@ -50,15 +50,6 @@ class Pbs(Scheduler):
         """A new qsub: PBS has no command that requeues a running job of one's own."""
         words = ["qsub", *self.account_words(job), "-v", "PRETRAINKIT_CONTINUES=1", "-o", "/dev/null", str(script)]
         return f'{shlex.join(words)} >> "$folder/chain" || echo "qsub failed" >&2'
-
-    def allocation(self, environment: Mapping[str, str]) -> Allocation | None:
-        """From PBS_NODEFILE: a line for each slot."""
-        path = Path(environment.get("PBS_NODEFILE", ""))
-        if not path.is_file():
-            return None
-        lines = path.read_text(encoding="utf-8").split()
-        hosts = tuple(dict.fromkeys(lines))
-        return Allocation(hosts, tuple(lines.count(host) for host in hosts))
 
     def time_left(self, environment: Mapping[str, str]) -> float | None:
         """From qstat."""

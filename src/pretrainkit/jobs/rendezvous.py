@@ -37,7 +37,7 @@ HEARTBEAT_S = 10
 DEAD_AFTER_S = 180
 """A node without a heartbeat for so long is lost (assumed: far above what a shared disk caches)."""
 BAD_NODE_ACTION = "exclude the node from the job, and report it to the cluster's administrators"
-_STOP, _GO, _FAILED = "stop", "go", "failed"
+STOP, FAILED, _GO = "stop", "failed", "go"
 
 
 @dataclass(frozen=True)
@@ -119,37 +119,24 @@ class Rendezvous:
         bad = [f"node {node} ({one['host']}): {one['problem']}" for node, one in reports.items() if one["problem"]]
         if bad:
             raise PretrainkitError("; ".join(bad), action=BAD_NODE_ACTION)
-        self._mark(_GO)
+        self.mark(_GO)
 
     def wait_for_go(self) -> bool:
         """Another node's wait until all are ready; False when nothing starts."""
-        if not self._wait(lambda: self._has(_GO) or self._has(_FAILED), 2 * RENDEZVOUS_S):
+        if not self._wait(lambda: self.has(_GO) or self.has(FAILED), 2 * RENDEZVOUS_S):
             raise PretrainkitError(f"node 0 has not started in {2 * RENDEZVOUS_S} s", where=str(self.folder))
-        return not self._has(_FAILED)
+        return not self.has(FAILED)
 
     @property
     def hosts(self) -> list[str]:
         """Names of the nodes, once all are ready."""
         return [str(files.read_json(self.folder / f"ready_{node}.json")["host"]) for node in range(self.num_nodes)]
 
-    def request_stop(self) -> None:
-        """Make the ranks of all nodes save and end."""
-        self._mark(_STOP)
-
-    @property
-    def stop_requested(self) -> bool:
-        """Whether a node, or the job's script, has requested it."""
-        return self._has(_STOP)
-
-    def report_failure(self) -> None:
-        """Make all nodes end: this one has failed."""
-        self._mark(_FAILED)
-
     @property
     def should_abort(self) -> bool:
         """Whether another node has failed or is lost: the head watches all others, and they watch the head."""
         now_s = time.monotonic()
-        return self._has(_FAILED) or any(now_s - last_s > DEAD_AFTER_S for _, last_s in self._heartbeats.values())
+        return self.has(FAILED) or any(now_s - last_s > DEAD_AFTER_S for _, last_s in self._heartbeats.values())
 
     def heartbeat(self) -> None:
         """Show that this node is alive, and note whether the others are; cheap enough for every poll."""
@@ -192,10 +179,12 @@ class Rendezvous:
         self._wait(lambda: {path.name for path in paths.values()} <= self._names(), timeout_s)
         return {node: files.read_json(path) for node, path in paths.items() if path.name in self._names()}
 
-    def _mark(self, name: str) -> None:
+    def mark(self, name: str) -> None:
+        """Show all nodes that the ranks are to save and end (STOP), or that this node has failed (FAILED)."""
         (self.folder / name).touch()
 
-    def _has(self, name: str) -> bool:
+    def has(self, name: str) -> bool:
+        """Whether a node, or the job's script, has made such a mark."""
         return name in self._names()
 
     def _names(self) -> set[str]:

@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,9 +156,19 @@ class Scheduler(ABC):
         """Whether the output of `query` has a job that waits or runs."""
         return bool(output.strip())
 
-    @abstractmethod
     def allocation(self, environment: Mapping[str, str]) -> Allocation | None:
-        """The nodes of this process's job; None outside of this scheduler's jobs."""
+        """The nodes of this process's job; None outside of this scheduler's jobs.
+
+        In the job's list of hosts a line is a host and its slots, one for each queue that it is in, or a host alone for
+        each slot.
+        """
+        path = Path(environment.get(self.host_file, ""))
+        if not path.is_file():
+            return None
+        slots: Counter[str] = Counter()
+        for host, *rest in filter(None, map(str.split, path.read_text(encoding="utf-8").splitlines())):
+            slots[host] += int(rest[0]) if rest else 1
+        return Allocation(tuple(slots), tuple(slots.values()))
 
     @abstractmethod
     def time_left(self, environment: Mapping[str, str]) -> float | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pretrainkit.jobs.job import Job
 from pretrainkit.jobs.pbs import scheduler_log
-from pretrainkit.jobs.scheduler import Allocation, Scheduler, ask
+from pretrainkit.jobs.scheduler import Scheduler, ask
 
 
 class GridEngine(Scheduler):
@@ -40,18 +40,6 @@ class GridEngine(Scheduler):
             words += ["-t", f"{tasks[0] + 1}-{tasks[1] + 1}"]
             words += ["-tc", str(job.array.at_once)] if job.array and job.array.at_once else []
         return [*words, str(script)]
-
-    def allocation(self, environment: Mapping[str, str]) -> Allocation | None:
-        """From PE_HOSTFILE: lines 'host slots queue processors', one for each queue that a host is in."""
-        path = Path(environment.get("PE_HOSTFILE", ""))
-        if not path.is_file():
-            return None
-        slots: dict[str, int] = {}
-        for line in path.read_text(encoding="utf-8").splitlines():
-            words = line.split()
-            if len(words) >= 2:
-                slots[words[0]] = slots.get(words[0], 0) + int(words[1])
-        return Allocation(tuple(slots), tuple(slots.values()))
 
     def time_left(self, environment: Mapping[str, str]) -> float | None:
         """From h_rt and the time at which the job, or the array's task, was started."""

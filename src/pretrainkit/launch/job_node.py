@@ -17,7 +17,7 @@ from pretrainkit import logs
 from pretrainkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED_AFTER_SAVING, PretrainkitError, RequestError
 from pretrainkit.jobs import rendezvous
 from pretrainkit.jobs.registry import read_allocation
-from pretrainkit.jobs.rendezvous import BAD_NODE_ACTION, Endpoint, HeadInfo, Rendezvous, own_address
+from pretrainkit.jobs.rendezvous import BAD_NODE_ACTION, FAILED, STOP, Endpoint, HeadInfo, Rendezvous, own_address
 from pretrainkit.jobs.sge import visible_gpus
 from pretrainkit.jobs.watch import Follower
 from pretrainkit.launch.chain import end_of_chain, new_attempt
@@ -52,7 +52,7 @@ def run_in_job(arguments: argparse.Namespace, stop: GracefulStop) -> int:
         with locked(RunFolder(arguments.experiment_dir), RANKS_LOCK):
             return _run_head(arguments, stop, nodes)
     except PretrainkitError as error:
-        nodes.report_failure()
+        nodes.mark(FAILED)
         nodes.publish(HeadInfo(refused=str(error), exit_code=error.exit_code))
         raise
 
@@ -153,9 +153,9 @@ def _run_ranks(
 ) -> Outcome:
     def poll() -> None:
         nodes.heartbeat()
-        if stop.requested and not nodes.stop_requested:
-            nodes.request_stop()
-        elif nodes.stop_requested and not stop.requested:
+        if stop.requested and not nodes.has(STOP):
+            nodes.mark(STOP)
+        elif nodes.has(STOP) and not stop.requested:
             log.warning("stop requested: sending SIGTERM to the ranks (save and exit)")
             stop.request()
 
@@ -164,7 +164,7 @@ def _run_ranks(
     )
     is_consequence = nodes.should_abort
     if outcome.exit_code not in (EXIT_DONE, EXIT_STOPPED_AFTER_SAVING):
-        nodes.report_failure()
+        nodes.mark(FAILED)
     nodes.report_end(outcome, is_consequence=is_consequence)
     return nodes.agree_on_outcome()
 

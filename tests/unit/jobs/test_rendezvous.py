@@ -11,7 +11,7 @@ import pytest
 
 from pretrainkit.errors import PretrainkitError
 from pretrainkit.jobs import rendezvous
-from pretrainkit.jobs.rendezvous import HeadInfo, Rendezvous, combine_outcomes, own_address
+from pretrainkit.jobs.rendezvous import FAILED, STOP, HeadInfo, Rendezvous, combine_outcomes, own_address
 from pretrainkit.run.outcome import SUCCESS, Outcome
 
 
@@ -64,8 +64,8 @@ def test_nodes_meet_and_end_together(tmp_path: Path) -> None:
     head.report_ready()
     head.wait_until_all_ready()
     assert len(head.hosts) == 3
-    head.request_stop()
-    assert all(node.stop_requested for node in nodes)
+    head.mark(STOP)
+    assert all(node.has(STOP) for node in nodes)
     head.report_end(Outcome(85, 0, "saved"), is_consequence=False)
     assert head.agree_on_outcome().exit_code == 85
     for thread in threads:
@@ -79,7 +79,7 @@ def test_a_bad_node_is_named(tmp_path: Path) -> None:
     other.report_ready("gpus: 7 of 8")
     with pytest.raises(PretrainkitError, match=r"node 1 \(.*\): gpus: 7 of 8"):
         head.wait_until_all_ready()
-    head.report_failure()
+    head.mark(FAILED)
     assert not other.wait_for_go() and other.should_abort
 
 
