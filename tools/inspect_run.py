@@ -33,7 +33,7 @@ def command(arguments: argparse.Namespace) -> int:
     history = read_history(arguments.experiment)
     picture, problem = None if arguments.no_plot else arguments.plot or arguments.experiment / "run.png", None
     if picture:
-        from pretrainkit.run.plot import plot_history
+        from pretrainkit.run.history import plot_history
 
         try:
             plot_history(history, picture)

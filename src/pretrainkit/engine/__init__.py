@@ -1,6 +1,6 @@
 """One rank's training of a resolved run on NeMo and Lightning: the only package that imports them.
 
-`train.train` is the sequence; `model` and `trainer` build NeMo's objects, `data` its data module, `saving` writes one
+`rank` begins with run.json, `train` is the sequence; `model` and `trainer` build NeMo's objects, `saving` writes one
 checkpoint, `child_processes` guards what a rank forks.
 
 Order of the callbacks, which each hook follows:

@@ -13,25 +13,41 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from pretrainkit import logs
+from pretrainkit import files, logs
 from pretrainkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED_AFTER_SAVING, PretrainkitError, RequestError
 from pretrainkit.jobs import rendezvous
 from pretrainkit.jobs.registry import read_allocation
 from pretrainkit.jobs.rendezvous import BAD_NODE_ACTION, FAILED, STOP, Endpoint, HeadInfo, Rendezvous, own_address
 from pretrainkit.jobs.sge import visible_gpus
 from pretrainkit.jobs.watch import Follower
-from pretrainkit.launch.chain import end_of_chain, new_attempt
 from pretrainkit.launch.supervise import GracefulStop, redirect_output, supervise
 from pretrainkit.preflight.collectives import check_world
 from pretrainkit.preflight.node import NodeCheckRequest, check_node
-from pretrainkit.run.folder import NODE_LOG, RANKS_LOCK, RunFolder, locked, shown_logs
-from pretrainkit.run.outcome import Outcome, log_outcome, write_outcome
+from pretrainkit.run.checkpoints import newest_committed
+from pretrainkit.run.folder import (
+    JOB_FILE,
+    NODE_LOG,
+    OUTCOME_FILE,
+    RANKS_LOCK,
+    SOURCE_FILE,
+    RunFolder,
+    locked,
+    shown_logs,
+)
+from pretrainkit.run.outcome import Outcome, log_outcome, read_outcome, write_outcome
 from pretrainkit.run.resource_plan import choose_on_node
 
 NODE_VARIABLE = "PRETRAINKIT_NODE"
 """Number of this node, from 0."""
 START_VARIABLE = "PRETRAINKIT_START"
 """Name of this start of the job: job id and time, the same on all nodes, another after a requeue."""
+JOB_VARIABLE = "PRETRAINKIT_JOB_ID"
+LOG_VARIABLE = "PRETRAINKIT_LOG"
+"""The job's log file."""
+CONTINUES_VARIABLE = "PRETRAINKIT_CONTINUES"
+"""1 in a job that only continues a run that ran out of time."""
+MAX_IDLE_JOBS = 3
+"""Jobs in a row without a new checkpoint before a chain ends: the bound of --restart_limit."""
 NODES_FOLDER = "nodes"
 """Folder in the job's folder, with one folder for each start (`jobs/rendezvous.py`)."""
 
@@ -208,3 +224,52 @@ def _mirrored(log_dir: Path) -> Iterator[None]:
             yield
         os.dup2(job_log.fileno(), sys.stderr.fileno())
     logs.configure()
+
+
+def end_of_chain(folder: RunFolder) -> HeadInfo | None:
+    """Why a job that only continues has nothing to do: its predecessor finished or failed. None: it continues."""
+    attempts = folder.attempt_folders()
+    last = attempts[-1] if attempts else None
+    if os.environ.get(CONTINUES_VARIABLE) != "1" or last is None or not (last / OUTCOME_FILE).is_file():
+        return None  # without an outcome the predecessor was killed: continue from its last checkpoint
+    outcome = read_outcome(last)
+    if outcome.exit_code == EXIT_DONE:
+        return HeadInfo(refused=f"the run is done ({last}): this job ends")
+    if outcome.exit_code != EXIT_STOPPED_AFTER_SAVING:
+        return HeadInfo(
+            refused=f"the run failed ({last}: {outcome.reason}): this job ends", exit_code=outcome.exit_code
+        )
+    starts = [_checkpoint_of(attempt) for attempt in attempts[-MAX_IDLE_JOBS:]]
+    if len(starts) < MAX_IDLE_JOBS or set(starts) != {_newest_checkpoint(folder)}:
+        return None
+    return HeadInfo(
+        refused=f"{MAX_IDLE_JOBS} jobs in a row ended without a new checkpoint: from start to --time_margin before "
+        "--time_limit there was no time for a step",
+        exit_code=EXIT_FAILED,
+    )
+
+
+def _checkpoint_of(attempt: Path) -> str | None:
+    try:
+        return str(files.read_json(attempt / JOB_FILE)["checkpoint"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _newest_checkpoint(folder: RunFolder) -> str:
+    """Name of the newest checkpoint's folder, '' before the first."""
+    newest = newest_committed(folder.checkpoints)
+    return newest.name if newest else ""
+
+
+def new_attempt(folder: RunFolder, job_dir: Path) -> Path:
+    """The folder of the attempt's logs, with run.json, source.txt and the job that it belongs to."""
+    log_dir = folder.new_attempt_folder(folder.run_file, job_dir / SOURCE_FILE)
+    job = {
+        "job_id": os.environ.get(JOB_VARIABLE),
+        "log": os.environ.get(LOG_VARIABLE),
+        "job_dir": str(job_dir),
+        "checkpoint": _newest_checkpoint(folder),
+    }
+    files.write_json(log_dir / JOB_FILE, job)
+    return log_dir

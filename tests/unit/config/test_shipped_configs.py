@@ -12,7 +12,7 @@ from pretrainkit.config.load import load_config
 from pretrainkit.config.resolve import RunFacts, resolve
 from pretrainkit.config.validate import problems_of, problems_of_launch
 from pretrainkit.errors import RequestError
-from pretrainkit.launch.summary import summarize
+from pretrainkit.launch.start import summarize
 from pretrainkit.models.registry import read_shape
 
 CONFIGS = Path(__file__).parents[3] / "configs"

@@ -20,7 +20,7 @@ from pretrainkit.config.schema import (
     TrainingConfig,
 )
 from pretrainkit.errors import RequestError
-from pretrainkit.launch.summary import summarize_estimates
+from pretrainkit.launch.start import summarize_estimates
 from pretrainkit.run import gpu_specs
 from pretrainkit.run.estimates import cheapest_recompute, estimate, fits, parameters
 from pretrainkit.run.resource_plan import plan_memory

@@ -12,9 +12,8 @@ import pytest
 from tiny_runs import tiny_run
 
 from pretrainkit.errors import RequestError
-from pretrainkit.run.history import read_history
+from pretrainkit.run.history import plot_history, read_history
 from pretrainkit.run.metrics import RunRecorder
-from pretrainkit.run.plot import plot_history
 
 REPOSITORY = Path(__file__).parents[3]
 

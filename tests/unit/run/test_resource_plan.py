@@ -13,7 +13,7 @@ import pytest
 from pretrainkit.config.run_file import read_run, write_run
 from pretrainkit.config.schema import Kernels, ResolvedRun
 from pretrainkit.errors import RequestError
-from pretrainkit.launch.summary import summarize_estimates
+from pretrainkit.launch.start import summarize_estimates
 from pretrainkit.run import resource_plan
 from pretrainkit.run.resource_plan import choose_on_node, plan_memory
 
