@@ -35,9 +35,7 @@ class Pbs(Scheduler):
         cpus = ":ncpus={num_cpus}" if job.config.cpus_per_task else ""
         return (f"select={{num_nodes}}{cpus}" + (":ngpus={num_gpus}" if job.on_gpu else ""),)
 
-    def submit_command(
-        self, job: Job, script: Path, *, after: str | None = None, tasks: tuple[int, int] | None = None
-    ) -> list[str]:
+    def submit_command(self, job: Job, script: Path, after: str | None, tasks: tuple[int, int] | None) -> list[str]:
         """Words of qsub."""
         words = ["qsub", *self.account_words(job), "-o", scheduler_log(job)]
         words += ["-W", f"depend=afterany:{after}"] if after else []

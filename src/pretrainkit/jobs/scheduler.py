@@ -138,14 +138,12 @@ class Scheduler(ABC):
         return ()
 
     @abstractmethod
-    def submit_command(
-        self, job: Job, script: Path, *, after: str | None = None, tasks: tuple[int, int] | None = None
-    ) -> list[str]:
+    def submit_command(self, job: Job, script: Path, after: str | None, tasks: tuple[int, int] | None) -> list[str]:
         """Words of the command that submits a script.
 
         Args:
-            after: id of the job that has to end before this one starts.
-            tasks: first and last task of an array, from 0.
+            after: id of the job that has to end before this one starts, if there is one.
+            tasks: first and last task, from 0, if it is an array.
         """
 
     def requeue(self, job: Job, script: Path) -> str:

@@ -71,16 +71,14 @@ def inner_scripts(job: Job) -> dict[str, str]:
     return texts
 
 
-def job_script(
-    job: Job, *, continues: bool = False, script: Path, is_array: bool = False, index: int | None = None
-) -> str:
+def job_script(job: Job, script: Path, *, continues: bool, is_array: bool, index: int | None) -> str:
     """The text of the script that the scheduler runs.
 
     Args:
-        continues: whether it only continues a run that ran out of time.
         script: path at which it will be written.
+        continues: whether it only continues a run that ran out of time.
         is_array: whether it is submitted as a scheduler's array.
-        index: the one task of job.array that it runs, where it isn't.
+        index: the one task of job.array that it runs, where that isn't an array for the scheduler.
     """
     scheduler = scheduler_of(job.config)
     return _render(

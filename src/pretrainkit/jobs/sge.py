@@ -6,6 +6,7 @@ import re
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
@@ -30,9 +31,7 @@ class GridEngine(Scheduler):
     history = ("qacct", "-j")
     history_facts = r"^(?:failed|exit_status|maxvmem) +.*$"
 
-    def submit_command(
-        self, job: Job, script: Path, *, after: str | None = None, tasks: tuple[int, int] | None = None
-    ) -> list[str]:
+    def submit_command(self, job: Job, script: Path, after: str | None, tasks: tuple[int, int] | None) -> list[str]:
         """Words of qsub."""
         words = ["qsub", *self.account_words(job), "-terse", "-o", scheduler_log(job)]
         words += ["-hold_jid", after] if after else []
@@ -60,17 +59,10 @@ def parse_limit(text: str) -> float | None:
 
 def parse_start(text: str, job: str, task: str) -> float | None:
     """When a job or an array's task was started, in seconds since 1970, from `qstat -xml`, which has local time."""
-    try:
-        jobs = ElementTree.fromstring(text).iter("job_list")
-    except ElementTree.ParseError:
-        return None
-    for item in jobs:
-        if item.findtext("JB_job_number") != job or item.findtext("tasks", task) != task:
-            continue
-        try:
-            return datetime.fromisoformat((item.findtext("JAT_start_time") or "").partition(".")[0]).timestamp()
-        except ValueError:
-            return None
+    with suppress(ElementTree.ParseError, ValueError):
+        for item in ElementTree.fromstring(text).iter("job_list"):
+            if item.findtext("JB_job_number") == job and item.findtext("tasks", task) == task:
+                return datetime.fromisoformat((item.findtext("JAT_start_time") or "").partition(".")[0]).timestamp()
     return None
 
 

@@ -49,9 +49,7 @@ class Slurm(Scheduler):
         """The GPUs of each node."""
         return ("gpus-per-node={num_gpus}",) if job.on_gpu else ()
 
-    def submit_command(
-        self, job: Job, script: Path, *, after: str | None = None, tasks: tuple[int, int] | None = None
-    ) -> list[str]:
+    def submit_command(self, job: Job, script: Path, after: str | None, tasks: tuple[int, int] | None) -> list[str]:
         """Words of sbatch; the script's header has the tasks of an array."""
         dependency = [f"--dependency=afterany:{after}"] if after else []
         return ["sbatch", "--requeue", "--parsable", *dependency, str(script)]

@@ -88,9 +88,8 @@ class _Part:
 
     def submit_command(self, job: Job, after: str | None) -> list[str]:
         tasks = (self.tasks[0], self.tasks[-1]) if self.is_array else None
-        return scheduler_of(job.config).submit_command(
-            job, job.folder / self.name, after=after if self.follows else None, tasks=tasks
-        )
+        script = job.folder / self.name
+        return scheduler_of(job.config).submit_command(job, script, after if self.follows else None, tasks)
 
 
 def next_folder(jobs_dir: Path) -> Path:
@@ -173,24 +172,17 @@ def read_records(jobs_dir: Path) -> list[SubmittedJob]:
 
 
 def _parts(job: Job) -> list[_Part]:
-    scheduler = scheduler_of(job.config)
-
-    def part(stem: str, tasks: tuple[int, ...] = (), *, follows: bool = False) -> _Part:
-        is_array = len(tasks) > (0 if scheduler.takes_arrays_of_one else 1)
-        if tasks and not is_array:
-            stem = f"{stem}.task_{tasks[0]}"
-        name = f"{stem}.{scheduler.name}.sh"
-        text = scripts.job_script(
-            job,
-            continues=follows,
-            script=job.folder / name,
-            is_array=is_array,
-            index=tasks[0] if tasks and not is_array else None,
-        )
-        return _Part(name, text, tasks, is_array, follows)
-
     if job.array is None:
-        return [part("job"), *(part("job.continue", follows=True) for _ in range(1, job.config.chain))]
-    if scheduler.takes_task_lists:
-        return [part("job", job.array.indices)]
-    return [part("job", tuple(range(first, last + 1))) for first, last in job.array.ranges]
+        return [_part(job, "job"), *(_part(job, "job.continue", follows=True) for _ in range(1, job.config.chain))]
+    if scheduler_of(job.config).takes_task_lists:
+        return [_part(job, "job", job.array.indices)]
+    return [_part(job, "job", tuple(range(first, last + 1))) for first, last in job.array.ranges]
+
+
+def _part(job: Job, stem: str, tasks: tuple[int, ...] = (), *, follows: bool = False) -> _Part:
+    scheduler = scheduler_of(job.config)
+    is_array = len(tasks) > (0 if scheduler.takes_arrays_of_one else 1)
+    index = tasks[0] if tasks and not is_array else None
+    name = f"{stem}.{scheduler.name}.sh" if index is None else f"{stem}.task_{index}.{scheduler.name}.sh"
+    text = scripts.job_script(job, job.folder / name, continues=follows, is_array=is_array, index=index)
+    return _Part(name, text, tasks, is_array, follows)

@@ -6,6 +6,7 @@ import shlex
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -142,7 +143,6 @@ def _wait(job: SubmittedJob, number: int, run: Run, *, requeues: bool) -> int:
 
 
 def _read_code(path: Path) -> int | None:
-    try:
+    with suppress(OSError, ValueError):
         return int(path.read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return None
+    return None
