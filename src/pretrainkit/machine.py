@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import importlib.metadata
 import os
+import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -163,13 +165,11 @@ def available_memory_bytes(*, cgroups: Path = _CGROUPS, own: Path = Path("/proc/
     """
     available = int(psutil.virtual_memory().available)
     for group in _control_groups(cgroups, own):
-        try:
-            limit = (group / "memory.max").read_text().strip()
-            if limit != "max":
-                used = int((group / "memory.current").read_text()) - _reclaimable(group)
-                available = min(available, int(limit) - used)
-        except (OSError, ValueError):
-            continue
+        with suppress(OSError, ValueError):  # a group without a limit says 'max'
+            limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+            # Cached file pages count as used, and the kernel drops them when memory is short.
+            cached = re.search(r"^inactive_file (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)
+            available = min(available, limit - used + int(cached[1] if cached else 0))
     return max(available, 0)
 
 
@@ -182,11 +182,3 @@ def _control_groups(cgroups: Path, own: Path) -> list[Path]:
     path = next((line[len("0::/") :] for line in lines if line.startswith("0::/")), "")
     group = cgroups / path
     return [group, *(parent for parent in group.parents if parent.is_relative_to(cgroups))]
-
-
-def _reclaimable(group: Path) -> int:
-    """Cached file pages, which count as used and which the kernel drops when memory is short."""
-    for line in (group / "memory.stat").read_text().splitlines():
-        if line.startswith("inactive_file "):
-            return int(line.split()[1])
-    return 0

@@ -42,19 +42,18 @@ def problems_of_launch(config: RunConfig) -> list[RequestError]:
 
 
 def _values(config: RunConfig, prefixes: str | tuple[str, ...] = "") -> Iterator[RequestError]:
-    """Values that their option doesn't accept, whatever the others are."""
+    """Values that are missing, or that their option doesn't accept, whatever the others are."""
     for option in OPTIONS.values():
         if option.name.startswith(prefixes):
             try:
                 option.check(option.value_in(config))
             except RequestError as problem:
                 yield problem
+            if option.required and not option.value_in(config):
+                yield RequestError("missing", needed=option.help, where=option.spelling)
 
 
 def _names(config: RunConfig) -> Iterator[RequestError]:
-    for option in OPTIONS.values():
-        if option.required and not option.value_in(config):
-            yield RequestError("missing", needed=option.help, where=option.spelling)
     experiment = config.experiment
     if not experiment or experiment.startswith(".") or "/" in experiment or not experiment.isprintable():
         yield RequestError(

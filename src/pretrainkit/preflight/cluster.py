@@ -39,17 +39,12 @@ def find_place(
 
     Raises RequestError when there are several nodes and it isn't clear which of them this is.
     """
-    allocation = read_allocation(environment)
-    started_on_all = "SLURM_STEP_NUM_NODES" in environment
-    if num_nodes is None:
-        num_nodes = int(environment["SLURM_STEP_NUM_NODES"]) if started_on_all else 1
-    hosts = allocation.hosts if allocation and len(allocation.hosts) == num_nodes else ()
-    if num_nodes == 1:
+    if "SLURM_STEP_NUM_NODES" in environment:  # srun has started this on every node
+        num_nodes = num_nodes or int(environment["SLURM_STEP_NUM_NODES"])
+        node = int(environment["SLURM_NODEID"]) if node is None else node
+        meeting = meeting or f"{environment['SLURM_JOB_ID']}.{environment['SLURM_STEP_ID']}"
+    if num_nodes is None or num_nodes == 1:
         return Place(0, 1, "")
-    if node is None and started_on_all:
-        node = int(environment["SLURM_NODEID"])
-    if meeting is None and started_on_all:
-        meeting = f"{environment['SLURM_JOB_ID']}.{environment['SLURM_STEP_ID']}"
     if node is None or meeting is None:
         raise RequestError(
             f"{num_nodes} nodes, but not which of them this is",
@@ -58,6 +53,8 @@ def find_place(
         )
     if not 0 <= node < num_nodes:
         raise RequestError(f"{node} of {num_nodes} nodes", needed=f"0 to {num_nodes - 1}", where="--node_rank")
+    allocation = read_allocation(environment)
+    hosts = allocation.hosts if allocation and len(allocation.hosts) == num_nodes else ()
     return Place(node, num_nodes, meeting, hosts)
 
 

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from pretrainkit.errors import one_line
@@ -83,11 +84,10 @@ def read_constraints(text: str) -> dict[str, set[str]]:
 def needed_packages() -> list[str]:
     """Names of the packages that this one requires; none when it runs without being installed."""
     try:
-        requirements = importlib.metadata.requires("pretrainkit") or []
+        requirements = [Requirement(text) for text in importlib.metadata.requires("pretrainkit") or []]
     except importlib.metadata.PackageNotFoundError:
         return []
-    names = [re.match(r"[A-Za-z0-9._-]+", text) for text in requirements if "extra ==" not in text]
-    return sorted(canonicalize_name(match[0]) for match in names if match)
+    return sorted(canonicalize_name(one.name) for one in requirements if "extra ==" not in str(one.marker))
 
 
 @check("image's own")
