@@ -26,7 +26,7 @@ register for modules and classes, which `train` and `saving` apply; the others c
 | `trainer` | Lightning's signal handlers | they end a run before anything is saved |
 | `child_processes` | `os.fork` | a forked Python can hang before its first instruction |
 | `patches` | Megatron's `save_common`, `finish` and `save_config` | an error on the first rank alone hangs the others |
-| `restored_state` | `load_checkpoint`, `load_model_state_dict` | to find weights that were not loaded |
+| `before_steps` | `load_checkpoint`, `load_model_state_dict` | to find weights that were not loaded |
 | `loss_guard` | `training_step`; the optimizer's `get_grad_norm`, `step_with_ready_grads` | to skip a bad update |
 | `stop` | the epoch loop's `_should_check_val_fx` | Lightning counts from the start of the data loader |
 | `recording` | the module's `log`, the evaluation loop's `run` | no waits for the GPU, no evaluation in a step's time |

@@ -11,13 +11,12 @@ from nemo.utils import logging as nemo_logging
 
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.engine import patches as nemo_patches
-from pretrainkit.engine.callbacks.before_steps import FreezeGC, OptimizerSettings, UseCudaGraphs
+from pretrainkit.engine.callbacks.before_steps import FreezeGC, OptimizerSettings, UseCudaGraphs, VerifyRestoredState
 from pretrainkit.engine.callbacks.checkpoints import Checkpoints
 from pretrainkit.engine.callbacks.initial_loss_check import InitialLossCheck
 from pretrainkit.engine.callbacks.loader_watchdog import DataLoaderWatchdog
 from pretrainkit.engine.callbacks.loss_guard import LossGuard
 from pretrainkit.engine.callbacks.recording import Recording, begin_recorder
-from pretrainkit.engine.callbacks.restored_state import VerifyRestoredState
 from pretrainkit.engine.callbacks.stop import Evaluations, StopEarly
 from pretrainkit.engine.child_processes import kill_children, use_fork_timeout
 from pretrainkit.engine.model import build_model
