@@ -97,7 +97,10 @@ def _repository(root: Path) -> list[str]:
     return [
         f"commit {commit.decode().strip()}",
         "untracked: " + ("git can't list them here" if listed is None else "as follows" if names else "nothing"),
-        *(f"  {_printable(name)}{'' if added and name in copied else ' (listed only)'}" for name in names),
+        *(
+            f"  {name if name.isprintable() else ascii(name)}{'' if added and name in copied else ' (listed only)'}"
+            for name in names
+        ),
         *(["  and more"] if more or len(listed or b"") > MAX_DIFF_BYTES else []),
         "uncommitted changes: "
         + ("git can't read those of tracked files here" if diff is None else "as follows" if changes else "none"),
@@ -106,34 +109,26 @@ def _repository(root: Path) -> list[str]:
 
 
 def _small_text_files(root: Path, names: Iterable[str], budget: int) -> set[str]:
-    """The untracked text files, the smallest first, whose diffs together have at most `budget` bytes."""
+    """The untracked text files and links, the smallest first, whose diffs together have at most `budget` bytes."""
     sizes = {}
     for name in names:
         with contextlib.suppress(OSError):  # it was removed meanwhile
             sizes[name] = (root / name).lstat().st_size
     chosen = set()
     for name in sorted(sizes, key=sizes.__getitem__):
+        path = root / name
         if sizes[name] > budget:
             break
-        if (text := _text(root / name)) is not None:
+        is_readable = path.is_symlink() or path.is_file()
+        if not is_readable or any(fnmatch(path.name, pattern) for pattern in _SECRET_FILES):
+            continue
+        with contextlib.suppress(OSError, UnicodeDecodeError):  # it was removed meanwhile, or is not UTF-8
+            text = (os.fsencode(path.readlink()) if path.is_symlink() else path.read_bytes()).decode()
             size = len(text.encode()) + text.count("\n") + 16 * len(name) + _HEADER_BYTES
-            if size <= budget:
+            if "\0" not in text and size <= budget:
                 chosen.add(name)
                 budget -= size
     return chosen
-
-
-def _text(path: Path) -> str | None:
-    """The text of a file, or where a link points to; None for secrets, and for what is not UTF-8 or not a file."""
-    if any(fnmatch(path.name, pattern) for pattern in _SECRET_FILES):
-        return None
-    try:
-        if path.is_symlink():
-            return os.fsencode(path.readlink()).decode()
-        text = path.read_bytes().decode() if path.is_file() else "\0"
-    except (OSError, UnicodeDecodeError):
-        return None
-    return None if "\0" in text else text
 
 
 def _diff_of_new(root: Path, names: Iterable[str]) -> bytes | None:
@@ -144,10 +139,6 @@ def _diff_of_new(root: Path, names: Iterable[str]) -> bytes | None:
         add = ("add", "--intent-to-add", f"--pathspec-from-file={listed}", "--pathspec-file-nul")
         index = f"{folder}/index"
         return None if _git(root, *add, index=index) is None else _git(root, *_DIFF, index=index)
-
-
-def _printable(name: str) -> str:
-    return name if name.isprintable() else ascii(name)
 
 
 def _git(root: Path, *words: str, index: str | None = None) -> bytes | None:

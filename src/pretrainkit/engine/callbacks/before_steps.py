@@ -1,4 +1,4 @@
-"""Before steps: the restored state is checked, the optimizer's settings are set, layers and garbage collection prepared."""
+"""Before steps: checks the restored state, sets the optimizer's settings, prepares layers and garbage collection."""
 
 from __future__ import annotations
 
