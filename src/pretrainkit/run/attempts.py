@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pretrainkit.config.schema import ResolvedRun
-from pretrainkit.errors import PretrainkitError
 from pretrainkit.run.folder import RunFolder
 from pretrainkit.run.json_lines import JsonLinesWriter, read_records
 
@@ -90,23 +88,6 @@ def restarts_without_progress(attempts: Sequence[Attempt]) -> int:
             count += 1
         furthest = max(furthest, attempt.last_step)
     return count
-
-
-def check_crash_loop(run: ResolvedRun, last_good: str | None) -> None:
-    """Raise PretrainkitError, with the last good checkpoint, after `restart_limit` restarts without a new step."""
-    folder, limit = RunFolder.of(run), run.config.training.restart_limit
-    attempts = read_attempts(folder)
-    restarts = restarts_without_progress(attempts)
-    if not limit or restarts < limit:
-        return
-    furthest = max(attempt.last_step for attempt in attempts)
-    raise PretrainkitError(
-        f"{restarts} restarts in a row ended without a new step; the furthest was step {furthest}. "
-        f"Last good checkpoint: {last_good or 'none'}",
-        needed=f"fewer than {limit} such restarts (--restart_limit)",
-        action=f"read the newest logs in {folder.logs}, fix the cause, and rerun once with --restart_limit 0",
-        where=str(folder.path),
-    )
 
 
 class AttemptLog:

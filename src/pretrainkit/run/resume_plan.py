@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 
 from pretrainkit.config.run_file import write_run
 from pretrainkit.config.schema import ResolvedRun
-from pretrainkit.errors import CheckpointError, RequestError
+from pretrainkit.errors import CheckpointError, PretrainkitError, RequestError
 from pretrainkit.logs import get_logger
 from pretrainkit.run import attempts, checkpoints
 from pretrainkit.run.checkpoints import START_OVER, Checkpoint
 from pretrainkit.run.folder import COMMIT_MARK, RunFolder, checkpoint_name
-from pretrainkit.run.lr_schedule import schedule_of
+from pretrainkit.run.lr_schedule import learning_rate
 from pretrainkit.run.retention import apply_retention, remove_leftovers
 from pretrainkit.run.trackers import check_trackers, wandb_run_id
 
@@ -112,7 +112,7 @@ def plan_start(run: ResolvedRun) -> StartPlan:
         optimizer_state=optimizer_state,
         epoch=epoch,
         sample=sample,
-        learning_rate=schedule_of(run).learning_rate(step) if step < run.max_steps else None,
+        learning_rate=learning_rate(run, step) if step < run.max_steps else None,
         idle_restarts=attempts.restarts_without_progress(attempts.read_attempts(folder)),
         wandb_run=wandb_run_id(run),
     )
@@ -125,7 +125,7 @@ def check_start(run: ResolvedRun) -> str:
     if plan.mode != CONTINUE and not folder.metrics.exists() and folder.attempt_folders():
         # Attempts that failed before their first record leave this; so does a run whose files were lost.
         log.warning("logs of attempts, but no checkpoint and no metrics.jsonl: starting from the beginning")
-    attempts.check_crash_loop(run, _own_checkpoint(plan))
+    check_crash_loop(run, plan)
     return plan.mode
 
 
@@ -136,7 +136,7 @@ def prepare(run: ResolvedRun, plan: StartPlan) -> None:
     Raises PretrainkitError when the last restarts reached no new step.
     """
     folder = RunFolder.of(run)
-    attempts.check_crash_loop(run, _own_checkpoint(plan))
+    check_crash_loop(run, plan)
     checkpoints.quarantine_incomplete(folder.checkpoints)
     remove_leftovers(folder.checkpoints)
     apply_retention(run)
@@ -146,8 +146,19 @@ def prepare(run: ResolvedRun, plan: StartPlan) -> None:
         log.info("%s", line)
 
 
-def _own_checkpoint(plan: StartPlan) -> str | None:
-    return plan.checkpoint if plan.mode == CONTINUE else None
+def check_crash_loop(run: ResolvedRun, plan: StartPlan) -> None:
+    """Raise PretrainkitError, with the last good checkpoint, after `restart_limit` restarts without a new step."""
+    folder, limit = RunFolder.of(run), run.config.training.restart_limit
+    if not limit or plan.idle_restarts < limit:
+        return
+    furthest = max(attempt.last_step for attempt in attempts.read_attempts(folder))
+    raise PretrainkitError(
+        f"{plan.idle_restarts} restarts in a row ended without a new step; the furthest was step {furthest}. "
+        f"Last good checkpoint: {plan.checkpoint if plan.mode == CONTINUE else 'none'}",
+        needed=f"fewer than {limit} such restarts (--restart_limit)",
+        action=f"read the newest logs in {folder.logs}, fix the cause, and rerun once with --restart_limit 0",
+        where=str(folder.path),
+    )
 
 
 def _refuse_lost_run(folder: RunFolder) -> None:

@@ -11,14 +11,15 @@ from tiny_runs import tiny_run
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import EXIT_FAILED, PretrainkitError
 from pretrainkit.run.attempts import (
-    check_crash_loop,
     last_saved_step,
     read_attempts,
     restarts_without_progress,
 )
+from pretrainkit.run.checkpoints import Checkpoint
 from pretrainkit.run.folder import RunFolder
 from pretrainkit.run.json_lines import TAIL_BYTES, read_records
 from pretrainkit.run.metrics import RunRecorder
+from pretrainkit.run.resume_plan import check_crash_loop, plan_start
 
 
 def recorder_of(folder: RunFolder) -> RunRecorder:
@@ -166,12 +167,19 @@ def test_a_start_that_was_asked_to_stop_is_not_one_in_vain(folder: RunFolder) ->
     assert num_restarts(folder) == 2
 
 
-def test_the_fourth_restart_in_vain_is_refused(make_run: Callable[..., ResolvedRun], folder: RunFolder) -> None:
+def test_the_fourth_restart_in_vain_is_refused(
+    make_run: Callable[..., ResolvedRun], save: Callable[..., Checkpoint], folder: RunFolder
+) -> None:
+    def check(**settings: int) -> None:
+        run = make_run(**settings)
+        check_crash_loop(run, plan_start(run))
+
+    save(8)
     record(folder, (8, 10), (8, 10), (8, 9))
-    check_crash_loop(make_run(), "checkpoints/step_00000008")
+    check()
     record(folder, (8, 10))
     with pytest.raises(PretrainkitError, match=r"3 restarts.*step 10.*step_00000008(.|\n)*--restart_limit 0") as caught:
-        check_crash_loop(make_run(), "checkpoints/step_00000008")
+        check()
     assert caught.value.exit_code == EXIT_FAILED
-    check_crash_loop(make_run(restart_limit=0), None)
-    check_crash_loop(make_run(restart_limit=4), None)
+    check(restart_limit=0)
+    check(restart_limit=4)

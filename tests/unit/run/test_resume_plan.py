@@ -11,7 +11,7 @@ import pytest
 
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import CheckpointError, RequestError
-from pretrainkit.run.lr_schedule import schedule_of
+from pretrainkit.run.lr_schedule import learning_rate
 from pretrainkit.run.resume_plan import CONTINUE, RANDOM, WEIGHTS, check_start, plan_start, prepare
 
 MakeRun = Callable[..., ResolvedRun]
@@ -95,7 +95,7 @@ def test_a_run_with_checkpoints_continues(make_run: MakeRun, save: Save) -> None
     plan = plan_start(run)
     assert (plan.mode, plan.checkpoint, plan.step) == (CONTINUE, str(checkpoint.path), 6)
     assert (plan.consumed_samples, plan.epoch, plan.sample) == (24, 2, 4)
-    assert plan.learning_rate == schedule_of(run).learning_rate(6)
+    assert plan.learning_rate == learning_rate(run, 6)
     assert plan.optimizer_state == "restored" and plan.step < plan.max_steps
     assert "sample 4 of epoch 3" in plan.describe() and "continuing" in plan.describe()
 

@@ -12,7 +12,7 @@ from pretrainkit.config.schema import Kernels, ResolvedRun
 from pretrainkit.engine.agreement import all_ranks_any
 from pretrainkit.errors import CheckpointError
 from pretrainkit.megatron import cuda_graphs
-from pretrainkit.run.lr_schedule import schedule_of
+from pretrainkit.run.lr_schedule import learning_rate
 from pretrainkit.run.resume_plan import StartPlan
 
 _MAX_NAMES = 8
@@ -69,13 +69,13 @@ class OptimizerSettings(pl.Callback):
     """
 
     def __init__(self, run: ResolvedRun) -> None:
-        self._schedule, self._settings = schedule_of(run), run.config.optimizer
+        self._run = run
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        settings, learning_rate = self._settings, self._schedule.learning_rate(trainer.global_step)
+        settings, rate = self._run.config.optimizer, learning_rate(self._run, trainer.global_step)
         for optimizer in trainer.optimizers:
             for group in optimizer.param_groups:
-                group["lr"], group["eps"] = learning_rate, settings.adam_eps
+                group["lr"], group["eps"] = rate, settings.adam_eps
                 group["betas"] = (settings.adam_beta1, settings.adam_beta2)
                 group["weight_decay"] = settings.weight_decay * group.get("pre_wd_mult", 1.0)
 

@@ -23,7 +23,7 @@ from pretrainkit.megatron.dataset import shares_drawn
 from pretrainkit.run.attempts import read_attempts
 from pretrainkit.run.folder import RunFolder
 from pretrainkit.run.gpu_specs import peak_flops
-from pretrainkit.run.lr_schedule import schedule_of
+from pretrainkit.run.lr_schedule import learning_rate
 from pretrainkit.run.metrics import RunRecorder
 from pretrainkit.run.resume_plan import StartPlan
 from pretrainkit.run.trackers import open_trackers
@@ -62,7 +62,6 @@ class Recording(pl.Callback):
         self, run: ResolvedRun, plan: StartPlan, recorder: RunRecorder | None, guard: LossGuard, graphs: UseCudaGraphs
     ) -> None:
         self._run, self._plan, self._recorder, self._guard, self._graphs = run, plan, recorder, guard, graphs
-        self._schedule = schedule_of(run)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         log_metric = pl_module.log
@@ -115,7 +114,7 @@ class Recording(pl.Callback):
             step,
             consumed_samples=trainer.datamodule.state_dict()["consumed_samples"],
             loss=self._guard.loss,
-            learning_rate=self._schedule.learning_rate(step - 1),
+            learning_rate=learning_rate(self._run, step - 1),
             grad_norm=self._guard.grad_norm,
             peak_memory_gib=_peak_memory_gib(self._run.accelerator) + self._graphs.uncounted_gib,
         )
