@@ -32,13 +32,22 @@ def heavy_imports() -> Iterator[None]:
     """
     hidden = [name for name in LEFT_OUT if name not in sys.modules]
     collects = gc.isenabled()
-    version = importlib.metadata.version
+    version, call_handlers = importlib.metadata.version, logging.Logger.callHandlers
+
+    def version_of_others(distribution: str) -> str:
+        if hidden and distribution.lower() in _DISTRIBUTIONS:
+            raise importlib.metadata.PackageNotFoundError(distribution)
+        return version(distribution)
+
+    def handle_failures_and_ours(logger: logging.Logger, record: logging.LogRecord) -> None:
+        if record.levelno > logging.WARNING or record.name.partition(".")[0] == LOGGER_NAME:
+            call_handlers(logger, record)
+
     gc.disable()
     modules: dict[str, Any] = sys.modules
     modules.update(dict.fromkeys(hidden))  # None: importing it fails, and find_spec gives None
-    importlib.metadata.version = _version_of_others(version, hidden)
-    call_handlers = logging.Logger.callHandlers
-    logging.Logger.callHandlers = _handlers_of_failures_and_ours(call_handlers)  # type: ignore[method-assign]
+    importlib.metadata.version = version_of_others  # type: ignore[assignment]
+    logging.Logger.callHandlers = handle_failures_and_ours  # type: ignore[assignment, method-assign]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -58,25 +67,3 @@ def leave_out(package: str) -> None:
     """Make `package` appear not installed to this process, which hasn't imported it yet."""
     modules: dict[str, Any] = sys.modules
     modules.setdefault(package, None)
-
-
-def _handlers_of_failures_and_ours(call_handlers: Any) -> Any:
-    """`Logger.callHandlers` that drops other packages' records below ERROR."""
-
-    def call(logger: logging.Logger, record: logging.LogRecord) -> None:
-        if record.levelno > logging.WARNING or record.name.partition(".")[0] == LOGGER_NAME:
-            call_handlers(logger, record)
-
-    return call
-
-
-def _version_of_others(version: Any, hidden: list[str]) -> Any:
-    """`importlib.metadata.version` for which hidden packages aren't installed."""
-
-    def call(distribution: str) -> str:
-        if hidden and distribution.lower() in _DISTRIBUTIONS:
-            raise importlib.metadata.PackageNotFoundError(distribution)
-        found: str = version(distribution)
-        return found
-
-    return call

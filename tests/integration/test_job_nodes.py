@@ -236,7 +236,7 @@ def test_another_number_of_nodes_than_the_job_has_is_refused(start: Callable[...
     job = start("end", SLURM_JOB_NODELIST="n[1-3]")
     assert job.wait() == [2, 2] and "the job has 3 nodes: n1, n2, n3" in job.terminal(0)
     job = start("end", SLURM_JOB_NODELIST="n[1-2]", SLURM_STEP_TASKS_PER_NODE="2(x2)")
-    assert job.wait() == [2, 2] and "srun started 2(x2) tasks" in job.terminal(0)
+    assert job.wait() == [2, 2] and "srun started 2 tasks on a node" in job.terminal(0)
 
 
 def test_node_0_chooses_the_kernels_of_all_ranks(

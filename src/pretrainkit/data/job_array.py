@@ -3,31 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from pretrainkit.errors import RequestError
 
-
-@dataclass(frozen=True)
-class _Scheduler:
-    """The variables of an array's task in one scheduler; empty names where it has none."""
-
-    task_id: str
-    first: str = ""
-    last: str = ""
-    step: str = ""
-    base: int = 0
-    """The id of the first task of a complete array."""
-
-
-SCHEDULERS = (
-    _Scheduler("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_MIN", "SLURM_ARRAY_TASK_MAX", "SLURM_ARRAY_TASK_STEP"),
-    # There is no task 0, and outside an array the variable is 'undefined'.
-    _Scheduler("SGE_TASK_ID", "SGE_TASK_FIRST", "SGE_TASK_LAST", "SGE_TASK_STEPSIZE", base=1),
-    _Scheduler("PBS_ARRAY_INDEX"),
-    _Scheduler("PBS_ARRAYID"),
-)
-"""Slurm, Grid Engine, PBS Pro, Torque."""
+_VARIABLES = {
+    "SLURM_ARRAY_TASK_ID": ("SLURM_ARRAY_TASK_MIN", "SLURM_ARRAY_TASK_MAX", "SLURM_ARRAY_TASK_STEP"),
+    # It counts from 1, and outside an array the variable is 'undefined'.
+    "SGE_TASK_ID": ("SGE_TASK_FIRST", "SGE_TASK_LAST", "SGE_TASK_STEPSIZE"),
+    "PBS_ARRAY_INDEX": ("", "", ""),
+    "PBS_ARRAYID": ("", "", ""),
+}
+"""Task's id -> first task, last task and step of its array; in Slurm, Grid Engine, PBS Pro and Torque."""
 OWN_INDEX, OWN_COUNT = "PRETRAINKIT_ARRAY_INDEX", "PRETRAINKIT_ARRAY_COUNT"
 """Set in arrays that our --array submitted: counted from 0 in all schedulers, also where only some tasks run again."""
 FORM = "I/N with 0 <= I < N, `array` in a Slurm or Grid Engine job array, or `array/N` in any"
@@ -63,13 +49,12 @@ def _task(environment: Mapping[str, str], count: int | None) -> tuple[int, int |
     own = environment.get(OWN_INDEX, "")
     if own.isdigit():
         return int(own), count or int(environment[OWN_COUNT])
-    for scheduler in SCHEDULERS:
-        value = environment.get(scheduler.task_id, "")
+    for task_id, bounds in _VARIABLES.items():
+        value = environment.get(task_id, "")
         if not value.isdigit():
             continue
-        first = int(environment.get(scheduler.first) or 0)
-        step = int(environment.get(scheduler.step) or 1)
-        last = environment.get(scheduler.last)
+        first_text, last, step_text = (environment.get(name) for name in bounds)
+        first, step = int(first_text or 0), int(step_text or 1)
         found = (int(last) - first) // step + 1 if last else None
         if count and found and count != found:
             raise RequestError(
@@ -92,13 +77,12 @@ def parse_shard_id(value: str | None, offset: int, environment: Mapping[str, str
         if not value.isdigit():
             raise RequestError(f"{value!r}", where="--shard_id", needed="a number, 0 or larger")
         return int(value)
-    bases = {OWN_INDEX: 0} | {scheduler.task_id: scheduler.base for scheduler in SCHEDULERS}
-    for name, base in bases.items():
-        found = environment.get(name, "")
-        if found.isdigit():
-            return int(found) - base + offset
+    variables = (OWN_INDEX, *_VARIABLES)
+    for name in variables:
+        if (found := environment.get(name, "")).isdigit():
+            return int(found) - (name == "SGE_TASK_ID") + offset
     raise RequestError(
         "no shard is given, and no job array's variable is set",
         where="--shard_id",
-        needed=f"--shard_id N, --all, or one of {', '.join(bases)}",
+        needed=f"--shard_id N, --all, or one of {', '.join(variables)}",
     )

@@ -152,12 +152,12 @@ class Rendezvous:
             if path.exists() and (text := path.read_text()) != self._heartbeats.get(node, ("no file", 0))[0]:
                 self._heartbeats[node] = (text, now_s)
 
-    def report_end(self, outcome: Outcome, *, is_consequence: bool) -> None:
-        """Report how this node ended, and whether another node's failure was the cause."""
-        self.post("end", {**asdict(outcome), "host": socket.gethostname(), "is_consequence": is_consequence})
+    def agree_on_outcome(self, outcome: Outcome, *, is_consequence: bool) -> Outcome:
+        """The outcome of the attempt, the same on all nodes: the head combines those of the nodes.
 
-    def agree_on_outcome(self) -> Outcome:
-        """The outcome of the attempt, the same on all nodes: the head combines those of the nodes."""
+        `is_consequence`: another node's failure ended this one.
+        """
+        self.post("end", {**asdict(outcome), "host": socket.gethostname(), "is_consequence": is_consequence})
         timeout_s = END_S if self.should_abort else EXIT_S
         if self.is_head:
             ends = self.collect("end", range(self.num_nodes), timeout_s)

@@ -181,8 +181,7 @@ def _run_ranks(
     is_consequence = nodes.should_abort
     if outcome.exit_code not in (EXIT_DONE, EXIT_STOPPED_AFTER_SAVING):
         nodes.mark(FAILED)
-    nodes.report_end(outcome, is_consequence=is_consequence)
-    return nodes.agree_on_outcome()
+    return nodes.agree_on_outcome(outcome, is_consequence=is_consequence)
 
 
 def _check_allocation(arguments: argparse.Namespace) -> tuple[str, ...]:

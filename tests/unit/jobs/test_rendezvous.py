@@ -53,8 +53,7 @@ def test_nodes_meet_and_end_together(tmp_path: Path) -> None:
         assert node.wait_for_head().port == 17
         node.report_ready()
         assert node.wait_for_go()
-        node.report_end(SUCCESS, is_consequence=False)
-        ends[node.node] = node.agree_on_outcome()
+        ends[node.node] = node.agree_on_outcome(SUCCESS, is_consequence=False)
 
     threads = [threading.Thread(target=other, args=(node,)) for node in nodes[1:]]
     for thread in threads:
@@ -66,8 +65,7 @@ def test_nodes_meet_and_end_together(tmp_path: Path) -> None:
     assert len(head.hosts) == 3
     head.mark(STOP)
     assert all(node.has(STOP) for node in nodes)
-    head.report_end(Outcome(85, 0, "saved"), is_consequence=False)
-    assert head.agree_on_outcome().exit_code == 85
+    assert head.agree_on_outcome(Outcome(85, 0, "saved"), is_consequence=False).exit_code == 85
     for thread in threads:
         thread.join()
     assert {outcome.exit_code for outcome in ends.values()} == {85}
