@@ -11,14 +11,10 @@ NEMO = "nemo_toolkit==2.7.3"
 _SAVING = "megatron.core.dist_checkpointing"
 
 
-def _same_device(checkpoint: Any) -> Any:
-    return checkpoint
-
-
 CPU = (
     Patch(
         "nemo.lightning.io.pl:_fix_tensors_device",
-        value(_same_device),
+        value(lambda checkpoint: checkpoint),
         "NeMo moves restored tensors to the GPU, and asserts that there is one",
         NEMO,
     ),

@@ -167,17 +167,16 @@ def _check_request(arguments: argparse.Namespace) -> NodeCheckRequest:
 def _run_ranks(
     arguments: argparse.Namespace, stop: GracefulStop, nodes: Rendezvous, log_dir: Path, endpoint: Endpoint
 ) -> Outcome:
-    def poll() -> None:
+    def poll() -> bool:
         nodes.heartbeat()
         if stop.requested and not nodes.has(STOP):
             nodes.mark(STOP)
         elif nodes.has(STOP) and not stop.requested:
             log.warning("stop requested: sending SIGTERM to the ranks (save and exit)")
             stop.request()
+        return nodes.should_abort
 
-    outcome = supervise(
-        arguments.command, arguments.ranks, log_dir, endpoint, stop, poll=poll, should_abort=lambda: nodes.should_abort
-    )
+    outcome = supervise(arguments.command, arguments.ranks, log_dir, endpoint, stop, poll=poll)
     is_consequence = nodes.should_abort
     if outcome.exit_code not in (EXIT_DONE, EXIT_STOPPED_AFTER_SAVING):
         nodes.mark(FAILED)

@@ -70,8 +70,7 @@ def supervise(
     endpoint: Endpoint,
     stop: GracefulStop,
     *,
-    poll: Callable[[], None] = lambda: None,
-    should_abort: Callable[[], bool] = lambda: False,
+    poll: Callable[[], bool] = lambda: False,
 ) -> Outcome:
     """Start this node's ranks and wait for their end, forwarding stop requests; how they ended.
 
@@ -79,8 +78,8 @@ def supervise(
         command: Python script of a rank, and its arguments. The run.json of the experiment becomes the attempt's: node
             0 rewrites both (`choose_on_node`), and on a shared disk other nodes may see the old one of the experiment.
         num_ranks: ranks of this node; those of node K are numbered from K x `num_ranks`.
-        poll: called some times a second; may request a stop.
-        should_abort: whether to kill the ranks because another node has failed.
+        poll: called some times a second; may request a stop, and says whether to kill the ranks because another node
+            has failed.
     """
     run_file = str(log_dir.parents[1] / RUN_FILE)
     words = [str(log_dir / RUN_FILE) if word == run_file else word for word in command]
@@ -93,11 +92,11 @@ def supervise(
     is_signalled = False
     while (result := ranks.wait(timeout=0)) is None:
         time.sleep(_POLL_S)
-        poll()
+        has_other_failed = poll()
         if os.getppid() != launcher and not stop.requested:
             log.warning("the launcher has died: sending SIGTERM to the ranks")
             stop.request()
-        if stop.should_kill or should_abort():
+        if stop.should_kill or has_other_failed:
             break
         if stop.requested and not is_signalled:
             is_signalled = True
