@@ -31,7 +31,6 @@ def command(arguments: argparse.Namespace) -> int:
     """Start the run that the arguments ask for."""
     from pretrainkit.config.load import load_config
     from pretrainkit.launch.start import dry_run, print_plan, start
-    from pretrainkit.signals import count_time_from_here
 
     config = load_config(arguments.config_files, given_flags(arguments), arguments.assignments)
     if arguments.plan:
@@ -39,8 +38,6 @@ def command(arguments: argparse.Namespace) -> int:
     with translate_write_errors(Path(config.experiments_dir) / config.experiment):
         if arguments.dry_run:
             return dry_run(config, train_script=TRAIN_SCRIPT)
-        if not config.launch.is_scheduled:
-            count_time_from_here()
         return start(config, train_script=TRAIN_SCRIPT, command_line=sys.argv, follow=arguments.follow)
 
 

@@ -30,6 +30,7 @@ from pretrainkit.run.outcome import log_outcome
 from pretrainkit.run.resource_plan import finalize_run, plan_memory
 from pretrainkit.run.resume_plan import plan_start
 from pretrainkit.run.source import describe
+from pretrainkit.signals import count_time_from_here
 from pretrainkit.units import format_count, format_duration
 
 log = get_logger(__name__)
@@ -57,6 +58,7 @@ def start(config: RunConfig, *, train_script: Path, command_line: Sequence[str],
     run = resolve_request(config)
     if config.launch.is_scheduled:
         return start_job(run, train_script=train_script, command_line=command_line, follow=follow)
+    count_time_from_here()
     folder, container = RunFolder.of(run), _container(run, train_script)
     with locked(folder, LAUNCHER_LOCK):
         wait_for_ranks(folder, longest_s=GRACE_S)
