@@ -40,42 +40,6 @@ def fsync_path(path: Path) -> None:
         os.close(descriptor)
 
 
-class WrittenThrough:
-    """Writes a new file from its start to its end, and has the disk follow it.
-
-    The kernel begins to write pages as soon as there are 64 MiB, and those that are on disk are given back. So little
-    is left to flush at the end, and a file of many GB doesn't fill the memory of a job, whose page cache is counted
-    too. (On a virtual machine, whose host must find that memory, 5.7 GB took 3 s instead of 8 to 19.)
-    """
-
-    STEP_BYTES = 64 << 20
-    WINDOW_BYTES = 512 << 20
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("wb", buffering=0)
-        self._advised = 0
-        self.num_bytes = 0
-
-    def __enter__(self) -> WrittenThrough:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-    def write(self, data: bytes | memoryview) -> None:
-        """Append all of `data`."""
-        view = memoryview(data)
-        self.num_bytes += len(view)
-        while view:
-            view = view[self._file.write(view) :]
-        if self.num_bytes - self._advised >= self.STEP_BYTES:
-            self._advised = self.num_bytes
-            if hasattr(os, "posix_fadvise"):
-                begin = max(0, self._advised - self.WINDOW_BYTES)
-                # It begins to write what isn't on disk yet, and lets go of what is.
-                os.posix_fadvise(self._file.fileno(), begin, self._advised - begin, os.POSIX_FADV_DONTNEED)
-
-
 class LockHeldError(Exception):
     """Another process holds a lock; `holder` names it as far as the lock file does."""
 

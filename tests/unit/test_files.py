@@ -107,22 +107,6 @@ def test_only_leftovers_of_dead_processes_of_this_host_are_removed(tmp_path: Pat
     assert {path.name for path in tmp_path.iterdir()} == {mine.name, elsewhere.name, "model2.tmp-x-1"}
 
 
-def test_a_file_written_through_is_whole_and_its_pages_are_given_to_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[tuple[int, int]] = []
-    monkeypatch.setattr(files.WrittenThrough, "STEP_BYTES", 1000)
-    monkeypatch.setattr(files.WrittenThrough, "WINDOW_BYTES", 2500)
-    monkeypatch.setattr(os, "posix_fadvise", lambda _, begin, size, __: told.append((begin, begin + size)))
-    parts = [os.urandom(700) for _ in range(9)]
-    with files.WrittenThrough(tmp_path / "x") as file:
-        for part in parts:
-            file.write(memoryview(part))
-        assert file.num_bytes == 6300
-    assert (tmp_path / "x").read_bytes() == b"".join(parts)
-    assert told == [(0, 1400), (300, 2800), (1700, 4200), (3100, 5600)]
-
-
 HOLD = """
 import sys, time
 from pathlib import Path

@@ -25,7 +25,7 @@ from pretrainkit.data.indexed.blend import read_blend
 from pretrainkit.data.indexed.format import IndexedDataset, bin_path, find_pairs, idx_path
 from pretrainkit.data.indexed.manifest import Manifest, TokenizerRecord, read_manifest
 from pretrainkit.data.indexed.verify import eod_problem
-from pretrainkit.data.packed.format import PackedDocuments, PackedRows, is_packed_folder, open_packed
+from pretrainkit.data.packed.format import PackedDocuments, is_packed_folder
 from pretrainkit.data.shards.shard_set import ShardDocuments, is_shard_folder
 from pretrainkit.data.shards.urls import is_url, names_shards
 from pretrainkit.errors import DataError, RequestError
@@ -60,12 +60,12 @@ def kind_of(path: Path | str) -> DatasetKind:
     return kind
 
 
-def open_documents(path: Path | str) -> ShardDocuments | PackedDocuments | PackedRows:
+def open_documents(path: Path | str) -> ShardDocuments | PackedDocuments:
     """Token shards or a packed dataset for training. Raises RequestError when they are incomplete or damaged.
 
     Megatron's own IndexedDataset opens pairs.
     """
-    return open_packed(path) if kind_of(path) is DatasetKind.PACKED else ShardDocuments(str(path))
+    return PackedDocuments(path) if kind_of(path) is DatasetKind.PACKED else ShardDocuments(str(path))
 
 
 @dataclass(frozen=True)

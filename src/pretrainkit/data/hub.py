@@ -240,9 +240,11 @@ def _fetch_all(repository: Repository, commit: str, wanted: list[HubFile], folde
             where=str(folder.parent),
         )
     LOGGER.info("%s: %d files, %s to download", repository.name, len(wanted), format_bytes(missing))
-    wrong = _download_and_hash(repository, commit, wanted, partial)
-    if wrong:
-        wrong = _download_and_hash(repository, commit, wrong, partial, force=True)
+    wrong = wanted
+    for is_again in (False, True):
+        if wrong:
+            _download_files(repository, commit, wrong, partial, force=is_again)
+            wrong = [file for file in wrong if not file.matches(partial / file.name)]
     if wrong:
         raise DataError(
             f"{', '.join(file.name for file in wrong)} of {repository.name}: not what the hub describes, twice",
@@ -254,21 +256,15 @@ def _fetch_all(repository: Repository, commit: str, wanted: list[HubFile], folde
     files.commit(partial, folder)
 
 
-def _download_and_hash(
-    repository: Repository, commit: str, wanted: list[HubFile], folder: Path, *, force: bool = False
-) -> list[HubFile]:
-    """Download files to a folder; gives those that are not what the hub describes. A failed download is resumed."""
+def _download_files(repository: Repository, commit: str, wanted: list[HubFile], folder: Path, *, force: bool) -> None:
+    """Download files to a folder; one that is interrupted is resumed once."""
     patterns = [file.name.replace("[", "[[]") for file in wanted]  # names, so brackets have no meaning
-    where = f"--{repository.kind}"
-    for is_last in (False, True):
-        try:
-            _download(repository.name, patterns, where=where, revision=commit, folder=folder, force=force)
-            break
-        except RequestError as error:
-            if is_last:
-                raise
-            LOGGER.warning("%s: interrupted, resuming: %s", repository.name, one_line(error))
-    return [file for file in wanted if not file.matches(folder / file.name)]
+    options: dict[str, Any] = {"where": f"--{repository.kind}", "revision": commit, "folder": folder, "force": force}
+    try:
+        _download(repository.name, patterns, **options)
+    except RequestError as error:
+        LOGGER.warning("%s: interrupted, resuming: %s", repository.name, one_line(error))
+        _download(repository.name, patterns, **options)
 
 
 def verify(repository: Repository, folder: Path) -> Path:

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.data.dataset import DatasetKind, kind_of, open_documents
-from pretrainkit.data.packed.format import PackedDocuments, PackedRows
+from pretrainkit.data.packed.format import PackedDocuments
 from pretrainkit.data.shards.mirror import local_shards
 from pretrainkit.data.shards.shard_set import ShardDocuments
 from pretrainkit.megatron.index_files import wait_until_seen
 
-Documents: TypeAlias = IndexedDataset | ShardDocuments | PackedDocuments | PackedRows
+Documents: TypeAlias = IndexedDataset | ShardDocuments | PackedDocuments
 
 NO_PADDING = -1
 """Not the id of any token."""
@@ -57,10 +57,15 @@ class EpochDataset(GPTDataset):
     ) -> None:
         super().__init__(indexed_dataset, dataset_path, indexed_indices, None, index_split, config)
         self._pad_token_id = NO_PADDING
-        self._rows = self.dataset if isinstance(self.dataset, PackedRows) else None
         self._samples_per_epoch = len(self.document_index) if self._rows else super().__len__()
         self._length = self._samples_per_epoch if num_samples is None else num_samples
         self._permuted_epoch, self._permutation = 0, np.arange(0)
+
+    @property
+    def _rows(self) -> PackedDocuments | None:
+        """The dataset, where its rows are the samples."""
+        packed = self.dataset if isinstance(self.dataset, PackedDocuments) else None
+        return packed if packed and packed.row_length else None
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> Documents:
@@ -70,7 +75,7 @@ class EpochDataset(GPTDataset):
         return open_documents(dataset_path)
 
     def _build_document_sample_shuffle_indices(self) -> tuple[Any, ...]:
-        if not isinstance(self.dataset, PackedRows):
+        if not self._rows:
             if torch.distributed.is_initialized() and torch.distributed.get_rank() > 0:
                 name = f"{self.unique_description_hash}-{type(self).__name__}-{self.index_split.name}"
                 wait_until_seen(Path(self.config.path_to_cache), name)

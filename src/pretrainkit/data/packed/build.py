@@ -177,8 +177,7 @@ def _write_files(plan: PackPlan, packing: Packing, pair: IndexedDataset, folder:
                 last = min(first + batch, end)
                 ids = packing.sequences(pair.tokens, first, last, plan.tokenizer.eod_id or 0)
                 for row in range(first, last, rows):
-                    count = min(rows, last - row)
-                    writer.write_batch(_record_batch(pa, schema, packing, ids[row - first : row - first + count], row))
+                    writer.write_batch(_record_batch(pa, schema, packing, ids[row - first :][:rows], row))
                 pair.release()
                 progress.add(last - first)
         digest = files.hash_file(path, xxhash.xxh3_128())

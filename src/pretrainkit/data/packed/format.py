@@ -196,32 +196,32 @@ class PackedDataset:
         return {"input_ids": ids, "labels": labels, "position_ids": positions}
 
 
-class _PackedSet:
-    """What both ways to train from a packed dataset have in common."""
+class PackedDocuments:
+    """A packed dataset as training reads it, with the part of Megatron's IndexedDataset that training uses.
 
-    row_length: int | None = None
+    Of a set made by `concat` the documents of the stream that it was cut from; of one made by `bestfit` the rows: each
+    is a sample, split and counted like a document. Raises RequestError when the set is incomplete or damaged.
+    """
 
-    def __init__(self, packed: PackedDataset) -> None:
-        self._set, self.path_prefix = packed, str(packed.folder)
-        self.num_tokens = packed.manifest.num_tokens
-        """Of all documents, without padding."""
-        self.tokenizer = packed.manifest.tokenizer
-        """Which tokenizer gave the ids."""
-
-
-class PackedDocuments(_PackedSet):
-    """The documents of the stream that a `concat` set was cut from, as Megatron's IndexedDataset gives documents."""
-
-    def __init__(self, packed: PackedDataset) -> None:
-        super().__init__(packed)
-        path = packed.folder / DOCUMENTS
+    def __init__(self, folder: Path | str) -> None:
+        self._set, self.path_prefix = PackedDataset(folder), str(folder)
+        manifest = self._set.manifest
+        self.tokenizer = manifest.tokenizer
+        """Which gave the ids."""
+        self.num_tokens = manifest.num_tokens
+        """Without padding."""
+        self.row_length = manifest.sequence_length if manifest.packing == "bestfit" else None
+        self._path = self._set.folder / DOCUMENTS
+        if self.row_length is not None:
+            self.sequence_lengths: NDArray[np.int32] = np.full(len(self._set), self.row_length, np.int32)
+            return
         try:
-            self.sequence_lengths: NDArray[np.int32] = np.load(path, mmap_mode="r")
+            self.sequence_lengths = np.load(self._path, mmap_mode="r")
         except (OSError, ValueError) as error:
-            raise RequestError(f"not readable: {error}", where=str(path)) from error
+            raise RequestError(f"not readable: {error}", where=str(self._path)) from error
         self._begins = np.cumsum(self.sequence_lengths, dtype=np.int64) - self.sequence_lengths
         if int(self.sequence_lengths.sum(dtype=np.int64)) != self.num_tokens:
-            raise RequestError("its documents are not those of the sequences", where=str(path))
+            raise RequestError("its documents are not those of the sequences", where=str(self._path))
 
     def __len__(self) -> int:
         return len(self.sequence_lengths)
@@ -229,40 +229,17 @@ class PackedDocuments(_PackedSet):
     @property
     def data_hash(self) -> str:
         """Changes when the content does, not its place."""
-        content = [entry.xxh3_128 for entry in self._set.manifest.files] + [sha256_file(self._set.folder / DOCUMENTS)]
+        content = [entry.xxh3_128 for entry in self._set.manifest.files]
+        content = [*content, sha256_file(self._path)] if self.row_length is None else ["rows", *content]
         return hashlib.sha256(" ".join(content).encode()).hexdigest()
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> NDArray[np.int32]:
-        """Ids of a document from `offset` on, `length` of them or all that follow."""
+        """Ids of a document of the stream from `offset` on, `length` of them or all that follow."""
         count = int(self.sequence_lengths[idx]) - int(offset)
         if length is not None:
             count = min(count, int(length))
         return self._set.tokens(int(self._begins[idx]) + int(offset), count)
 
-
-class PackedRows(_PackedSet):
-    """The rows of a set packed by `bestfit`: each is a sample, split and counted like a document."""
-
-    def __init__(self, packed: PackedDataset) -> None:
-        super().__init__(packed)
-        self.row_length: int = packed.manifest.sequence_length
-        self.sequence_lengths: NDArray[np.int32] = np.full(len(packed), self.row_length, np.int32)
-
-    def __len__(self) -> int:
-        return len(self._set)
-
-    @property
-    def data_hash(self) -> str:
-        """Changes when the content does, not its place."""
-        content = [entry.xxh3_128 for entry in self._set.manifest.files]
-        return hashlib.sha256(" ".join(["rows", *content]).encode()).hexdigest()
-
     def row(self, number: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """The ids [row_length] of a row, and the lengths of the documents in it; padding follows them."""
         return self._set.input_ids(number), self._set.document_lengths(number)
-
-
-def open_packed(folder: Path | str) -> PackedDocuments | PackedRows:
-    """A packed dataset as training reads it. Raises RequestError when it is incomplete or damaged."""
-    packed = PackedDataset(folder)
-    return PackedDocuments(packed) if packed.manifest.packing == "concat" else PackedRows(packed)

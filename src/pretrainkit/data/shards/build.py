@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import subprocess
 import time
 from collections import Counter
@@ -76,21 +75,16 @@ def _make_folder(folder: Path, stripe_count: int | None) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise RequestError(
-            error.strerror or str(error), where=str(error.filename), action="make it, or free disk space"
-        ) from error
+        action = "make it, or free disk space"
+        raise RequestError(error.strerror or str(error), where=str(error.filename), action=action) from error
     if stripe_count:
-        _set_stripe(folder, stripe_count)
-
-
-def _set_stripe(folder: Path, stripe_count: int) -> None:
-    lfs = shutil.which("lfs")
-    if lfs is None:
-        LOGGER.warning("--stripe has no effect: this machine has no lfs command")
-        return
-    done = subprocess.run([lfs, "setstripe", "-c", str(stripe_count), str(folder)], capture_output=True, text=True)
-    if done.returncode:
-        LOGGER.warning("--stripe has no effect: lfs setstripe says: %s", done.stderr.strip())
+        try:
+            command = ["lfs", "setstripe", "-c", str(stripe_count), str(folder)]
+            subprocess.run(command, capture_output=True, text=True, check=True)
+        except FileNotFoundError:
+            LOGGER.warning("--stripe has no effect: this machine has no lfs command")
+        except subprocess.CalledProcessError as error:
+            LOGGER.warning("--stripe has no effect: lfs setstripe says: %s", error.stderr.strip())
 
 
 def _start(pool: EncodePool, plan: ShardPlan, shard_ids: list[int]) -> str:
@@ -149,17 +143,36 @@ def _make_shard(plan: ShardPlan, shard_id: int, pool: EncodePool, engine: str) -
     return record
 
 
-class _HashedFile(files.WrittenThrough):
-    """A new file and the hash of what is written to it."""
+class HashedFile:
+    """Writes and hashes a new file from its start to its end, and has the disk follow.
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
+    The kernel begins to write pages as soon as there are 64 MiB, and those that are on disk are given back. So little
+    is left to flush at the end, and a file of many GB doesn't fill the memory of a job, whose page cache is counted
+    too. (On a virtual machine, whose host must find that memory, 5.7 GB took 3 s instead of 8 to 19.)
+    """
+
+    STEP_BYTES = 64 << 20
+    WINDOW_BYTES = 512 << 20
+
+    def __init__(self, path: Path, stack: contextlib.ExitStack) -> None:
+        """`stack` closes it."""
+        self._file = stack.enter_context(path.open("wb", buffering=0))
+        self._advised = 0
+        self.num_bytes = 0
         self.hash = xxhash.xxh3_128()
 
-    def write(self, data: bytes | memoryview) -> None:
+    def write(self, data: bytes) -> None:
         """Append all of `data`."""
         self.hash.update(data)
-        super().write(data)
+        self.num_bytes += len(data)
+        view = memoryview(data)
+        while view:
+            view = view[self._file.write(view) :]
+        if self.num_bytes - self._advised >= self.STEP_BYTES:
+            self._advised = self.num_bytes
+            begin = max(0, self._advised - self.WINDOW_BYTES)
+            # It begins to write what isn't on disk yet, and lets go of what is.
+            os.posix_fadvise(self._file.fileno(), begin, self._advised - begin, os.POSIX_FADV_DONTNEED)
 
 
 class _ShardWriter:
@@ -168,9 +181,8 @@ class _ShardWriter:
     def __init__(self, plan: ShardPlan, reader: InputReader, paths: list[Path], stack: contextlib.ExitStack) -> None:
         self._plan, self._reader = plan, reader
         tar, samples, rejects = paths
-        self._tar, self._samples, self._rejects = _HashedFile(tar), _HashedFile(samples), rejects.open("wb")
-        for file in (self._tar, self._samples, self._rejects):
-            stack.enter_context(file)
+        self._tar, self._samples = HashedFile(tar, stack), HashedFile(samples, stack)
+        self._rejects = stack.enter_context(rejects.open("wb"))
         self._counts = Counter(dict.fromkeys(COUNTS, 0))
 
     def add(self, piece: Piece, block: ShardBlock) -> None:

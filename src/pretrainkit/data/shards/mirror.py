@@ -17,7 +17,7 @@ from pretrainkit.data.byte_progress import ByteProgress
 from pretrainkit.data.packed.once import build_once
 from pretrainkit.data.shards.format import record_to_json, shard_name
 from pretrainkit.data.shards.shard_set import Shard, ShardSet, open_shards
-from pretrainkit.data.shards.urls import is_url
+from pretrainkit.data.shards.urls import ATTEMPTS, READ_BYTES, is_url
 from pretrainkit.errors import DataError
 from pretrainkit.logs import get_logger
 from pretrainkit.units import format_bytes
@@ -25,8 +25,6 @@ from pretrainkit.units import format_bytes
 LOGGER = get_logger(__name__)
 AT_ONCE = 4
 """Shards that are copied concurrently."""
-ATTEMPTS = 3
-READ_BYTES = 1 << 20
 
 
 def local_shards(name: str, cache: Path) -> str:
@@ -49,10 +47,8 @@ def _missing(shards: ShardSet, folder: Path) -> list[Shard]:
 def _copy(shards: ShardSet, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     missing = _missing(shards, folder)
-    for shard in missing:  # left by a killed copy; this process holds the lock
-        for suffix in (".tar", ".samples", ".json"):
-            for old in files.leftovers(folder / f"{shard_name(shard.record.shard_id)}{suffix}"):
-                old.unlink(missing_ok=True)
+    for left in folder.glob(f"*{files.TEMPORARY_MARK}*"):  # by a killed copy; this process holds the lock
+        left.unlink(missing_ok=True)
     wanted, free = sum(shard.record.tar_bytes for shard in missing), shutil.disk_usage(folder).free
     if wanted > free:
         raise DataError(
@@ -72,7 +68,7 @@ def _copy(shards: ShardSet, folder: Path) -> None:
 
 def _copy_shard(shard: Shard, folder: Path) -> Shard:
     name = shard_name(shard.record.shard_id)
-    error: Exception | None = None
+    problem: Exception | None = None
     for _ in range(ATTEMPTS):
         try:
             with files.atomic_file(folder / f"{name}.tar") as temporary:
@@ -81,13 +77,11 @@ def _copy_shard(shard: Shard, folder: Path) -> Shard:
                 temporary.write_bytes(shard.table.tobytes())
             files.write_json(folder / f"{name}.json", record_to_json(shard.record))
             return shard
-        except OSError as found:
-            if found.filename is not None:  # this disk's
-                raise DataError(found.strerror or str(found), where=str(found.filename)) from found
-            error = found
-        except DataError as found:
-            error = found
-    raise DataError(f"can't be copied: {error}", where=shard.url, action="check the server, and start again")
+        except (OSError, DataError) as error:
+            if isinstance(error, OSError) and error.filename is not None:  # this disk's
+                raise
+            problem = error
+    raise DataError(f"can't be copied: {problem}", where=shard.url, action="check the server, and start again")
 
 
 def _stream(shard: Shard, target: Path) -> None:

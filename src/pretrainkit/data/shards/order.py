@@ -57,16 +57,12 @@ class EpochOrder:
     ) -> None:
         self._shards = np.array(shards, np.int64)
         self._tables, self._weigh, self._seed = tables, weigh, seed
-        self._window_samples = max(1, shuffle_buffer)
         self._is_shuffled = shuffle_buffer > 0
-        if not self._is_shuffled:
-            self._window_samples = 1 << 14
+        self._window_samples = shuffle_buffer if self._is_shuffled else 1 << 14
         counts = np.array([len(table) for table in tables], np.int64)
         self._first = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
         self.num_samples = int(self._first[-1])
         self._window_begins = self._weights_before_windows()
-        self.total = int(self._window_begins[-1])
-        """Weight of all samples."""
         self._windows: OrderedDict[int, Window] = OrderedDict()
 
     def _weights_before_windows(self) -> NDArray[np.int64]:

@@ -12,7 +12,7 @@ from pretrainkit.errors import DataError, RequestError
 
 ATTEMPTS = 3
 """To read from a stream."""
-SKIP_BYTES = 1 << 20
+READ_BYTES = 1 << 20
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*:")
 
 
@@ -90,7 +90,7 @@ class ForwardStream:
         if self._stream is None:
             self._stream, self._position = gopen(self._url, "rb"), 0
         while self._position < offset:
-            self._take(min(SKIP_BYTES, offset - self._position))
+            self._take(min(READ_BYTES, offset - self._position))
 
     def _take(self, num_bytes: int) -> bytes:
         content: bytes = self._stream.read(num_bytes)
