@@ -43,6 +43,15 @@ class RequestError(PretrainkitError):
             return problems[0]
         return cls(f"{len(problems)} problems:\n" + "\n".join(f"- {problem}" for problem in problems))
 
+    @staticmethod
+    @contextmanager
+    def collected(problems: list[RequestError]) -> Iterator[None]:
+        """Add a RequestError that ends the block to `problems`, and go on."""
+        try:
+            yield
+        except RequestError as problem:
+            problems.append(problem)
+
 
 class StoppedError(PretrainkitError):
     """A signal ended the work; what is finished is kept, and the same command continues."""

@@ -5,7 +5,6 @@ A site's file describes a cluster: configs/site/NAME.yaml, or any path.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -72,34 +71,26 @@ def load_config(
     problems: list[RequestError] = []
     settings: list[_Setting] = []
     for path in config_files:
-        with _collecting(problems):
+        with RequestError.collected(problems):
             settings += _read_file(path)
     given = dict(flags or {})
     settings += [_Setting(name, value, OPTIONS[name].spelling) for name, value in given.items()]
     for assignment in assignments:
-        with _collecting(problems):
+        with RequestError.collected(problems):
             settings.append(_read_assignment(assignment, given))
     site = next((setting.value for setting in reversed(settings) if setting.name == "launch.site"), None)
     if isinstance(site, str):
-        with _collecting(problems):
+        with RequestError.collected(problems):
             settings[:0] = _read_file(_find_site(site), in_site_file=True)
     values: dict[str, Any] = {}
     for setting in settings:
-        with _collecting(problems):
+        with RequestError.collected(problems):
             option = setting.option()
             value = option.convert(setting.value, setting.where)
             values[option.name] = _added(option, values.get(option.name), value)
     if problems:
         raise RequestError.of_all(problems)
     return _with_values(RunConfig(), values)
-
-
-@contextlib.contextmanager
-def _collecting(problems: list[RequestError]) -> Iterator[None]:
-    try:
-        yield
-    except RequestError as problem:
-        problems.append(problem)
 
 
 def _added(option: Option, earlier: Any, value: Any) -> Any:

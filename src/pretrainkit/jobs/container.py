@@ -72,12 +72,8 @@ def container_of(config: LaunchConfig, *, needs: Iterable[Path], on_gpu: bool) -
         image = DEFAULT_PYXIS_IMAGE
     if not image:
         raise RequestError(f"none for {runtime}", needed="a file, folder or registry name", where="--container_image")
-    return Container(
-        runtime=runtime,
-        image=_image(image, runtime),
-        mounts=_mounts(config.container_mounts, needs),
-        nv=on_gpu if config.nv is None else config.nv,
-    )
+    nv = on_gpu if config.nv is None else config.nv
+    return Container(runtime, _image(image, runtime), _mounts(config.container_mounts, needs), nv)
 
 
 def _image(image: str, runtime: str) -> str:
@@ -104,40 +100,30 @@ def _image(image: str, runtime: str) -> str:
 def _mounts(texts: Iterable[str], needs: Iterable[Path]) -> tuple[Mount, ...]:
     """The requested mounts, and mounts of what the job needs and they don't cover. Raises RequestError."""
     by_target: dict[str, Mount] = {}
-    problems = []
+    problems: list[RequestError] = []
     for text in texts:
-        try:
+        with RequestError.collected(problems):
             mount = parse_mount(text)
-        except RequestError as problem:
-            problems.append(problem)
-        else:
             by_target[mount.target] = mount
-    for path in needs:
-        # Both a symbolic link and its target must exist inside.
-        for need in dict.fromkeys([str(path.absolute()), str(path.resolve())]):
-            if not any(_is_below(need, mount) for mount in by_target.values()):
-                by_target[need] = Mount(need, need)
     if problems:
         raise RequestError.of_all(problems)
+    for path in needs:
+        # Both a symbolic link and its target must exist inside, under the same name.
+        for need in dict.fromkeys([path.absolute(), path.resolve()]):
+            same_names = (mount.source for mount in by_target.values() if mount.source == mount.target)
+            if not any(need.is_relative_to(source) for source in same_names):
+                by_target[str(need)] = Mount(str(need), str(need))
     return tuple(by_target.values())
-
-
-def _is_below(path: str, mount: Mount) -> bool:
-    """Whether a mount makes a path available under the same name."""
-    return mount.source == mount.target and (path == mount.source or path.startswith(mount.source.rstrip("/") + "/"))
 
 
 def parse_mount(text: str) -> Mount:
     """A mount from SOURCE[:TARGET[:ro]]. Raises RequestError for another form or a missing source."""
     source, *rest = text.split(":")
     path = Path(source).expanduser().absolute()
-    if len(rest) > 2 or (len(rest) == 2 and rest[1] not in ("ro", "rw")):
-        raise RequestError(f"{text!r}", needed="SOURCE[:TARGET[:ro]]", where="--container_mounts")
+    target, mode = rest[0] if rest and rest[0] else str(path), rest[1] if len(rest) > 1 else "rw"
+    if len(rest) > 2 or mode not in ("ro", "rw") or not target.startswith("/") or "," in str(path) + target:
+        needed = "SOURCE[:TARGET[:ro]] with an absolute TARGET, and no commas"
+        raise RequestError(f"{text!r}", needed=needed, where="--container_mounts")
     if not path.exists():
         raise RequestError(f"no {path} here to mount", needed="an existing folder or file", where="--container_mounts")
-    target = rest[0] if rest and rest[0] else str(path)
-    if not target.startswith("/"):
-        raise RequestError(f"{text!r}", needed="an absolute target", where="--container_mounts")
-    if "," in str(path) + target:
-        raise RequestError(f"{text!r} has a comma", needed="paths without commas", where="--container_mounts")
-    return Mount(str(path), os.path.normpath(target), len(rest) == 2 and rest[1] == "ro")
+    return Mount(str(path), os.path.normpath(target), mode == "ro")
