@@ -21,7 +21,6 @@ They ignore SIGINT and SIGTERM, which schedulers send to all processes of a job:
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import multiprocessing
 import os
@@ -31,11 +30,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
-from pretrainkit.data.tokens.encoder import Encoder, EngineSpec, load_encoder, num_threads, one_thread
+from pretrainkit.data.tokens.encoder import Encoder, EngineSpec, num_threads, one_thread
 from pretrainkit.data.tokens.parity import (
     Answers,
     EnginesDiffer,
@@ -45,16 +45,19 @@ from pretrainkit.data.tokens.parity import (
     load_checked_encoder,
 )
 from pretrainkit.errors import DataError, PretrainkitError
+from pretrainkit.signals import die_with_parent
 
 NOT_FORKABLE = ("tokenizers", "fastokens", "torch", "pyarrow")
 """Modules that may have started threads, which don't survive in a forked process."""
+NUM_THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 ITEMS_AHEAD = 2
 """Items to submit for each worker: bounds memory, and no worker waits for its next item."""
 GRACE_S = 4.0
 """Time for the fork server to end its children and itself before it is killed."""
-PR_SET_PDEATHSIG = 1
 FORK_SERVER, REFERENCE = "the process that loads the tokenizer", "the process that proves the ids"
 Item = TypeVar("Item")
+Opener: TypeAlias = Callable[[Encoder | None], Callable[[Any], Any]]
+"""Gives a child's function from item to reply, for the tokenizer that the fork server has loaded."""
 
 
 class EncodeTask(Protocol):
@@ -96,8 +99,13 @@ class EncodePool:
         inherited = [self._server] if is_forkable else []
         gc.freeze()  # the collector doesn't touch, and so copy, pages that are shared from here on
         self._process = context.Process(target=_serve_forks, args=(theirs, inherited), name=FORK_SERVER, daemon=True)
-        with contextlib.nullcontext() if is_forkable else _one_numpy_thread():
+        environment = dict(os.environ)
+        os.environ.update(dict.fromkeys(NUM_THREADS, "1"))  # numpy, which a spawned process imports, may start none
+        try:
             self._process.start()
+        finally:
+            os.environ.clear()
+            os.environ.update(environment)
         theirs.close()
         return self
 
@@ -111,7 +119,7 @@ class EncodePool:
     def load(self, engine: EngineSpec, *, with_reference: bool = False) -> None:
         """Begin to load a tokenizer in advance of `start`, and with the reference what comparing a sample needs."""
         if with_reference:
-            self._reference = self._fork(REFERENCE, _ReferenceTask(engine.reference))
+            self._reference = self._fork(REFERENCE, partial(_open_reference, engine.reference))
         with self._watching_server():
             self._server.send(("load", engine))
 
@@ -129,13 +137,13 @@ class EncodePool:
         if sample is None:
             difference.set_result("")
         else:
-            reference = self._reference or self._fork(REFERENCE, _ReferenceTask(engine.reference))
+            reference = self._reference or self._fork(REFERENCE, partial(_open_reference, engine.reference))
             self._reference = None
             arguments = reference, sample, difference
             threading.Thread(target=self._compare, args=arguments, name=REFERENCE, daemon=True).start()
         self._ask_server("check", engine)
         for number in range(min(count, self._max_workers)):
-            self._workers.append(self._fork(f"worker {number}", _WorkerTask(task, number)))
+            self._workers.append(self._fork(f"worker {number}", partial(_open_worker, task, number)))
         for worker in self._workers:
             worker.thread = threading.Thread(target=self._serve_worker, args=(worker,), name=worker.name, daemon=True)
             worker.thread.start()
@@ -260,22 +268,6 @@ class EncodePool:
             raise _died(FORK_SERVER, self._process.pid, self._process.exitcode) from None
 
 
-@contextlib.contextmanager
-def _one_numpy_thread() -> Iterator[None]:
-    """Keep numpy, which a spawned process imports, from starting threads: that process forks."""
-    names = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update(dict.fromkeys(names, "1"))
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
 def _died(name: str, pid: int | None, code: int | None) -> WorkerDied:
     how = "has ended" if code is None else f"exited ({code})"
     if code is not None and code < 0:
@@ -302,7 +294,8 @@ def _serve_forks(connection: Connection, inherited: Iterable[Connection]) -> Non
         while True:
             kind, content = connection.recv()
             getattr(server, kind)(content)
-    server.stop_all()
+    with contextlib.suppress(OSError):  # there is nobody to reply to
+        server.stop(list(server.children))
 
 
 class _ForkServer:
@@ -313,7 +306,8 @@ class _ForkServer:
         self._engine: EngineSpec | None = None
         self._encoder: Encoder | None = None
         self._error: Exception | None = None
-        self._children: set[int] = set()
+        self.children: set[int] = set()
+        """Process ids."""
 
     def load(self, engine: EngineSpec) -> None:
         """Load a tokenizer, unless it is the one that is loaded. `check` reports errors."""
@@ -321,18 +315,18 @@ class _ForkServer:
             return
         self._engine, self._encoder, self._error = engine, None, None
         try:
-            self._encoder = load_checked_encoder(engine)
+            self._encoder = _load(engine)
             if num_threads() > 1:
                 self._error = EnginesDiffer(f"{engine.name} has started threads, which don't survive in workers")
-        except Exception as error:  # the Rust libraries raise errors of many kinds
-            self._error = _load_error(engine, error)
+        except (EnginesDiffer, DataError) as error:
+            self._error = error
 
     def check(self, engine: EngineSpec) -> None:
         """Reply with None once a tokenizer is loaded, or with what is wrong with it."""
         self.load(engine)
         self._connection.send(self._error)
 
-    def fork(self, task: _WorkerTask | _ReferenceTask) -> None:
+    def fork(self, opener: Opener) -> None:
         """Fork a child; reply with its process id and the parent's end of a pipe to it."""
         ours, theirs = multiprocessing.Pipe()
         gc.freeze()
@@ -341,11 +335,11 @@ class _ForkServer:
         if not pid:
             self._connection.close()
             ours.close()
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a killed fork server takes its children along
+            die_with_parent()  # a killed fork server takes its children along
             if os.getppid() == server:
-                _run_child(theirs, task, self._encoder)
+                _run_child(theirs, opener, self._encoder)
             os._exit(1)
-        self._children.add(pid)
+        self.children.add(pid)
         theirs.close()
         self._connection.send(pid)
         reduction.send_handle(self._connection, ours.fileno(), os.getppid())
@@ -353,7 +347,7 @@ class _ForkServer:
 
     def wait(self, pid: int) -> None:
         """Reply with the exit code of a child that has ended; negative: the signal."""
-        self._children.discard(pid)
+        self.children.discard(pid)
         with contextlib.suppress(ChildProcessError):
             self._connection.send(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
             return
@@ -361,70 +355,46 @@ class _ForkServer:
 
     def stop(self, pids: list[int]) -> None:
         """Kill children; reply once they have ended."""
-        for pid in self._children & set(pids):
+        for pid in self.children & set(pids):
             os.kill(pid, signal.SIGKILL)
-        for pid in self._children & set(pids):
+        for pid in self.children & set(pids):
             os.waitpid(pid, 0)
-        self._children -= set(pids)
+        self.children -= set(pids)
         self._connection.send(None)
 
-    def stop_all(self) -> None:
-        """Kill all children."""
-        with contextlib.suppress(OSError):  # there is nobody to reply to
-            self.stop(list(self._children))
+
+def _load(engine: EngineSpec) -> Encoder:
+    """Load a tokenizer. Raises EnginesDiffer when fastokens can't, DataError when tokenizers can't."""
+    try:
+        return load_checked_encoder(engine)
+    except Exception as error:  # the Rust libraries raise errors of many kinds
+        found = f"{engine.name} does not load this tokenizer: {error}"
+        if engine.name == "fastokens":
+            raise EnginesDiffer(found) from error
+        action = "fix tokenizer.json, or update the package tokenizers"
+        raise DataError(found, where=engine.json_path, action=action) from error
 
 
-def _load_error(engine: EngineSpec, error: Exception) -> Exception:
-    found = f"{engine.name} does not load this tokenizer: {error}"
-    if engine.name == "fastokens":
-        return EnginesDiffer(found)
-    return DataError(found, where=engine.json_path, action="fix tokenizer.json, or update the package tokenizers")
-
-
-class _WorkerTask:
+def _open_worker(task: EncodeTask, number: int, encoder: Encoder | None) -> Callable[[Any], Any]:
     """What a worker does: the sink's task, and comparing the ids of a sample."""
-
-    def __init__(self, task: EncodeTask, number: int) -> None:
-        self._task, self._number = task, number
-
-    def open(self, encoder: Encoder | None) -> Callable[[Any], Any]:
-        assert encoder is not None, "a worker was forked before its tokenizer was loaded"
-        encode = self._task.open(encoder, self._number)
-        return lambda item: first_difference(encoder, item) if isinstance(item, Answers) else encode(item)
+    assert encoder is not None, "a worker was forked before its tokenizer was loaded"
+    encode = task.open(encoder, number)
+    return lambda item: first_difference(encoder, item) if isinstance(item, Answers) else encode(item)
 
 
-class _ReferenceTask:
-    """Holds Hugging Face tokenizers and is asked which ids that library gives."""
-
-    def __init__(self, engine: EngineSpec) -> None:
-        self._engine = engine
-
-    def open(self, _: Encoder | None) -> Callable[[ParitySample], Answers]:
-        try:
-            encoder = load_encoder(self._engine)
-        except Exception as error:  # the Rust libraries raise errors of many kinds
-            problem = _load_error(self._engine, error)
-
-            def fail(_: ParitySample) -> Answers:
-                raise problem
-
-            return fail
-        return lambda sample: ask(encoder, sample.texts())
+def _open_reference(engine: EngineSpec, _: Encoder | None) -> Callable[[ParitySample], Answers]:
+    """What the reference does: say which ids Hugging Face tokenizers gives."""
+    encoder = _load(engine)
+    return lambda sample: ask(encoder, sample.texts())
 
 
-def _run_child(connection: Connection, task: _WorkerTask | _ReferenceTask, encoder: Encoder | None) -> None:
+def _run_child(connection: Connection, opener: Opener, encoder: Encoder | None) -> None:
     """Reply to every item until the parent closes the pipe."""
     try:
-        reply_to = task.open(encoder)
+        reply_to = _result(opener, encoder)
         while True:
             item = connection.recv()
-            reply: object
-            try:
-                reply = reply_to(item)
-            except (PretrainkitError, OSError, EnginesDiffer) as error:
-                reply = error
-            except MemoryError:
-                reply = DataError("out of memory", action="use fewer --workers, or set --max-doc-bytes")
+            reply = reply_to if isinstance(reply_to, Exception) else _result(reply_to, item)
             del item
             connection.send(reply)
             del reply
@@ -433,3 +403,13 @@ def _run_child(connection: Connection, task: _WorkerTask | _ReferenceTask, encod
     except BaseException:
         sys.excepthook(*sys.exc_info())
         sys.stderr.flush()
+
+
+def _result(function: Callable[[Any], Any], argument: Any) -> Any:
+    """What a function returns, or raises if it is an error for the parent."""
+    try:
+        return function(argument)
+    except (PretrainkitError, OSError, EnginesDiffer) as error:
+        return error
+    except MemoryError:
+        return DataError("out of memory", action="use fewer --workers, or set --max-doc-bytes")
