@@ -72,7 +72,7 @@ class Attempt:
 
     def __init__(self, folder: Path, command: list[str], **environment: str) -> None:
         self.log_dir = folder / "logs" / "attempt_1"
-        self.log_dir.mkdir(parents=True)
+        self.log_dir.mkdir(parents=True, exist_ok=True)
         with (folder / "terminal").open("wb") as terminal:
             self.process = subprocess.Popen(
                 command,
@@ -169,6 +169,14 @@ def test_the_exit_code_of_the_ranks_is_passed_on(
         assert """rank 0 of 2 ['a b', '$HOME $$ "c']""" in (attempt.log_dir / "rank_0.out").read_text()
     if mode == "fail":
         assert "the reason of rank 1" in (attempt.log_dir / "node.log").read_text()
+
+
+def test_ranks_that_started_are_ended_if_another_cannot(node: Callable[[str], Attempt], folder: Path) -> None:
+    (folder / "logs" / "attempt_1" / "rank_1.out").mkdir(parents=True)
+    attempt = node("save")
+    assert attempt.wait() == 1
+    assert "the ranks could not be started: [Errno 21] Is a directory" in attempt.outcome["reason"]
+    assert attempt.processes() == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)

@@ -88,6 +88,7 @@ def supervise(
         ranks = _start(words, num_ranks, log_dir, endpoint)
     except Exception as error:
         log.exception("the ranks could not be started")
+        kill_descendants()  # those that were
         return Outcome(EXIT_FAILED, None, f"the ranks could not be started: {error}")
     is_signalled = False
     while (result := ranks.wait(timeout=0)) is None:
