@@ -84,7 +84,7 @@ class Rendezvous:
     def __init__(self, folder: Path, node: int, num_nodes: int) -> None:
         self.folder, self.node, self.num_nodes = folder, node, num_nodes
         self._heartbeat_s = 0.0
-        self._heartbeats: dict[int, tuple[str, float]] = {}
+        self._heartbeats: dict[int, tuple[int, float]] = {}
         folder.mkdir(parents=True, exist_ok=True)
 
     @property
@@ -145,12 +145,13 @@ class Rendezvous:
             return
         self._heartbeat_s = now_s
         with suppress(FileNotFoundError):  # the head of a preflight has removed the folder: this node is late
-            (self.folder / f"alive_{self.node}").write_text(f"{time.time()}\n")
+            (self.folder / f"alive_{self.node}").touch()  # its time changes on a full disk, too
         for node in range(1, self.num_nodes) if self.is_head else [0]:
-            path = self.folder / f"alive_{node}"
-            # Only a change counts, whatever the clock of the other machine says.
-            if path.exists() and (text := path.read_text()) != self._heartbeats.get(node, ("no file", 0))[0]:
-                self._heartbeats[node] = (text, now_s)
+            # Opening it makes network file systems look again. Only a change counts, whatever other clocks say.
+            with suppress(FileNotFoundError), (self.folder / f"alive_{node}").open("rb") as file:
+                time_ns = os.fstat(file.fileno()).st_mtime_ns
+                if time_ns != self._heartbeats.get(node, (0, 0))[0]:
+                    self._heartbeats[node] = (time_ns, now_s)
 
     def agree_on_outcome(self, outcome: Outcome, *, is_consequence: bool) -> Outcome:
         """The outcome of the attempt, the same on all nodes: the head combines those of the nodes.

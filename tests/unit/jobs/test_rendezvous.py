@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import threading
 import time
 from pathlib import Path
@@ -102,6 +103,22 @@ def test_a_node_that_is_gone_is_noticed(gone: int, tmp_path: Path, monkeypatch: 
         nodes[1 - gone].heartbeat()
         assert not nodes[gone].should_abort and time.monotonic() < end_s
         time.sleep(0.05)
+
+
+def test_a_full_disk_stops_no_heartbeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "DEAD_AFTER_S", 0.5)
+    monkeypatch.setattr(rendezvous, "HEARTBEAT_S", 0)
+    nodes = [Rendezvous(tmp_path, number, 2) for number in range(2)]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        for _ in range(20):
+            for node in nodes:
+                node.heartbeat()
+            time.sleep(0.05)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not any(node.should_abort for node in nodes)
 
 
 @pytest.mark.parametrize("node", [0, 1])
