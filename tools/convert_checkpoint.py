@@ -104,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         report, checks = convert(arguments.source, arguments.target, options), []
     if arguments.json:
-        print(json.dumps({**report.as_dict(), "checks": [asdict(check) for check in checks]}, indent=2))
+        print(json.dumps({**asdict(report), "checks": [asdict(check) for check in checks]}, indent=2))
     else:
         print(report.as_text())
         for check in checks:

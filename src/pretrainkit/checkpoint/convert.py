@@ -10,12 +10,11 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -26,7 +25,7 @@ from pretrainkit.checkpoint.formats.megatron_lm import required_flags
 from pretrainkit.checkpoint.lazy_tensor import LazyTensor
 from pretrainkit.checkpoint.mapping import TensorMapping, tensor_mappings
 from pretrainkit.checkpoint.open import WeightReader, WeightWriter, check_expressible, open_reader, open_writer
-from pretrainkit.checkpoint.plan import CheckpointFormat, ConversionPlan, Options
+from pretrainkit.checkpoint.plan import MEGATRON_LM, CheckpointFormat, ConversionPlan, Options
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import CheckpointError, RequestError
 from pretrainkit.files import atomic_folder, remove_leftovers, write_json
@@ -61,10 +60,6 @@ class Report:
     source_fingerprint: str | None = None
     """Fingerprint of the source, if it is a Hugging Face folder whose weights weren't cast."""
 
-    def as_dict(self) -> dict[str, Any]:
-        """The report for JSON."""
-        return asdict(self)
-
     def as_text(self) -> str:
         """The report for people, in a few lines."""
         dtypes = ", ".join(f"{count} {name}" for name, count in self.dtypes.items())
@@ -93,7 +88,11 @@ def convert(source: str | Path, target: str | Path, options: Options | None = No
     options.parallelism.check(shape)
     mappings = tensor_mappings(shape)
     reader = open_reader(found, mappings, shape)
-    dtypes = {mapping: _target_dtype(mapping, dtype, options.dtype) for mapping, dtype in reader.dtypes.items()}
+    dtypes = {
+        mapping: dtype if mapping.weight.keep_dtype else options.dtype or dtype
+        for mapping, dtype in reader.dtypes.items()
+    }
+    is_copy = found.format is CheckpointFormat.HF and dtypes == reader.dtypes
     plan = ConversionPlan(format, shape, mappings, dtypes, hf_folder, options)
     check_expressible(shape, format)
     _check_space(target, plan.num_bytes)
@@ -112,19 +111,14 @@ def convert(source: str | Path, target: str | Path, options: Options | None = No
             shape=shape,
             num_tensors=sum(len(mapping.hf) for mapping in mappings),
             num_bytes=plan.num_bytes,
-            dtypes=_count_dtypes(plan.dtypes),
+            dtypes=dict(Counter(_name(dtype) for mapping, dtype in dtypes.items() for _ in mapping.hf)),
             elapsed_s=round(time.monotonic() - started, 3),
-            source_fingerprint=_fingerprint(found, reader, plan.dtypes),
-            notes=[
-                *_cast_notes(reader, plan.dtypes),
-                *reader.notes,
-                *_padding_notes(plan),
-                *_megatron_lm_notes(plan),
-            ],
+            source_fingerprint=weights_fingerprint(found.root) if is_copy else None,
+            notes=list(_notes(reader, plan)),
         )
         if format is not CheckpointFormat.HF:
             # Names only: a checkpoint may be published, and paths reveal details of the machine.
-            write_json(folder / REPORT_NAME, {**report.as_dict(), "source": Path(source).name, "target": target.name})
+            write_json(folder / REPORT_NAME, {**asdict(report), "source": Path(source).name, "target": target.name})
     elapsed_s = time.monotonic() - started
     logger.info("wrote %s in %s", format_bytes(report.num_bytes), format_duration(elapsed_s))
     return report
@@ -153,13 +147,6 @@ def find_hf_folder(found: DetectedCheckpoint, given: Path | None = None) -> Path
         needed="the Hugging Face folder that the model came from",
         action="add --hf-model FOLDER",
     )
-
-
-def _fingerprint(
-    found: DetectedCheckpoint, reader: WeightReader, dtypes: Mapping[TensorMapping, torch.dtype]
-) -> str | None:
-    is_whole = found.format is CheckpointFormat.HF and reader.dtypes == dtypes
-    return weights_fingerprint(found.root) if is_whole else None
 
 
 def _copy(reader: WeightReader, writer: WeightWriter, plan: ConversionPlan) -> None:
@@ -217,38 +204,24 @@ def _explained(target: Path) -> Iterator[None]:
         ) from error
 
 
-def _target_dtype(mapping: TensorMapping, dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    return dtype if wanted is None or mapping.weight.keep_dtype else wanted
-
-
-def _count_dtypes(dtypes: Mapping[TensorMapping, torch.dtype]) -> dict[str, int]:
-    counts: Counter[str] = Counter()
-    for mapping, dtype in dtypes.items():
-        counts[_name(dtype)] += len(mapping.hf)
-    return dict(counts)
-
-
-def _cast_notes(reader: WeightReader, dtypes: Mapping[TensorMapping, torch.dtype]) -> list[str]:
-    changes: Counter[str] = Counter()
-    for mapping, dtype in dtypes.items():
-        if reader.dtypes[mapping] != dtype:
-            changes[f"{_name(reader.dtypes[mapping])} to {_name(dtype)}"] += len(mapping.hf)
-    return [f"{count} tensors cast from {change}" for change, count in changes.items()]
-
-
-def _padding_notes(plan: ConversionPlan) -> list[str]:
-    rows = plan.padded_vocab_size - plan.shape.vocab_size
-    if plan.format is CheckpointFormat.HF or not rows:
-        return []
-    multiple = f"{plan.vocabulary_divisor} x TP {plan.options.parallelism.tensor}"
-    rule = f"{plan.shape.vocab_size} rounded up to a multiple of {multiple}"
-    return [f"{rows} padding rows (zeros) added to the vocabulary: {rule}"]
-
-
-def _megatron_lm_notes(plan: ConversionPlan) -> list[str]:
-    if plan.format not in (CheckpointFormat.TORCH, CheckpointFormat.TORCH_DIST):
-        return []
-    return [f"Megatron-LM needs, in addition to --use-checkpoint-args: {required_flags(plan.shape)}"]
+def _notes(reader: WeightReader, plan: ConversionPlan) -> Iterator[str]:
+    """What was cast, left out or added, and what Megatron-LM must be told."""
+    changes = Counter(
+        f"{_name(reader.dtypes[mapping])} to {_name(dtype)}"
+        for mapping, dtype in plan.dtypes.items()
+        for _ in mapping.hf
+        if reader.dtypes[mapping] != dtype
+    )
+    for change, count in changes.items():
+        yield f"{count} tensors cast from {change}"
+    yield from reader.notes
+    rows, vocab_size = plan.padded_vocab_size - plan.shape.vocab_size, plan.shape.vocab_size
+    if rows and plan.format is not CheckpointFormat.HF:
+        multiple = f"{plan.vocabulary_divisor} x TP {plan.options.parallelism.tensor}"
+        rule = f"{vocab_size} rounded up to a multiple of {multiple}"
+        yield f"{rows} padding rows (zeros) added to the vocabulary: {rule}"
+    if plan.format in MEGATRON_LM:
+        yield f"Megatron-LM needs, in addition to --use-checkpoint-args: {required_flags(plan.shape)}"
 
 
 def _name(dtype: torch.dtype) -> str:

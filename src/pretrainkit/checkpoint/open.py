@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
-
-import torch
+from typing import TypeAlias
 
 from pretrainkit.checkpoint.detect import DetectedCheckpoint
 from pretrainkit.checkpoint.formats import hf_files, megatron_lm, nemo
@@ -15,36 +13,15 @@ from pretrainkit.checkpoint.formats.torch_dist import TorchDistReader
 from pretrainkit.checkpoint.formats.torch_dist_writer import TorchDistWriter
 from pretrainkit.checkpoint.formats.torch_legacy import TorchLegacyReader
 from pretrainkit.checkpoint.formats.torch_legacy_writer import TorchLegacyWriter
-from pretrainkit.checkpoint.lazy_tensor import LazyTensor
 from pretrainkit.checkpoint.mapping import TensorMapping
 from pretrainkit.checkpoint.plan import CheckpointFormat, ConversionPlan
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.models.megatron_fields import megatron_lm_arguments, nemo_model
 
-
-class WeightReader(Protocol):
-    """Gives the weights of a checkpoint as Hugging Face tensors."""
-
-    dtypes: dict[TensorMapping, torch.dtype]
-    """Dtypes of the stored tensors."""
-    notes: list[str]
-    """What the reader leaves out, for the report."""
-
-    def read(self, mapping: TensorMapping) -> list[LazyTensor]:
-        """The Hugging Face tensors of a mapping, in its order."""
-
-
-class WeightWriter(Protocol):
-    """Takes the weights of a checkpoint as Hugging Face tensors."""
-
-    parts: list[list[TensorMapping]]
-    """What can be written at the same time, one part by one worker."""
-
-    def write_part(self, part: int, values: Iterable[tuple[TensorMapping, Sequence[LazyTensor]]]) -> None:
-        """Write the tensors of `parts[part]`, which come in that order."""
-
-    def finish(self) -> None:
-        """Write what completes the checkpoint, after all parts."""
+WeightReader: TypeAlias = HfReader | TorchDistReader | TorchLegacyReader
+"""`read` gives a mapping's Hugging Face tensors. `dtypes` are the stored ones, `notes` say what is left out."""
+WeightWriter: TypeAlias = HfWriter | TorchDistWriter | TorchLegacyWriter
+"""`write_part` writes the Hugging Face tensors of `parts[i]`, each part by one worker; `finish` comes after all."""
 
 
 def open_reader(checkpoint: DetectedCheckpoint, mappings: Sequence[TensorMapping], shape: ModelShape) -> WeightReader:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -27,17 +28,9 @@ class CheckpointFormat(StrEnum):
     TORCH = "torch"
     """Megatron-LM's classic checkpoint: tracker file and mp_rank_XX[_YYY][_ZZZ]/model_optim_rng.pt."""
 
-    def __str__(self) -> str:
-        return self.value
 
-
-VOCABULARY_DIVISOR = {
-    CheckpointFormat.HF: 1,
-    CheckpointFormat.NEMO: 1,
-    CheckpointFormat.TORCH_DIST: 128,
-    CheckpointFormat.TORCH: 128,
-}
-"""Defaults of --make-vocab-size-divisible-by: Megatron-LM's own; NeMo's models pad while loading."""
+MEGATRON_LM = (CheckpointFormat.TORCH, CheckpointFormat.TORCH_DIST)
+"""The formats of Megatron-LM, with its arguments."""
 
 
 @dataclass(frozen=True)
@@ -84,10 +77,10 @@ class ConversionPlan:
     @property
     def main_dtype(self) -> torch.dtype:
         """The dtype of most elements."""
-        sizes: dict[torch.dtype, int] = {}
+        sizes: Counter[torch.dtype] = Counter()
         for mapping in self.mappings:
-            sizes[self.dtypes[mapping]] = sizes.get(self.dtypes[mapping], 0) + mapping.numel
-        return max(sizes, key=lambda dtype: sizes[dtype])
+            sizes[self.dtypes[mapping]] += mapping.numel
+        return sizes.most_common(1)[0][0]
 
     @property
     def num_bytes(self) -> int:
@@ -97,7 +90,7 @@ class ConversionPlan:
     @property
     def vocabulary_divisor(self) -> int:
         """The vocabulary is padded to a multiple of this times the tensor parallel size."""
-        return self.options.vocabulary_divisor or VOCABULARY_DIVISOR[self.format]
+        return self.options.vocabulary_divisor or (128 if self.format in MEGATRON_LM else 1)
 
     @property
     def padded_vocab_size(self) -> int:

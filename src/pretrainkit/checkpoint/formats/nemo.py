@@ -49,8 +49,7 @@ def write_context(
         (folder / GENERATION_FOLDER).mkdir()
         shutil.copyfile(generation, folder / GENERATION_FOLDER / GENERATION_CONFIG)
     model = nemo_model(shape)
-    fields = {
-        **model.fields,
+    fields = model.fields | {
         "make_vocab_size_divisible_by": vocabulary_divisor,
         "vocab_size": shape.vocab_size,
         "fp16": dtype == torch.float16,
@@ -58,8 +57,7 @@ def write_context(
         "params_dtype": _pyref(f"torch:{str(dtype).removeprefix('torch.')}"),
         **further,
     }
-    model = replace(model, fields=fields)
-    write_json(folder / "io.json", _context(model, has_generation_config=generation.is_file()))
+    write_json(folder / "io.json", _context(replace(model, fields=fields), has_generation_config=generation.is_file()))
 
 
 def copy_tokenizer(hf_folder: Path, target: Path) -> None:
@@ -76,8 +74,11 @@ def _context(model: NemoModel, *, has_generation_config: bool) -> dict[str, Any]
     """The JSON that fiddle's serialization gives for a TrainerContext of the model."""
     objects: dict[str, Any] = {}
 
-    def config(path: str, target: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Add the `fdl.Config` of a call at a path of the configuration; a reference to it."""
+    def config(path: str, target: str, **arguments: Any) -> dict[str, Any]:
+        """Add the `fdl.Config` of a call of `target` ("module:name") at a path of the configuration.
+
+        Arguments are plain values, or nodes (as dicts). Gives a reference to it.
+        """
         key = f"{target.rpartition(':')[2].lower()}_1"
         objects[key] = _config_node(path, target, arguments)
         return {"type": "ref", "key": key}
@@ -87,43 +88,27 @@ def _context(model: NemoModel, *, has_generation_config: bool) -> dict[str, Any]
         fields["generation_config"] = config(
             "<root>.model.config.generation_config",
             "nemo.lightning.io.artifact.hf_auto:from_pretrained",
-            {
-                "auto_cls": _pyref("transformers.generation.configuration_utils:GenerationConfig"),
-                "pretrained_model_name_or_path": f"./{GENERATION_FOLDER}",
-            },
+            auto_cls=_pyref("transformers.generation.configuration_utils:GenerationConfig"),
+            pretrained_model_name_or_path=f"./{GENERATION_FOLDER}",
         )
-    strategy = config(
-        "<root>.trainer.strategy",
-        "nemo.lightning.pytorch.strategies.megatron_strategy:MegatronStrategy",
-        {"ckpt_save_optimizer": False},
-    )
-    tokenizer = config(
-        "<root>.model.tokenizer",
-        "nemo.collections.common.tokenizers.huggingface.auto_tokenizer:AutoTokenizer",
-        {"pretrained_model_name": TOKENIZER_FOLDER},
-    )
+    strategy_class = "nemo.lightning.pytorch.strategies.megatron_strategy:MegatronStrategy"
+    strategy = config("<root>.trainer.strategy", strategy_class, ckpt_save_optimizer=False)
+    tokenizer_class = "nemo.collections.common.tokenizers.huggingface.auto_tokenizer:AutoTokenizer"
+    tokenizer = config("<root>.model.tokenizer", tokenizer_class, pretrained_model_name=TOKENIZER_FOLDER)
+    model_config = config("<root>.model.config", model.config_class, **fields)
     root = config(
         "<root>",
         "nemo.lightning.io.pl:TrainerContext",
-        {
-            "model": config(
-                "<root>.model",
-                model.model_class,
-                {"config": config("<root>.model.config", model.config_class, fields), "tokenizer": tokenizer},
-            ),
-            "trainer": config(
-                "<root>.trainer",
-                "nemo.lightning.pytorch.trainer:Trainer",
-                {"accelerator": "cpu", "strategy": strategy, "devices": 1},
-            ),
-            "extra": _EMPTY_DICT,
-        },
+        model=config("<root>.model", model.model_class, config=model_config, tokenizer=tokenizer),
+        trainer=config(
+            "<root>.trainer", "nemo.lightning.pytorch.trainer:Trainer", accelerator="cpu", strategy=strategy, devices=1
+        ),
+        extra=_EMPTY_DICT,
     )
     return {"root": root, "objects": objects, "refcounts": dict.fromkeys(objects, 1), "version": "0.0.1"}
 
 
-def _config_node(path: str, target: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """A `fdl.Config` that calls `target` ("module:name"); arguments are plain values, or nodes (as dicts)."""
+def _config_node(path: str, target: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     metadata_type = _pyref("fiddle._src.config:BuildableTraverserMetadata")
     names = [[f"Index(index={i})", name] for i, name in enumerate(arguments)]
     metadata = [
@@ -133,10 +118,7 @@ def _config_node(path: str, target: str, arguments: dict[str, Any]) -> dict[str,
         ["Attr(name='argument_history')", _EMPTY_DICT],
     ]
     items = [
-        [
-            f"Attr(name={name!r})",
-            value if isinstance(value, dict) else {"type": "leaf", "value": value, "paths": [f"{path}.{name}"]},
-        ]
+        [f"Attr(name={name!r})", value if isinstance(value, dict) else _leaf(value, f"{path}.{name}")]
         for name, value in arguments.items()
     ]
     return {
@@ -145,6 +127,10 @@ def _config_node(path: str, target: str, arguments: dict[str, Any]) -> dict[str,
         "metadata": {"type": metadata_type, "items": metadata, "metadata": metadata_type},
         "paths": [path],
     }
+
+
+def _leaf(value: Any, path: str) -> dict[str, Any]:
+    return {"type": "leaf", "value": value, "paths": [path]}
 
 
 def _pyref(target: str) -> dict[str, str]:
@@ -162,26 +148,21 @@ _EMPTY_DICT = {
 def check_settings(folder: Path, shape: ModelShape) -> None:
     """Raise RequestError when the context of a checkpoint contradicts the shape that it is read with.
 
-    Settings may be absent: nothing is taken from them.
+    Settings may be absent, and so may the context: nothing is taken from them.
     """
-    if problems := contradictions(_read_settings(folder), nemo_config_fields(shape)):
+    path = folder / "io.json"
+    nodes = read_json(path).get("objects", {}).values() if path.is_file() else ()
+    settings = {
+        element.removeprefix("Attr(name='").removesuffix("')"): value["value"]
+        for node in nodes
+        if "<root>.model.config" in node.get("paths", [])
+        for element, value in node["items"]
+        if value.get("type") == "leaf"
+    }
+    if problems := contradictions(settings, nemo_config_fields(shape)):
         raise RequestError(
             "; ".join(problems), where=str(folder), needed="the config.json of the model in this checkpoint"
         )
-
-
-def _read_settings(folder: Path) -> dict[str, Any]:
-    """Plain values of the model's config in a context, by name; empty when there is no context."""
-    path = folder / "io.json"
-    if not path.is_file():
-        return {}
-    settings: dict[str, Any] = {}
-    for node in read_json(path).get("objects", {}).values():
-        if "<root>.model.config" in node.get("paths", []):
-            for element, value in node["items"]:
-                if value.get("type") == "leaf":
-                    settings[element.removeprefix("Attr(name='").removesuffix("')")] = value["value"]
-    return settings
 
 
 def common_state() -> dict[str, Any]:
