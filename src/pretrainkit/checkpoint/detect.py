@@ -27,15 +27,14 @@ def detect(path: Path) -> DetectedCheckpoint:
     """Recognise a folder. Raises RequestError that says what was looked for."""
     if not path.is_dir():
         raise RequestError("no such folder", where=str(path))
-    if (path / "weights").is_dir() and torch_dist.is_torch_dist(path / "weights"):
+    if torch_dist.is_torch_dist(path / "weights"):
         return DetectedCheckpoint(CheckpointFormat.NEMO, path, path / "weights")
     if path.name == "weights" and torch_dist.is_torch_dist(path):
         return DetectedCheckpoint(CheckpointFormat.NEMO, path.parent, path)
+    root = path.parent if (path.parent / TRACKER_NAME).is_file() else path
     if torch_dist.is_torch_dist(path):
-        root = path.parent if (path.parent / TRACKER_NAME).is_file() else path
         return DetectedCheckpoint(CheckpointFormat.TORCH_DIST, root, path)
     if any(path.glob("mp_rank_*")):
-        root = path.parent if (path.parent / TRACKER_NAME).is_file() else path
         return DetectedCheckpoint(CheckpointFormat.TORCH, root, path)
     if (path / TRACKER_NAME).is_file():
         return detect(tracked_iteration(path))

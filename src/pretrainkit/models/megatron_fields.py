@@ -13,11 +13,12 @@ length, parallel sizes, kernels) is added by the caller.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from pretrainkit.config.schema import ModelShape, RopeScaling
+from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import RequestError
+from pretrainkit.models.family import names
 from pretrainkit.models.registry import family_named
 
 _MEGATRON_LM_NAMES = {
@@ -27,29 +28,15 @@ _MEGATRON_LM_NAMES = {
 }
 """Fields of TransformerConfig that Megatron-LM's arguments call otherwise."""
 
-_ARCHITECTURE = (
-    "num_layers",
-    "hidden_size",
-    "ffn_hidden_size",
-    "num_attention_heads",
-    "num_query_groups",
-    "kv_channels",
-    "layernorm_epsilon",
-    "norm_epsilon",
-    "rotary_base",
-    "scale_factor",
-    "share_embeddings_and_output_weights",
-    "untie_embeddings_and_output_weights",
-    "add_qkv_bias",
-    "qk_layernorm",
-    "num_moe_experts",
-    "num_experts",
-    "moe_router_topk",
-    "moe_ffn_hidden_size",
-)
+_ARCHITECTURE = names("""
+    num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels layernorm_epsilon
+    norm_epsilon rotary_base scale_factor share_embeddings_and_output_weights untie_embeddings_and_output_weights
+    add_qkv_bias qk_layernorm num_moe_experts num_experts moe_router_topk moe_ffn_hidden_size
+""")
 """Fields that decide what a model computes, under NeMo's and Megatron-LM's names."""
 
-_MEGATRON_LM_ROPE = RopeScaling(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+_MEGATRON_LM_EXPERTS = {"moe_router_load_balancing_type": "aux_loss", "moe_grouped_gemm": True, "moe_layer_freq": 1}
+_MEGATRON_LM_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """The constants behind Megatron-LM's --use-rope-scaling; only the factor is an argument."""
 
 
@@ -139,7 +126,7 @@ def megatron_lm_arguments(shape: ModelShape) -> dict[str, Any]:
     """
     return {
         **{_MEGATRON_LM_NAMES.get(name, name): value for name, value in transformer_config_fields(shape).items()},
-        **_megatron_lm_experts(shape),
+        **(_MEGATRON_LM_EXPERTS if shape.num_experts else {"num_experts": None}),
         **_megatron_lm_rope(shape),
         "encoder_num_layers": shape.num_layers,
         "group_query_attention": shape.num_query_groups != shape.num_attention_heads,
@@ -150,12 +137,6 @@ def megatron_lm_arguments(shape: ModelShape) -> dict[str, Any]:
         "untie_embeddings_and_output_weights": not shape.tie_word_embeddings,
         "vocab_size": shape.vocab_size,
     }
-
-
-def _megatron_lm_experts(shape: ModelShape) -> dict[str, Any]:
-    if not shape.num_experts:
-        return {"num_experts": None}
-    return {"moe_router_load_balancing_type": "aux_loss", "moe_grouped_gemm": True, "moe_layer_freq": 1}
 
 
 def _megatron_lm_rope(shape: ModelShape) -> dict[str, Any]:
@@ -170,13 +151,13 @@ def _megatron_lm_rope(shape: ModelShape) -> dict[str, Any]:
     }
     if shape.rope_scaling is None:
         return fields
-    constants = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    wrong = [name for name in constants if getattr(shape.rope_scaling, name) != getattr(_MEGATRON_LM_ROPE, name)]
+    found = asdict(shape.rope_scaling)
+    wrong = {name: value for name, value in _MEGATRON_LM_ROPE.items() if found[name] != value}
     if wrong:
         raise RequestError(
-            "Megatron-LM can't express " + ", ".join(f"{name} {getattr(shape.rope_scaling, name)}" for name in wrong),
+            "Megatron-LM can't express " + ", ".join(f"{name} {found[name]}" for name in wrong),
             where="rope_scaling",
-            needed=", ".join(f"{name} {getattr(_MEGATRON_LM_ROPE, name)}" for name in wrong),
+            needed=", ".join(f"{name} {value}" for name, value in wrong.items()),
             action="use the format nemo",
         )
     return {**fields, "rope_scaling_factor": shape.rope_scaling.factor}
@@ -189,7 +170,7 @@ def contradictions(stored: Mapping[str, Any], expected: Mapping[str, Any]) -> li
     """
     return [
         f"{name} is {stored[name]!r} in the checkpoint and {expected[name]!r} by config.json"
-        for name in _ARCHITECTURE
+        for name in sorted(_ARCHITECTURE)
         if isinstance(stored.get(name), (bool, int, float))
         and expected.get(name) is not None
         and stored[name] != expected[name]

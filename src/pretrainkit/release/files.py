@@ -115,33 +115,30 @@ def _check_tokenizer(released: Path, shape: ModelShape) -> Iterator[Check]:
         largest < shape.vocab_size,
         f"largest id {largest}, {shape.vocab_size} rows",
     )
-    config = read_config(released)
-    generation_path = released / "generation_config.json"
-    generation = read_json(generation_path) if generation_path.is_file() else {}
     problems = []
-    for name, source in (("config.json", config), ("generation_config.json", generation)):
-        for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            problems += [
-                f"{key} {value} of {name} is no row"
-                for value in _ids(source.get(key))
-                if not -1 <= value < shape.vocab_size
-            ]
-    ends = {*_ids(config.get("eos_token_id")), *_ids(generation.get("eos_token_id"))}
-    if tokenizer.eos_token_id is not None and ends and tokenizer.eos_token_id not in ends:
-        problems.append(f"the tokenizer ends texts with {tokenizer.eos_token_id}, the configs with {sorted(ends)}")
-    shared = {*_ids(config.get("eos_token_id"))} & {*_ids(generation.get("eos_token_id"))}
-    if config.get("eos_token_id") is not None and generation.get("eos_token_id") is not None and not shared:
-        problems.append(
-            f"eos_token_id is {config['eos_token_id']} in config.json"
-            f" and {generation['eos_token_id']} in generation_config.json"
-        )
-    yield Check.of("special token ids agree", problems, f"eos {sorted(ends)}, tokenizer {tokenizer.eos_token_id}")
+    ends: dict[str, set[int]] = {}
+    for name in ("config.json", "generation_config.json"):
+        fields = read_json(released / name) if (released / name).is_file() else {}
+        problems += [
+            f"{key} {value} of {name} is no row"
+            for key in ("bos_token_id", "eos_token_id", "pad_token_id")
+            for value in _ids(fields.get(key))
+            if not -1 <= value < shape.vocab_size
+        ]
+        if found := set(_ids(fields.get("eos_token_id"))):
+            ends[name] = found
+    all_ends = sorted(set().union(*ends.values()))
+    if tokenizer.eos_token_id is not None and all_ends and tokenizer.eos_token_id not in all_ends:
+        problems.append(f"the tokenizer ends texts with {tokenizer.eos_token_id}, the configs with {all_ends}")
+    if len(ends) == 2 and not set.intersection(*ends.values()):
+        problems.append("eos_token_id is " + " and ".join(f"{sorted(ids)} in {name}" for name, ids in ends.items()))
+    yield Check.of("special token ids agree", problems, f"eos {all_ends}, tokenizer {tokenizer.eos_token_id}")
 
 
 def _ids(value: Any) -> list[int]:
     if value is None:
         return []
-    return list(value) if isinstance(value, list) else [value]
+    return value if isinstance(value, list) else [value]
 
 
 def _check_privacy(released: Path) -> Iterator[Check]:

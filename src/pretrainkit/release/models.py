@@ -7,8 +7,6 @@ checkpoint, at tensor parallel size 1 and at the next size that is possible.
 
 from __future__ import annotations
 
-import json
-import multiprocessing
 import multiprocessing.forkserver
 import os
 import tempfile
@@ -25,6 +23,7 @@ from pretrainkit.checkpoint.plan import CheckpointFormat, Options
 from pretrainkit.checkpoint.transforms import padded_vocabulary
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import CheckpointError, RequestError
+from pretrainkit.files import read_json, write_json
 from pretrainkit.imports import heavy_imports
 from pretrainkit.logs import get_logger
 from pretrainkit.models.registry import read_shape
@@ -42,7 +41,6 @@ LOGIT_TOLERANCE_RELATIVE = 1e-5
 """fp32 sums in another order under tensor parallelism; measured on SmolLM2-135M: 1.0e-4 at logits up to 36, TP=3."""
 LOSS_TOLERANCE = 1e-4
 """Largest difference of held-out losses, nats per token."""
-RANK_TIMEOUT_S = 3600
 _RESULT = "result.json"
 
 
@@ -98,7 +96,7 @@ def _compare(source: Path, released: Path, hf_folder: Path | None, options: RunO
     found = detect(source)
     shape = read_shape(find_hf_folder(found, hf_folder), ignore_fields=options.ignore_config_fields)
     dtype = options.dtype or _only_dtype(released)
-    _rank_context()  # it imports Megatron while the Hugging Face model runs
+    _prepare_ranks()  # it imports Megatron while the Hugging Face model runs
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         names = _write_tokens(released, shape, options, folder)
@@ -260,12 +258,10 @@ def _megatron_model(
     return _MegatronModel(found.weights, name.removesuffix(embedding), tensors[name].shape[0], shape, dtype)
 
 
-def _rank_context() -> Any:
+def _prepare_ranks() -> None:
     """Ranks are forks of one process, which imports Megatron once for all of them and bridges it to the CPU."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["pretrainkit.megatron.preloaded_cpu"])
+    multiprocessing.forkserver.set_forkserver_preload(["pretrainkit.megatron.preloaded_cpu"])
     multiprocessing.forkserver.ensure_running()
-    return context
 
 
 def _run_megatron(model: _MegatronModel, size: int, scratch: Path) -> dict[str, Any]:
@@ -273,18 +269,16 @@ def _run_megatron(model: _MegatronModel, size: int, scratch: Path) -> dict[str, 
 
     Gives the differences to the kept logits by prompt, the held-out loss, and whether rounding changed anything.
     """
-    context = _rank_context()
-    ranks = [context.Process(target=_rank, args=(rank, size, model, scratch)) for rank in range(size)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(RANK_TIMEOUT_S)
-    failed = [rank for rank, process in enumerate(ranks) if process.exitcode != 0]
-    for process in ranks:
-        process.kill()
-    if failed:
-        raise CheckpointError(f"the Megatron model failed on rank {failed[0]} of {size}", where=str(model.weights))
-    return json.loads((scratch / _RESULT).read_text(encoding="utf-8"))
+    from torch.multiprocessing.spawn import ProcessException, start_processes
+
+    _prepare_ranks()
+    try:
+        start_processes(_rank, (size, model, scratch), size, start_method="forkserver")
+    except ProcessException as error:
+        logger.error("%s", error)
+        rank = f"rank {error.error_index} of {size}"
+        raise CheckpointError(f"the Megatron model failed on {rank}", where=str(model.weights)) from error
+    return read_json(scratch / _RESULT)
 
 
 def _rank(rank: int, size: int, source: _MegatronModel, scratch: Path) -> None:
@@ -315,7 +309,7 @@ def _rank(rank: int, size: int, source: _MegatronModel, scratch: Path) -> None:
     losses = [_loss(_padded_logits(model, row[None], source.shape, size), row[None]) for row in tokens["held_out"]]
     result["held_out"] = sum(losses) / len(losses)
     if rank == 0:
-        (scratch / _RESULT).write_text(json.dumps(result), encoding="utf-8")
+        write_json(scratch / _RESULT, result)
     torch.distributed.destroy_process_group()
 
 

@@ -71,13 +71,11 @@ def locate_tensors(folder: Path) -> dict[str, StoredTensor]:
     tensors: dict[str, StoredTensor] = {}
     for path in paths:
         header = read_header(path)
-        twice = tensors.keys() & header.keys()
-        if twice:
+        if twice := tensors.keys() & header.keys():
             raise RequestError(f"tensors in two files: {', '.join(sorted(twice)[:8])}", where=str(folder))
         tensors.update(header)
-    wrong = [name for name, file in listed.items() if name not in tensors or tensors[name].path.name != file]
-    wrong += [name for name in tensors if listed and name not in listed]
-    if wrong:
+    found = {(name, tensor.path.name) for name, tensor in tensors.items()}
+    if listed and (wrong := {name for name, _ in found ^ set(listed.items())}):
         raise RequestError(
             f"the index and the weight files disagree on {len(wrong)} tensors: {', '.join(sorted(wrong)[:8])}",
             where=str(index_path),
@@ -89,7 +87,7 @@ class HfWriter:
     """Writes safetensors files, with an index where there are several, into a folder."""
 
     def __init__(self, folder: Path, plan: ConversionPlan) -> None:
-        self.folder, self.dtypes = folder, plan.dtypes
+        self.folder, self.dtypes, self._num_bytes = folder, plan.dtypes, plan.num_bytes
         self.parts = plan.shards()
         """Tensors by file: one worker writes one file."""
         count = len(self.parts)
@@ -107,13 +105,9 @@ class HfWriter:
         write_safetensors(self.folder / self._names[part], plan, (value for _, rows in values for value in rows))
 
     def finish(self) -> None:
-        """Write the index from the headers that are on disk."""
-        if len(self._names) == 1:
-            return
-        headers = {name: read_header(self.folder / name) for name in self._names}
-        total = sum(location.meta.nbytes for header in headers.values() for location in header.values())
-        weight_map = {tensor: name for name, header in headers.items() for tensor in header}
-        write_json(
-            self.folder / INDEX_NAME,
-            {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))},
-        )
+        """Write the index of several files."""
+        files = zip(self._names, self.parts, strict=True)
+        weight_map = {tensor: name for name, part in files for mapping in part for tensor in mapping.hf}
+        if len(self._names) > 1:
+            index = {"metadata": {"total_size": self._num_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+            write_json(self.folder / INDEX_NAME, index)

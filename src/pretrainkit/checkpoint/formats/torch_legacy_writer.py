@@ -7,7 +7,6 @@ The model of a rank is never in memory: `torch.save` first writes each file with
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -91,10 +90,9 @@ class TorchLegacyWriter:
                     groups=self.shape.num_query_groups,
                     padded_rows=self._padded_rows,
                 )
-                for stage in range(sizes.pipeline):
-                    for expert in range(sizes.expert):
-                        for name in self._names(mapping, stage, expert):
-                            _put(self._places[rank, stage, expert][name], local)
+                for stage, expert in itertools.product(range(sizes.pipeline), range(sizes.expert)):
+                    for name in self._names(mapping, stage, expert):
+                        _put(self._places[rank, stage, expert][name], local)
 
     def finish(self) -> None:
         """Nothing is left to be written."""
@@ -114,8 +112,5 @@ def _extra_states(name: str) -> dict[str, None]:
 def _put(place: StoredTensor, value: LazyTensor) -> None:
     """Write a tensor to its location."""
     assert value.shape == place.shape and value.dtype == place.dtype, (value.shape, place)
-    descriptor = os.open(place.path, os.O_WRONLY)
-    try:
-        value.write(descriptor, place.offset)
-    finally:
-        os.close(descriptor)
+    with place.path.open("r+b", buffering=0) as file:
+        value.write(file.fileno(), place.begin)

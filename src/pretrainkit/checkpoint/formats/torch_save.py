@@ -26,8 +26,7 @@ from pretrainkit.errors import CheckpointError
 class OpaqueObject:
     """Stands for an object of a class that is not imported; keeps its state as attributes."""
 
-    def __init__(self, *arguments: Any, **_: Any) -> None:
-        self.arguments = arguments
+    def __init__(self, *_: Any, **__: Any) -> None:
         self.state: Any = None
 
     def __setstate__(self, state: Any) -> None:
