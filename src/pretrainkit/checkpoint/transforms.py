@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 from pretrainkit.checkpoint.lazy_tensor import LazyTensor
 from pretrainkit.models.family import Layout
@@ -32,16 +31,21 @@ def local_shape(layout: Layout, shape: tuple[int, ...], *, size: int, padded_row
     return ((padded_rows if layout is Layout.VOCABULARY else rows) // size, *rest)
 
 
-def merge_qkv(query: Tensor, key: Tensor, value: Tensor, groups: int) -> Tensor:
+def merge_qkv(parts: Sequence[LazyTensor], groups: int) -> LazyTensor:
     """[G*Q*D, H], [G*D, H], [G*D, H] -> [G*(Q+2)*D, H]: per group its queries, its key, its value."""
-    parts = [part.reshape(groups, -1, *part.shape[1:]) for part in (query, key, value)]
-    return torch.cat(parts, dim=1).flatten(0, 1)
+    counts = [part.shape[0] // groups for part in parts]
+    return LazyTensor.joined(
+        part.rows(group * count, count) for group in range(groups) for part, count in zip(parts, counts, strict=True)
+    )
 
 
-def split_qkv(merged: Tensor, groups: int, rows: Sequence[int]) -> list[Tensor]:
+def split_qkv(merged: LazyTensor, groups: int, rows: Sequence[int]) -> list[LazyTensor]:
     """The inverse of `merge_qkv`; `rows` are the numbers of rows of query, key and value."""
-    grouped = merged.reshape(groups, -1, *merged.shape[1:])
-    return [part.flatten(0, 1) for part in grouped.split([count // groups for count in rows], dim=1)]
+    step, values, first = sum(rows) // groups, [], 0
+    for count in (total // groups for total in rows):
+        values.append(LazyTensor.joined(merged.rows(group * step + first, count) for group in range(groups)))
+        first += count
+    return values
 
 
 def shard(
@@ -61,8 +65,7 @@ def shard(
         return _vocabulary_part(values[0], rank, padded_rows // size)
     parts = [value.rows(rank * value.shape[0] // size, value.shape[0] // size) for value in values]
     if layout is Layout.QKV:
-        query, key, value = (part.tensor() for part in parts)
-        return LazyTensor.of(merge_qkv(query, key, value, groups // size))
+        return merge_qkv(parts, groups // size)
     return LazyTensor.joined(parts)
 
 
@@ -78,8 +81,8 @@ def unshard(layout: Layout, parts: Sequence[LazyTensor], *, rows: Sequence[int],
         return [parts[0] if size == 1 else LazyTensor.of(torch.cat([part.tensor() for part in parts], dim=1))]
     if layout is Layout.QKV:
         counts = [count // size for count in rows]
-        split = [split_qkv(part.tensor(), groups // size, counts) for part in parts]
-        return [LazyTensor.of(*of_all) for of_all in zip(*split, strict=True)]
+        split = [split_qkv(part, groups // size, counts) for part in parts]
+        return [LazyTensor.joined(of_all) for of_all in zip(*split, strict=True)]
     if layout is Layout.VOCABULARY:
         return [LazyTensor.joined(parts).rows(0, rows[0])]
     values, first = [], 0

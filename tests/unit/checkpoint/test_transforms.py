@@ -29,10 +29,10 @@ def test_merged_qkv_is_group_by_group(trailing: tuple[int, ...]) -> None:
             expected += [query[first + i] for i in range(DIM)]
         expected += [key[group * DIM + i] for i in range(DIM)]
         expected += [value[group * DIM + i] for i in range(DIM)]
-    merged = merge_qkv(query, key, value, GROUPS)
-    assert torch.equal(merged, torch.stack(expected))
+    merged = merge_qkv([LazyTensor.of(part) for part in (query, key, value)], GROUPS)
+    assert torch.equal(merged.tensor(), torch.stack(expected))
     parts = split_qkv(merged, GROUPS, [len(part) for part in (query, key, value)])
-    assert all(torch.equal(part, whole) for part, whole in zip(parts, (query, key, value), strict=True))
+    assert all(torch.equal(part.tensor(), whole) for part, whole in zip(parts, (query, key, value), strict=True))
 
 
 def test_rank_of_a_gated_matrix_holds_its_gate_over_its_up() -> None:

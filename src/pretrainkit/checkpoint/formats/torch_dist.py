@@ -230,8 +230,7 @@ class TorchDistReader:
         parts = self._parts[mapping]
         rows = [shape[0] for shape in mapping.shapes]
         if mapping.layout is Layout.QKV:
-            merged = read_rows(*parts[0], 0, sum(rows)).tensor()
-            return [LazyTensor.of(part) for part in split_qkv(merged, self.shape.num_query_groups, rows)]
+            return split_qkv(read_rows(*parts[0], 0, sum(rows)), self.shape.num_query_groups, rows)
         if mapping.layout is Layout.GATED and len(parts) == 1:
             return [read_rows(*parts[0], 0, rows[0]), read_rows(*parts[0], rows[0], rows[1])]
         return [read_rows(tensor, leading, 0, count) for (tensor, leading), count in zip(parts, rows, strict=True)]

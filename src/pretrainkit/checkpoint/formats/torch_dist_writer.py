@@ -60,8 +60,7 @@ class TorchDistWriter:
     def _pieces(self, mapping: TensorMapping, values: Sequence[LazyTensor]) -> list[tuple[int, LazyTensor]]:
         """The Megatron tensor as chunks with their first rows; what needs no rearranging is not copied in memory."""
         if mapping.layout is Layout.QKV:
-            query, key, value = (value.tensor() for value in values)
-            return [(0, LazyTensor.of(merge_qkv(query, key, value, self.shape.num_query_groups)))]
+            return [(0, merge_qkv(values, self.shape.num_query_groups))]
         pieces, first = [], 0
         for rows in values:
             pieces.append((first, rows))
