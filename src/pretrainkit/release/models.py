@@ -276,8 +276,9 @@ def _run_megatron(model: _MegatronModel, size: int, scratch: Path) -> dict[str, 
         start_processes(_rank, (size, model, scratch), size, start_method="forkserver")
     except ProcessException as error:
         logger.error("%s", error)
-        rank = f"rank {error.error_index} of {size}"
-        raise CheckpointError(f"the Megatron model failed on {rank}", where=str(model.weights)) from error
+        raise CheckpointError(
+            f"the Megatron model failed on rank {error.error_index} of {size}", where=str(model.weights)
+        ) from error
     return read_json(scratch / _RESULT)
 
 
