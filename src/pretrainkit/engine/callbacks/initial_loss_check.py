@@ -99,19 +99,6 @@ class Verdict:
         )
 
 
-@dataclass(frozen=True)
-class Deviation:
-    """One rank's losses, and their differences from the reference, over its part of the sequence."""
-
-    num_tokens: float = 0
-    """0 on ranks that have no losses."""
-    loss_sum: float = 0
-    square_sum: float = 0
-    """Sum of the squared differences."""
-    largest: float = 0
-    """Largest absolute difference."""
-
-
 class InitialLossCheck(pl.Callback):
     """Compares the loaded model's loss with that of its Hugging Face original, which starts with the constructor."""
 
@@ -204,26 +191,21 @@ class InitialLossCheck(pl.Callback):
             self._recorder.event("start_parity", **result)
 
 
-def judge(deviations: Sequence[Deviation], reference: Reference, bound: Bound) -> Verdict:
-    """The verdict on all ranks' deviations; each data parallel rank has run the entire sequence."""
-    seen = [one for one in deviations if one.num_tokens]
-    count = sum(one.num_tokens for one in seen)
-    rms = _largest([math.sqrt(one.square_sum / one.num_tokens) for one in seen])
-    largest = _largest([one.largest for one in seen])
+def judge(deviations: Sequence[Sequence[float]], reference: Reference, bound: Bound) -> Verdict:
+    """The verdict on what `measure` gives for all ranks; each data parallel rank has run the entire sequence."""
+    seen = np.array([row for row in deviations if row[0]]).reshape(-1, 4)
+    counts, losses, squares, differences = seen.T
+    rms, largest = (float(np.max(values, initial=0.0)) for values in (np.sqrt(squares / counts), differences))  # or NaN
+    count = float(counts.sum())
     return Verdict(
         passed=count >= len(reference.losses) and rms <= bound.root_mean_square and largest <= bound.largest,
         num_tokens=len(reference.losses),
         hf_loss=sum(reference.losses) / len(reference.losses),
-        megatron_loss=sum(one.loss_sum for one in seen) / count if count else math.nan,
+        megatron_loss=float(losses.sum()) / count if count else math.nan,
         root_mean_square=rms,
         largest=largest,
         bound=bound,
     )
-
-
-def _largest(values: list[float]) -> float:
-    """The largest value; NaN if any is."""
-    return float(np.max(values)) if values else math.nan
 
 
 def sequence_length(run: ResolvedRun) -> int:
@@ -235,8 +217,11 @@ def sequence_length(run: ResolvedRun) -> int:
 
 def measure(
     chunks: Sequence[Any], forward_step: Callable[..., torch.Tensor], reference: Reference, device: torch.device
-) -> list[Deviation]:
-    """Run the Megatron model of all ranks over the reference's tokens; gives all ranks' deviations, on every rank.
+) -> list[list[float]]:
+    """Run the Megatron model of all ranks over the reference's tokens; gives a row for each rank, on every rank.
+
+    A row has a rank's number of tokens (0 where it has no losses), the sum of their losses, and the sum of squares and
+    the largest of the absolute differences from the reference.
 
     `chunks` are this rank's pipeline stages as the engine trains them. Weights, gradients and random states are left
     unchanged.
@@ -272,7 +257,7 @@ def measure(
         values = torch.stack([values.new_tensor(losses.numel()), *sums])
     gathered = [torch.zeros_like(values) for _ in range(torch.distributed.get_world_size())]
     torch.distributed.all_gather(gathered, values)
-    return [Deviation(*one.tolist()) for one in gathered]
+    return [row.tolist() for row in gathered]
 
 
 @contextmanager
