@@ -18,7 +18,6 @@ from pretrainkit.models.flops import training_flops_per_token
 from pretrainkit.run.attempts import AttemptLog
 from pretrainkit.run.folder import RunFolder
 from pretrainkit.run.json_lines import JsonLinesWriter
-from pretrainkit.run.trackers import Tracker
 from pretrainkit.units import format_count, format_duration
 
 TRACKER_FLUSH_TIMEOUT_S = 600.0
@@ -40,7 +39,8 @@ class RunRecorder:
         folder = RunFolder.of(run)
         self._run, self._peak_flops = run, peak_flops
         self._attempts, self._file = AttemptLog(folder), JsonLinesWriter(folder.metrics)
-        self.trackers: list[Tracker] = []
+        self.trackers: list[Any] = []
+        """Each a `Tracker` or a logger of Lightning's."""
         self._data_wait_s = 0.0
         self._padded: list[Any] = []
         self._last_time_s = time.monotonic()
@@ -132,13 +132,13 @@ class RunRecorder:
             numbers = {name: value for name, value in record.items() if name != "step" and value is not None}
             self._send_to_trackers(lambda tracker: tracker.log_metrics(numbers, record["step"]))
 
-    def _send_to_trackers(self, send: Callable[[Tracker], None]) -> None:
+    def _send_to_trackers(self, send: Callable[[Any], None]) -> None:
         for tracker in list(self.trackers):
             try:
                 send(tracker)
             except Exception as error:  # a disk, a server, or an error of the library's own
                 self.trackers.remove(tracker)
-                log.error("%s failed and gets no more records of this attempt: %r", type(tracker).__name__, error)
+                log.error("%s failed and gets no more records of this attempt: %r", tracker.name, error)
 
     def close(self) -> None:
         """Let the trackers send what is queued, with a timeout: the run is done, and other ranks wait."""
@@ -149,7 +149,7 @@ class RunRecorder:
                 process.kill()
 
 
-def _finish(tracker: Tracker) -> None:
+def _finish(tracker: Any) -> None:
     """End a tracker in the main thread, as W&B asks; raises TimeoutError when it takes too long."""
 
     def stop(*_: Any) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import uuid
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any
 
 from pretrainkit import files
 from pretrainkit.config.run_file import to_json
@@ -21,14 +22,23 @@ from pretrainkit.run.folder import RunFolder
 log = get_logger(__name__)
 
 
-class Tracker(Protocol):
-    """Receives numbers by optimizer step, as Lightning's loggers do."""
+class Tracker:
+    """A run of an experiment tracker, with the methods of Lightning's loggers."""
+
+    def __init__(self, name: str, sent_step: int, send: Callable[..., Any], finish: Callable[[int], Any]) -> None:
+        """Steps up to `sent_step` were sent by earlier attempts; `finish` gets the last step that was sent."""
+        self.name, self._sent_step, self._step = name, sent_step, sent_step
+        self._send, self._finish = send, finish
 
     def log_metrics(self, metrics: dict[str, float], step: int) -> None:
         """Send the numbers of a step; later calls have the same or a later step."""
+        if step > self._sent_step:
+            self._send(metrics, step=step)
+            self._step = step
 
     def finalize(self, status: str) -> None:
         """Send what is still queued."""
+        self._finish(self._step)
 
 
 def check_trackers(run: ResolvedRun) -> None:
@@ -57,86 +67,65 @@ def open_trackers(run: ResolvedRun, *, first_step: int, recorded_step: int) -> l
 
     Raises PretrainkitError when one fails to start.
     """
-    trackers: list[Tracker] = []
+    trackers = []
     if run.config.tracking.wandb_project:
-        trackers.append(WandbTracker(run, run.config.tracking.wandb_project, first_step))
+        trackers.append(_open_wandb(run, run.config.tracking.wandb_project, first_step))
     if run.config.tracking.mlflow:
-        trackers.append(MlflowTracker(run, recorded_step))
+        trackers.append(_open_mlflow(run, recorded_step))
     return trackers
 
 
-class WandbTracker:
+def _open_wandb(run: ResolvedRun, project: str, first_step: int) -> Tracker:
     """A W&B run; WANDB_MODE=offline keeps it on disk, for `wandb sync` later."""
+    import wandb
 
-    def __init__(self, run: ResolvedRun, project: str, first_step: int) -> None:
-        import wandb
+    folder = RunFolder.of(run)
+    run_id, sent_file = wandb_run_id(run), folder.wandb_sent_step
+    if run_id is None:
+        run_id = uuid.uuid4().hex[:8]
+        files.write_text(folder.wandb_id, run_id + "\n")
+    sent_step = int(sent_file.read_text(encoding="ascii")) if sent_file.exists() else first_step
+    try:
+        opened = wandb.init(
+            project=project,
+            id=run_id,
+            resume="allow",
+            name=folder.path.name,
+            dir=str(folder.path),
+            config=to_json(run),
+            settings=wandb.Settings(console="off", silent=True, disable_git=True),
+        )
+    except wandb.Error as error:
+        raise PretrainkitError(
+            f"W&B can't be used: {error}",
+            action="set WANDB_API_KEY, or WANDB_MODE=offline where there is no network",
+            where="--wandb_project",
+        ) from error
+    log.info("W&B run %s of project %s (%s)", run_id, project, "offline" if opened.offline else opened.url)
 
-        folder = RunFolder.of(run)
-        run_id = wandb_run_id(run)
-        if run_id is None:
-            run_id = uuid.uuid4().hex[:8]
-            files.write_text(folder.wandb_id, run_id + "\n")
-        self._sent_file = folder.wandb_sent_step
-        sent_step = int(self._sent_file.read_text(encoding="ascii")) if self._sent_file.exists() else first_step
-        try:
-            self._run = wandb.init(
-                project=project,
-                id=run_id,
-                resume="allow",
-                name=folder.path.name,
-                dir=str(folder.path),
-                config=to_json(run),
-                settings=wandb.Settings(console="off", silent=True, disable_git=True),
-            )
-        except wandb.Error as error:
-            raise PretrainkitError(
-                f"W&B can't be used: {error}",
-                action="set WANDB_API_KEY, or WANDB_MODE=offline where there is no network",
-                where="--wandb_project",
-            ) from error
-        # With a network, W&B reports the last step it has.
-        self._sent_step = self._step = max(sent_step, self._run.starting_step - 1)
-        log.info("W&B run %s of project %s (%s)", run_id, project, "offline" if self._run.offline else self._run.url)
+    def finish(step: int) -> None:
+        opened.finish()
+        files.write_text(sent_file, f"{step}\n")
 
-    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
-        """Send the numbers of a step, unless an earlier attempt did."""
-        if step > self._sent_step:
-            self._run.log(metrics, step=step)
-            self._step = step
-
-    def finalize(self, status: str) -> None:
-        """Wait until all is sent."""
-        self._run.finish()
-        files.write_text(self._sent_file, f"{self._step}\n")
+    # With a network, W&B reports the last step it has.
+    return Tracker("W&B", max(sent_step, opened.starting_step - 1), opened.log, finish)
 
 
-class MlflowTracker:
+def _open_mlflow(run: ResolvedRun, sent_step: int) -> Tracker:
     """An MLflow run, at MLFLOW_TRACKING_URI or in a database in the run folder."""
+    import mlflow
 
-    def __init__(self, run: ResolvedRun, sent_step: int) -> None:
-        import mlflow
-
-        folder = RunFolder.of(run)
-        if not os.environ.get("MLFLOW_TRACKING_URI"):
-            mlflow.set_tracking_uri(f"sqlite:///{folder.mlflow_database}")
-        self._sent_step, self._mlflow = sent_step, mlflow
-        id_file = folder.mlflow_id
-        try:
-            mlflow.set_experiment(run.config.experiment)
-            run_id = id_file.read_text(encoding="utf-8").strip() if id_file.exists() else None
-            active = mlflow.start_run(run_id=run_id, run_name=None if run_id else folder.path.name)
-        except Exception as error:  # each store has its own errors
-            raise PretrainkitError(
-                f"MLflow can't be used: {error}", action="look at MLFLOW_TRACKING_URI", where="--mlflow"
-            ) from error
-        files.write_text(id_file, active.info.run_id + "\n")
-        log.info("MLflow run %s at %s", active.info.run_id, mlflow.get_tracking_uri())
-
-    def log_metrics(self, metrics: dict[str, float], step: int) -> None:
-        """Send the numbers of a step, unless an earlier attempt did."""
-        if step > self._sent_step:
-            self._mlflow.log_metrics(metrics, step=step)
-
-    def finalize(self, status: str) -> None:
-        """Close the run."""
-        self._mlflow.end_run()
+    folder = RunFolder.of(run)
+    if not os.environ.get("MLFLOW_TRACKING_URI"):
+        mlflow.set_tracking_uri(f"sqlite:///{folder.mlflow_database}")
+    try:
+        mlflow.set_experiment(run.config.experiment)
+        run_id = folder.mlflow_id.read_text(encoding="utf-8").strip() if folder.mlflow_id.exists() else None
+        active = mlflow.start_run(run_id=run_id, run_name=None if run_id else folder.path.name)
+    except Exception as error:  # each store has its own errors
+        raise PretrainkitError(
+            f"MLflow can't be used: {error}", action="look at MLFLOW_TRACKING_URI", where="--mlflow"
+        ) from error
+    files.write_text(folder.mlflow_id, active.info.run_id + "\n")
+    log.info("MLflow run %s at %s", active.info.run_id, mlflow.get_tracking_uri())
+    return Tracker("MLflow", sent_step, mlflow.log_metrics, lambda step: mlflow.end_run())
