@@ -91,5 +91,5 @@ def _run_with_best_engine(plan: Plan, state: StateFolder, pool: EncodePool) -> N
 
 def _manifests(plan: Plan) -> list[Manifest]:
     """Those of all outputs, as they are on disk."""
-    found = [read_manifest(prefix) for output in plan.outputs for prefix in output.prefixes]
+    found = (read_manifest(prefix) for output in plan.outputs for prefix in output.prefixes)
     return [manifest for manifest in found if manifest is not None]

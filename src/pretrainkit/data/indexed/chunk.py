@@ -6,7 +6,7 @@ earlier ones are encoded. A chunk that waits long is in part files, a file for e
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -89,12 +89,6 @@ class Chunk:
     def is_at(self, targets: list[Target]) -> bool:
         """Whether files hold its undamaged columns."""
         return all(column.is_at(*target) for column, target in zip(self.columns, targets, strict=True))
-
-    def to_json(self) -> dict[str, Any]:
-        """For the journal."""
-        value = asdict(self)
-        del value["worker"], value["bad"]
-        return value
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Chunk:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,8 +15,9 @@ from numpy.typing import NDArray
 
 from pretrainkit.data.indexed.chunk import Chunk, Column, Order, Target
 from pretrainkit.data.indexed.file_bytes import copy_range, write_at
-from pretrainkit.data.readers.records import Batch, RecordRules, Reject
-from pretrainkit.data.readers.source import RangeCounts, Source
+from pretrainkit.data.indexed.request import Plan
+from pretrainkit.data.readers.records import Batch, Reject
+from pretrainkit.data.readers.source import RangeCounts
 from pretrainkit.data.readers.text import BATCH_BYTES
 from pretrainkit.data.readers.work_items import WorkItem
 from pretrainkit.data.tokens.encoder import Encoder, finish, trim_heap
@@ -62,22 +62,14 @@ class WriteRequest:
 
 @dataclass(frozen=True)
 class IndexedTask:
-    """All that a worker needs to know. Its items are the requests above."""
+    """What the workers of a run do. Its items are the requests above."""
 
-    sources: list[Source]
-    folder: Path
-    special_tokens: dict[str, int]
-    special_tokens_in_text: str
-    num_ids: int
-    rules: RecordRules
-    stop_on_bad_record: bool
-    dtype: str
-    bos_id: int | None
-    eod_id: int | None
+    plan: Plan
+    """Without its items: a request has one."""
 
     def open(self, encoder: Encoder, worker: int) -> Callable[[Any], Chunk | None]:
         """The worker's function, from a request to its reply."""
-        return _Worker(self, encoder, worker).reply
+        return _Worker(self.plan, encoder, worker).reply
 
 
 class _HeldChunk:
@@ -108,13 +100,13 @@ class _HeldChunk:
 
 
 class _Worker:
-    def __init__(self, task: IndexedTask, encoder: Encoder, number: int) -> None:
-        self._task, self._encoder, self._number = task, encoder, number
-        self._dtype = np.dtype(task.dtype)
+    def __init__(self, plan: Plan, encoder: Encoder, number: int) -> None:
+        self._plan, self._rules, self._folder = plan, plan.rules, plan.state_folder
+        self._encoder, self._number = encoder, number
         self._held: dict[Order, _HeldChunk] = {}
         self._num_encoded = 0
-        self._is_special = np.zeros(task.num_ids, dtype=bool)
-        self._is_special[list(task.special_tokens.values())] = True
+        self._is_special = np.zeros(plan.tokenizer.num_ids, dtype=bool)
+        self._is_special[list(plan.tokenizer.special_tokens.values())] = True
 
     def reply(self, request: ItemRequest | BlockRequest | WriteRequest) -> Chunk | None:
         """Do what is requested."""
@@ -130,13 +122,13 @@ class _Worker:
         if held := self._held.pop(chunk.order, None):
             held.write(targets)
             return
-        parts = chunk.parts(self._task.folder)
+        parts = chunk.parts(self._folder)
         for column, (source, begin), (target, offset) in zip(chunk.columns, parts, targets, strict=True):
             copy_range(source, begin, target, offset, column.num_bytes)
 
     def _encode_item(self, request: ItemRequest) -> Chunk:
         chunk = self._chunk(request.number, 0, is_last=True, disk_bytes=request.item.num_bytes)
-        sources, rules = self._task.sources, self._task.rules
+        sources, rules = self._plan.sources, self._rules
         ranges = [(RangeCounts(part.source), part) for part in request.item.ranges]
         read = ((counts, sources[part.source].read(part, rules, counts)) for counts, part in ranges)
         return self._encode_ranges(chunk, read)
@@ -144,25 +136,25 @@ class _Worker:
     def _encode_block(self, request: BlockRequest) -> Chunk:
         chunk = self._chunk(request.number, request.block, is_last=request.is_last, disk_bytes=request.disk_bytes)
         counts = RangeCounts(request.source, num_bytes=len(request.data), digests=[*request.digests])
-        parse = self._task.sources[request.source].parse
-        batches = parse(request.data, request.block == 0, self._task.rules, BATCH_BYTES) if request.data else ()
+        parse = self._plan.sources[request.source].parse
+        batches = parse(request.data, request.block == 0, self._rules, BATCH_BYTES) if request.data else ()
         return self._encode_ranges(chunk, [(counts, batches)])
 
     def _chunk(self, item: int, block: int, *, is_last: bool, disk_bytes: int) -> Chunk:
-        num_keys = len(self._task.rules.keys)
+        num_keys = len(self._rules.keys)
         columns = [Column() for _ in range(2 * num_keys)]
         return Chunk(item, block, is_last, disk_bytes, columns, [0] * num_keys, worker=self._number)
 
     def _encode_ranges(self, chunk: Chunk, ranges: Iterable[tuple[RangeCounts, Iterable[Batch]]]) -> Chunk:
         held = _HeldChunk(chunk)
-        parts = chunk.parts(self._task.folder)
+        parts = chunk.parts(self._folder)
         rejects: list[bytes] = []
         for number, (counts, batches) in enumerate(ranges):
             chunk.ranges.append(counts)
             before = [column.num_bytes for column in chunk.columns[::2]]
             for batch in batches:
                 bad = sorted(batch.rejects + self._encode_batch(batch, held), key=lambda reject: reject.line)
-                if bad and self._task.stop_on_bad_record:
+                if bad and self._plan.request.on_error == "stop":
                     chunk.bad = number, bad[0]
                     return chunk
                 rejects += [_reject_line(number, reject) for reject in bad]
@@ -175,10 +167,10 @@ class _Worker:
                     held.write(parts)
                     chunk.worker = None
             added = (column.num_bytes - then for column, then in zip(chunk.columns[::2], before, strict=True))
-            counts.num_tokens = [num_bytes // self._dtype.itemsize for num_bytes in added]
+            counts.num_tokens = [num_bytes // self._plan.dtype.itemsize for num_bytes in added]
         if rejects:
             chunk.rejects.add(b"".join(rejects))
-            write_at(chunk.rejects_path(self._task.folder), 0, rejects)
+            write_at(chunk.rejects_path(self._folder), 0, rejects)
         if chunk.worker is None:
             held.write(parts)
         else:
@@ -187,15 +179,15 @@ class _Worker:
 
     def _encode_batch(self, batch: Batch, held: _HeldChunk) -> list[Reject]:
         """Encode into the chunk; gives the records that are bad because of special tokens in their text."""
-        task = self._task
+        plan = self._plan
         encoded = []
         for texts in batch.texts:
             ids, offsets = self._encoder.encode(texts)
             encoded.append((ids, np.diff(offsets)))
         good = np.ones(len(batch.lines), dtype=bool)
         rejects: list[Reject] = []
-        if task.special_tokens_in_text == "error":
-            for (ids, lengths), key in zip(encoded, task.rules.keys, strict=True):
+        if plan.request.special_tokens_in_text == "error":
+            for (ids, lengths), key in zip(encoded, self._rules.keys, strict=True):
                 places = np.flatnonzero(self._is_special[ids])
                 for row in np.unique(np.searchsorted(np.cumsum(lengths), places, side="right")):
                     if good[row]:
@@ -208,14 +200,14 @@ class _Worker:
             if rejects:
                 ids = ids[np.repeat(good, lengths)]
             self._check_range(ids)
-            held.add(k, *finish(ids, lengths[kept], self._dtype, bos_id=task.bos_id, eod_id=task.eod_id))
+            held.add(k, *finish(ids, lengths[kept], plan.dtype, bos_id=plan.bos_id, eod_id=plan.eod_id))
         return rejects
 
     def _check_range(self, ids: NDArray[np.uint32]) -> None:
-        limit = min(self._task.num_ids - 1, int(np.iinfo(self._dtype).max))
+        limit = min(self._plan.tokenizer.largest_id, int(np.iinfo(self._plan.dtype).max))
         if ids.size and (largest := int(ids.max())) > limit:
             raise DataError(
-                f"token id {largest} does not fit in {self._dtype}",
+                f"token id {largest} does not fit in {self._plan.dtype}",
                 where="--dtype",
                 needed=f"ids up to {limit}",
                 action="leave --dtype out: the tokenizer's largest id decides",

@@ -68,6 +68,10 @@ class Plan:
     items: dict[int, WorkItem]
     dtype: np.dtype
     state_folder: Path
+    eod_id: int | None
+    """Id that ends every document."""
+    bos_id: int | None
+    """Id that begins every document."""
     cut: str = ""
     """Fingerprint of the items of all parts, where this is one of them."""
 
@@ -75,16 +79,6 @@ class Plan:
     def rules(self) -> RecordRules:
         """Which records are good."""
         return self.request.rules(*self.request.json_keys)
-
-    @property
-    def eod_id(self) -> int | None:
-        """Id that ends every document."""
-        return self.tokenizer.need_eod("--append-eod") if self.request.append_eod else None
-
-    @property
-    def bos_id(self) -> int | None:
-        """Id that begins every document."""
-        return self.tokenizer.need_bos("--add-bos") if self.request.add_bos else None
 
     def useful_workers(self) -> int:
         """More than these would have less than a piece of text each."""
@@ -125,12 +119,13 @@ def make_plan(request: Request, tokenizer: TokenizerFile | None = None) -> Plan:
     """
     _check_flags(request)
     tokenizer = tokenizer or load_tokenizer(request.tokenizer_model, request.eod_token)
-    if request.append_eod:
-        tokenizer.need_eod("--append-eod")
-    if request.add_bos:
-        tokenizer.need_bos("--add-bos")
+    eod_id = tokenizer.need_eod("--append-eod") if request.append_eod else None
+    bos_id = tokenizer.need_bos("--add-bos") if request.add_bos else None
+    dtype = optimal_dtype(tokenizer.num_ids) if request.dtype == "auto" else np.dtype(request.dtype)
+    if max(eod_id or 0, bos_id or 0) > np.iinfo(dtype).max:
+        raise RequestError("EOD or BOS has an id that 16 bits can't hold", where="--dtype uint16", needed="int32")
     sources = resolve_inputs(request.inputs, request.text_documents)
-    prefix, job = request.output_prefix, ""
+    prefix, job, fingerprint = request.output_prefix, "", ""
     if request.shard is not None:
         job = f".shard-{request.shard[0]:05d}-of-{request.shard[1]:05d}"
     if request.per_file:
@@ -138,25 +133,20 @@ def make_plan(request: Request, tokenizer: TokenizerFile | None = None) -> Plan:
         if request.shard is not None:  # jobs of an array share out files
             index, count = request.shard
             sources, bases = sources[index::count], bases[index::count]
-        outputs = [_output_names(base, request, [number]) for number, base in enumerate(bases)]
-        items = work_items.cut(sources, [*range(len(sources))], request.json_keys)
+        groups = [[number] for number in range(len(sources))]
     else:
-        outputs = [_output_names(prefix + job, request, [*range(len(sources))])]
-        items = work_items.cut(sources, [0] * len(sources), request.json_keys)
-    begin, end, fingerprint = 0, len(items), ""
+        bases, groups = [prefix + job], [[*range(len(sources))]]
+    output_of_sources = [output for output, group in enumerate(groups) for _ in group]
+    items = dict(enumerate(work_items.cut(sources, output_of_sources, request.json_keys)))
     if request.shard is not None and not request.per_file:
-        begin, end = work_items.shard(items, *request.shard)
-        fingerprint = work_items.fingerprint(items)
-    dtype = optimal_dtype(tokenizer.num_ids) if request.dtype == "auto" else np.dtype(request.dtype)
+        fingerprint = work_items.fingerprint([*items.values()])
+        items = {number: items[number] for number in range(*work_items.shard([*items.values()], *request.shard))}
+    outputs = [
+        OutputNames([f"{base}_{key}_document" for key in request.json_keys], f"{base}.rejects.jsonl", group)
+        for base, group in zip(bases, groups, strict=True)
+    ]
     state_folder = Path(f"{prefix.rstrip('/')}{job}.partial")
-    chosen = {number: items[number] for number in range(begin, end)}
-    plan = Plan(request, tokenizer, sources, outputs, chosen, dtype, state_folder, fingerprint)
-    _check_dtype(plan)
-    return plan
-
-
-def _output_names(base: str, request: Request, sources: list[int]) -> OutputNames:
-    return OutputNames([f"{base}_{key}_document" for key in request.json_keys], f"{base}.rejects.jsonl", sources)
+    return Plan(request, tokenizer, sources, outputs, items, dtype, state_folder, eod_id, bos_id, fingerprint)
 
 
 def _bases_per_file(prefix: str, sources: list[Source]) -> list[str]:
@@ -189,38 +179,27 @@ def _check_flags(request: Request) -> None:
         raise RequestError.of_all(problems)
 
 
-def _check_dtype(plan: Plan) -> None:
-    if plan.dtype == np.uint16 and max(plan.eod_id or 0, plan.bos_id or 0) > np.iinfo(np.uint16).max:
-        raise RequestError("EOD or BOS has an id that 16 bits can't hold", where="--dtype uint16", needed="int32")
+def _files_of(outputs: list[OutputNames]) -> list[Path]:
+    kinds = bin_path, idx_path, manifest_path
+    return [path_of(prefix) for output in outputs for prefix in output.prefixes for path_of in kinds]
 
 
 def is_written(plan: Plan) -> bool:
     """Whether all outputs are there, made by this very request from files of the same sizes."""
     flags = orjson.loads(orjson.dumps(plan.flags()))
     sizes = {source.path: source.num_bytes for source in plan.sources}
-    for prefix in (prefix for output in plan.outputs for prefix in output.prefixes):
-        manifest = read_manifest(prefix) if all(path.exists() for path in _files_of(prefix)) else None
-        if manifest is None or manifest.flags != flags or manifest.tokenizer.sha256 != plan.tokenizer.sha256:
-            return False
-        if any(sizes.get(file.path) != file.num_bytes for file in manifest.inputs):
-            return False
-    return True
-
-
-def _files_of(prefix: str) -> tuple[Path, Path, Path]:
-    return bin_path(prefix), idx_path(prefix), manifest_path(prefix)
+    manifests = [read_manifest(prefix) for output in plan.outputs for prefix in output.prefixes]
+    return all(path.exists() for path in _files_of(plan.outputs)) and all(
+        manifest is not None
+        and (manifest.flags, manifest.tokenizer.sha256) == (flags, plan.tokenizer.sha256)
+        and all(sizes.get(file.path) == file.num_bytes for file in manifest.inputs)
+        for manifest in manifests
+    )
 
 
 def check_outputs(plan: Plan, committed: int) -> None:
     """Refuse to touch finished outputs, unless --overwrite; the first `committed` ones are this very run's."""
-    folder = plan.state_folder.parent
-    existing = [
-        str(path)
-        for output in plan.outputs[committed:]
-        for prefix in output.prefixes
-        for path in _files_of(prefix)
-        if path.exists()
-    ]
+    existing = [str(path) for path in _files_of(plan.outputs[committed:]) if path.exists()]
     if existing and not plan.request.overwrite:
         more = f" and {len(existing) - 3} more" if len(existing) > 3 else ""
         raise RequestError(
@@ -228,8 +207,7 @@ def check_outputs(plan: Plan, committed: int) -> None:
             action="give another --output-prefix, or --overwrite to replace it once the new one is complete",
         )
     wanted = sum(item.weight for item in plan.items.values()) * plan.dtype.itemsize // 4
-    while not folder.exists():
-        folder = folder.parent
+    folder = next(folder for folder in plan.state_folder.absolute().parents if folder.exists())
     free = shutil.disk_usage(folder).free
     if free < wanted:
         LOGGER.warning(

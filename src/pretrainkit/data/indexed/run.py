@@ -12,6 +12,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -48,9 +49,8 @@ class Run:
         self._outputs = [Output(plan, number) for number in range(len(plan.outputs))]
         self._current = 0
         """The output that is put together."""
-        self._queue = deque(plan.items)
-        self._block = 0
-        """With the first of the queue the chunk that comes next in the output."""
+        self._next: Order = (min(plan.items, default=0), 0)
+        """The chunk that comes next in the output."""
         self._pending: dict[Order, Chunk] = {}
         """Encoded chunks whose turn has not come."""
         self._done: set[Order] = set()
@@ -86,23 +86,12 @@ class Run:
             self._threads.shutdown(cancel_futures=True)
 
     def _start_workers(self) -> None:
-        plan, request = self._plan, self._plan.request
-        task = IndexedTask(
-            sources=plan.sources,
-            folder=plan.state_folder,
-            special_tokens=plan.tokenizer.special_tokens,
-            special_tokens_in_text=request.special_tokens_in_text,
-            num_ids=plan.tokenizer.num_ids,
-            rules=plan.rules,
-            stop_on_bad_record=request.on_error == "stop",
-            dtype=plan.dtype.name,
-            bos_id=plan.bos_id,
-            eod_id=plan.eod_id,
-        )
+        plan = self._plan
+        task = IndexedTask(replace(plan, items={}))
         sample = None
         if not self._is_proven:
             sample = ParitySample.about(plan.tokenizer.special_tokens, plan.sources, [*plan.items.values()], plan.rules)
-        engine = request.engine_spec(self._engine, plan.tokenizer.json_path)
+        engine = plan.request.engine_spec(self._engine, plan.tokenizer.json_path)
         comparison = self._pool.start(task, engine, plan.useful_workers(), sample)
         if sample is not None:
             # Compared while the work goes on; no output is finished before the result.
@@ -146,20 +135,16 @@ class Run:
         self._current = journal.num_finished
         for output in self._outputs[: self._current]:
             output.commit()
-        while self._queue and self._plan.items[self._queue[0]].output < self._current:
-            self._queue.popleft()
+        finished = (number for number, item in self._plan.items.items() if item.output < self._current)
+        self._next = max((number + 1 for number in finished), default=self._next[0]), 0
         placed, journal.placed = journal.placed, {}
-        while (order := self._next_order()) in placed and self._outputs[self._current].take(*placed[order]):
-            journal.placed[order] = placed[order]
-            self._step(placed[order][0])
+        while self._next in placed and self._outputs[self._current].take(*placed[self._next]):
+            journal.placed[self._next] = placed[self._next]
+            self._step(placed[self._next][0])
         if len(journal.placed) < len(placed):
             LOGGER.info("data of the unfinished run is damaged or lost and is encoded again")
-        missing = set(self._queue)
-        journal.parts = {
-            order: chunk
-            for order, chunk in journal.parts.items()
-            if chunk.item in missing and order not in journal.placed and chunk.is_in_parts(folder)
-        }
+        parts = (chunk for order, chunk in journal.parts.items() if order >= self._next)
+        journal.parts = {chunk.order: chunk for chunk in parts if chunk.is_in_parts(folder)}
         kept = {path for chunk in journal.parts.values() for path in chunk.part_files(folder)}
         for path in {*folder.glob("*.part")} - kept:
             path.unlink()
@@ -174,19 +159,16 @@ class Run:
             is_end_known = number in last_blocks
             return is_end_known and all((number, block) in self._done for block in range(last_blocks[number] + 1))
 
-        return {number: self._plan.items[number] for number in self._queue if not is_done(number)}
+        items = self._plan.items.items()
+        return {number: item for number, item in items if number >= self._next[0] and not is_done(number)}
 
-    def _next_order(self) -> Order | None:
-        """The chunk of the current output whose turn it is."""
-        if not self._queue or self._plan.items[self._queue[0]].output != self._current:
-            return None
-        return self._queue[0], self._block
+    def _lacks_chunks(self) -> bool:
+        """Whether the chunk that comes next belongs to the current output."""
+        item = self._plan.items.get(self._next[0])
+        return item is not None and item.output == self._current
 
     def _step(self, chunk: Chunk) -> None:
-        self._block += 1
-        if chunk.is_last:
-            self._queue.popleft()
-            self._block = 0
+        self._next = (chunk.item + 1, 0) if chunk.is_last else (chunk.item, chunk.block + 1)
 
     def _hand_out(self) -> None:
         num_workers = len(self._pool)
@@ -269,9 +251,9 @@ class Run:
         """Bring chunks to their place whose turn has come, and finish outputs."""
         while not self._is_complete:
             output = self._outputs[self._current]
-            while (order := self._next_order()) and order in self._pending:
-                self._place(output, self._pending.pop(order))
-            if order or self._num_placing or not self._is_proven:
+            while self._lacks_chunks() and self._next in self._pending:
+                self._place(output, self._pending.pop(self._next))
+            if self._lacks_chunks() or self._num_placing or not self._is_proven:
                 return
             output.finish(self._engine, time.monotonic() - self._began_s)
             self._state.add_finished(self._current)

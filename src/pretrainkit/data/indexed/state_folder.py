@@ -15,7 +15,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +50,9 @@ class Journal:
             yield _line({"engine": self.engine})
         yield _line({"finished": self.num_finished - 1})
         for chunk, rejects in self.placed.values():
-            yield _line({"placed": chunk.to_json(), "rejects": asdict(rejects)})
+            yield _line({"placed": chunk, "rejects": rejects})
         for chunk in self.parts.values():
-            yield _line({"part": chunk.to_json()})
+            yield _line({"part": chunk})
 
 
 def _line(entry: dict[str, Any]) -> bytes:
@@ -128,11 +128,11 @@ class StateFolder:
 
     def add_part(self, chunk: Chunk) -> None:
         """A chunk is in part files."""
-        self._append({"part": chunk.to_json()})
+        self._append({"part": chunk})
 
     def add_placed(self, chunk: Chunk, rejects: Column) -> None:
         """A chunk is in its place, and so are the rejects of its output up to there."""
-        self._append({"placed": chunk.to_json(), "rejects": asdict(rejects)})
+        self._append({"placed": chunk, "rejects": rejects})
 
     def add_finished(self, output: int) -> None:
         """An output's files are complete and flushed."""
