@@ -103,6 +103,7 @@ class _Worker:
     def __init__(self, plan: Plan, encoder: Encoder, number: int) -> None:
         self._plan, self._rules, self._folder = plan, plan.rules, plan.state_folder
         self._encoder, self._number = encoder, number
+        self._first_ids, self._last_ids = (() if i is None else (i,) for i in (plan.bos_id, plan.eod_id))
         self._held: dict[Order, _HeldChunk] = {}
         self._num_encoded = 0
         self._is_special = np.zeros(plan.tokenizer.num_ids, dtype=bool)
@@ -200,7 +201,7 @@ class _Worker:
             if rejects:
                 ids = ids[np.repeat(good, lengths)]
             self._check_range(ids)
-            held.add(k, *finish(ids, lengths[kept], plan.dtype, bos_id=plan.bos_id, eod_id=plan.eod_id))
+            held.add(k, *finish(ids, lengths[kept], plan.dtype, first=self._first_ids, last=self._last_ids))
         return rejects
 
     def _check_range(self, ids: NDArray[np.uint32]) -> None:

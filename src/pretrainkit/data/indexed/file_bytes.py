@@ -58,16 +58,13 @@ def copy_range(source: Path, source_offset: int, target: Path, target_offset: in
     With copy_file_range, or by reading where the file system has none.
     """
     with opened(source, os.O_RDONLY) as read, opened(target, os.O_WRONLY | os.O_CREAT) as write:
-        in_kernel = hasattr(os, "copy_file_range")
         while num_bytes:
-            count = 0
-            if in_kernel:
-                try:
-                    count = os.copy_file_range(read, write, min(num_bytes, COPY_BYTES), source_offset, target_offset)
-                except OSError as error:
-                    if error.errno not in NO_COPY_IN_KERNEL:
-                        raise
-                in_kernel = count > 0
+            try:
+                count = os.copy_file_range(read, write, min(num_bytes, COPY_BYTES), source_offset, target_offset)
+            except OSError as error:
+                if error.errno not in NO_COPY_IN_KERNEL:
+                    raise
+                count = 0
             if not count:
                 data = os.pread(read, min(num_bytes, READ_BYTES), source_offset)
                 if not data:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import bz2
 import io
 import lzma
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
 import xxhash
+import zstandard
+from isal import igzip
+from isal.igzip_lib import IsalError
 
 from pretrainkit.data.readers.records import Batch, RecordRules
 from pretrainkit.data.readers.source import BLOCK_BYTES, Block, FileRange, RangeCounts, Source
@@ -18,6 +20,7 @@ from pretrainkit.data.readers.text import LineSource, TextFile
 from pretrainkit.errors import DataError
 
 SUFFIXES = {".gz": "gz", ".zst": "zst", ".zstd": "zst", ".xz": "xz", ".bz2": "bz2"}
+DAMAGES: Any = EOFError, IsalError, lzma.LZMAError, zstandard.ZstdError, OSError, ValueError
 MAGICS = {b"\x1f\x8b": "gz", b"\x28\xb5\x2f\xfd": "zst", b"\xfd7zXZ\x00": "xz", b"BZh": "bz2"}
 
 
@@ -46,7 +49,7 @@ class Compressed(Source):
             stream, raw = self._open(hashed)
             with raw, stream:
                 position, rest = 0, [b""]
-                while data := _read_exactly(stream, BLOCK_BYTES):
+                while data := stream.read(BLOCK_BYTES):
                     num_bytes += len(data)
                     end = data.rfind(b"\n") + 1 if isinstance(self.text, LineSource) else 0
                     if not end:
@@ -55,42 +58,28 @@ class Compressed(Source):
                     text, rest, data = b"".join([*rest, data[:end]]), [data[end:]], b""
                     yield Block(text, None, raw.tell() - position)
                     position = raw.tell()
-                while raw.read(1 << 18):
+                while raw.readinto(bytearray(1 << 18)):
                     pass  # what follows the compressed data is part of the file's hash
                 if last := b"".join(rest):
                     yield Block(last, None, raw.tell() - position)
-        except (EOFError, zlib.error, lzma.LZMAError, OSError, ValueError) as error:
-            raise self._damaged(num_bytes, error) from error
-        except Exception as error:
-            if type(error).__name__ not in ("ZstdError", "IsalError"):
-                raise
-            raise self._damaged(num_bytes, error) from error
+        except DAMAGES as error:
+            raise DataError(
+                f"cut or damaged {self.compression}: {error}",
+                where=self.path,
+                needed=f"a complete file; {num_bytes} bytes of text could be read from it",
+                action="copy or download the file again; nothing was committed",
+            ) from error
         counts.digests = hashed.finish()
-
-    def lines_before(self, begin: int) -> int:
-        return 0
 
     def _open(self, hashed: PieceHash) -> tuple[Any, _HashedFile]:
         """The decompressed bytes, and the file below, whose position is the progress."""
         raw = _HashedFile(self.path, hashed)
         buffered: Any = io.BufferedReader(raw, 1 << 18)
-        if self.compression == "gz":
-            try:
-                from isal import igzip as gzip
-            except ImportError:
-                import gzip  # type: ignore[no-redef]
-            return gzip.GzipFile(fileobj=buffered, mode="rb"), raw
         if self.compression == "zst":
             return io.BufferedReader(_ZstdReader(buffered), 1 << 18), raw
+        if self.compression == "gz":
+            return igzip.IGzipFile(fileobj=buffered, mode="rb"), raw
         return (lzma.LZMAFile if self.compression == "xz" else bz2.BZ2File)(buffered), raw
-
-    def _damaged(self, num_bytes: int, error: Exception) -> DataError:
-        return DataError(
-            f"cut or damaged {self.compression}: {error}",
-            where=self.path,
-            needed=f"a complete file; {num_bytes} bytes of text could be read from it",
-            action="copy or download the file again; nothing was committed",
-        )
 
 
 class PieceHash:
@@ -134,18 +123,11 @@ class _HashedFile(io.FileIO):
         self._hashed.update(memoryview(buffer)[:count])
         return count
 
-    def read(self, size: int | None = -1) -> bytes:
-        data = super().read(size) or b""
-        self._hashed.update(data)
-        return data
-
 
 class _ZstdReader(io.RawIOBase):
     """All frames of a .zst, and an error at a cut one (zstandard's own reader takes that for the end)."""
 
     def __init__(self, file: Any) -> None:
-        import zstandard
-
         self._file, self._decompressor = file, zstandard.ZstdDecompressor(max_window_size=1 << 31)
         self._frame: Any = None
         self._input = b""
@@ -172,11 +154,3 @@ class _ZstdReader(io.RawIOBase):
         memoryview(buffer)[:count] = self._output[:count]
         self._output = self._output[count:]
         return count
-
-
-def _read_exactly(stream: Any, num_bytes: int) -> bytes:
-    parts, missing = [], num_bytes
-    while missing and (part := stream.read(missing)):
-        parts.append(part)
-        missing -= len(part)
-    return parts[0] if len(parts) == 1 else b"".join(parts)

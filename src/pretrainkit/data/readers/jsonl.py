@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import orjson
@@ -17,7 +18,7 @@ from pretrainkit.data.readers.records import (
     invalid_utf8,
     json_type,
 )
-from pretrainkit.data.readers.text import LineSource, NumberedLines
+from pretrainkit.data.readers.text import LineSource
 
 SHOWN_KEYS = 8
 
@@ -25,7 +26,7 @@ SHOWN_KEYS = 8
 class JsonLines(LineSource):
     """A record is a line; blank lines are none."""
 
-    def parse_lines(self, lines: NumberedLines, rules: RecordRules, batch: Batch) -> None:
+    def parse_lines(self, lines: Iterable[tuple[int, bytes]], rules: RecordRules, batch: Batch) -> None:
         loads, keys, limit = orjson.loads, rules.keys, rules.max_document_bytes or 1 << 62
         key, column, numbers = keys[0], batch.texts[0], batch.lines
         for number, line in lines:

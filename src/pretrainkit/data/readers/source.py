@@ -11,7 +11,6 @@ from typing import ClassVar
 import xxhash
 
 from pretrainkit.data.readers.records import Batch, RecordRules
-from pretrainkit.errors import DataError
 
 BLOCK_BYTES = 4 << 20
 """Text in a piece of work, and bytes in a hashed piece: about 50 ms of a worker's time, little memory compared with a
@@ -108,9 +107,9 @@ class Source(ABC):
         """
         raise AssertionError(f"{self.path} is not a text file")
 
-    @abstractmethod
     def lines_before(self, begin: int) -> int:
         """Lines, or rows, of the file before the first one of a range that begins at `begin`."""
+        return 0
 
     def digests(self, part: FileRange) -> list[str]:
         """XXH3-128 of the range's pieces of the file, in hex."""
@@ -120,11 +119,3 @@ class Source(ABC):
             for _ in range(part.first_piece, part.end_piece):
                 found.append(xxhash.xxh3_128_hexdigest(file.read(BLOCK_BYTES)))
         return found
-
-    def became_shorter(self) -> DataError:
-        """The error for a file that has fewer bytes than when it was found."""
-        return DataError(
-            "the file became shorter while it was read",
-            where=self.path,
-            action="run the command again once nothing writes to its input",
-        )

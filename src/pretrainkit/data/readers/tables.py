@@ -6,7 +6,8 @@ import contextlib
 import json
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from typing import Any, ClassVar
 
 from pretrainkit.data.readers.records import BadText, Batch, RecordRules, Reject, check_text
@@ -115,11 +116,7 @@ class Arrow(Table):
 
     def _tables(self, begin: int, end: int, keys: tuple[str, ...]) -> Iterator[Any]:
         with self._open() as (_, batches):
-            for index, batch in enumerate(batches):
-                if index >= end:
-                    return
-                if index >= begin:
-                    yield batch
+            yield from islice(batches, begin, end)
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[tuple[list[str], Iterator[Any]]]:
@@ -140,7 +137,7 @@ class Arrow(Table):
 def _batch(rows: list[tuple[Any, ...]], rules: RecordRules, first: int) -> Batch:
     """The records in rows, of which the first has this line number."""
     batch = Batch([[] for _ in rules.keys], num_lines=first + len(rows))
-    batch.raw = _RawRows(rules.keys, rows, first).__getitem__
+    batch.raw = partial(_row, rules.keys, rows, first)
     for line, row in enumerate(rows, first):
         try:
             checked = [check_text(key, value, rules) for key, value in zip(rules.keys, row, strict=True)]
@@ -154,14 +151,6 @@ def _batch(rows: list[tuple[Any, ...]], rules: RecordRules, first: int) -> Batch
     return batch
 
 
-@dataclass(frozen=True)
-class _RawRows:
-    """Rows of a table, as JSON."""
-
-    keys: tuple[str, ...]
-    rows: list[tuple[Any, ...]]
-    first: int
-
-    def __getitem__(self, line: int) -> bytes:
-        record = dict(zip(self.keys, self.rows[line - self.first], strict=True))
-        return json.dumps(record, default=repr).encode()
+def _row(keys: tuple[str, ...], rows: list[tuple[Any, ...]], first: int, number: int) -> bytes:
+    """A row as JSON."""
+    return json.dumps(dict(zip(keys, rows[number - first], strict=True)), default=repr).encode()

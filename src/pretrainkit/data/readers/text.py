@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from abc import abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 import xxhash
 
 from pretrainkit.data.readers.records import BadText, Batch, RecordRules, Reject, check_text, invalid_utf8
 from pretrainkit.data.readers.source import BLOCK_BYTES, Block, FileRange, RangeCounts, Source
+from pretrainkit.errors import DataError
 
 BOM = b"\xef\xbb\xbf"
 BATCH_BYTES = 1 << 17
@@ -19,26 +20,12 @@ BATCH_BYTES = 1 << 17
 there is no difference), and a worker holds little of it: 1 MiB made a process 12 MB larger."""
 
 
-@dataclass(frozen=True)
-class NumberedLines:
-    """Some of a piece's lines; `first` is the number of the first of them."""
-
-    lines: list[bytes]
-    first: int
-
-    def __getitem__(self, number: int) -> bytes:
-        return self.lines[number - self.first]
-
-    def __iter__(self) -> Iterator[tuple[int, bytes]]:
-        return enumerate(self.lines, self.first)
-
-
 class LineSource(Source):
     """A record is a line."""
 
     @abstractmethod
-    def parse_lines(self, lines: NumberedLines, rules: RecordRules, batch: Batch) -> None:
-        """Add the records of some lines to a batch."""
+    def parse_lines(self, lines: Iterable[tuple[int, bytes]], rules: RecordRules, batch: Batch) -> None:
+        """Add the records of some numbered lines to a batch."""
 
     def parse(
         self, data: bytes, at_start: bool, rules: RecordRules, batch_bytes: int = 0, first: int = 0
@@ -48,10 +35,9 @@ class LineSource(Source):
             lines = part.split(b"\n")
             if not lines[-1]:
                 lines.pop()
-            numbered = NumberedLines(lines, first)
+            batch = Batch([[] for _ in rules.keys], num_lines=first + len(lines), raw=partial(_line, lines, first))
+            self.parse_lines(enumerate(lines, first), rules, batch)
             first += len(lines)
-            batch = Batch([[] for _ in rules.keys], num_lines=first, raw=numbered.__getitem__)
-            self.parse_lines(numbered, rules, batch)
             yield batch
 
     def split(self, number: int, keys: tuple[str, ...]) -> Iterator[FileRange]:
@@ -62,12 +48,10 @@ class LineSource(Source):
     def read(self, part: FileRange, rules: RecordRules, counts: RangeCounts) -> Iterator[Batch]:
         """A batch at a time: what a worker holds is counted as often as there are workers."""
         hashed, num_lines = xxhash.xxh3_128(), 0
-        with Path(self.path).open("rb", buffering=0) as file:
+        with Path(self.path).open("rb") as file:
             for begin in range(part.begin, part.end, BATCH_BYTES):
                 end = min(begin + BATCH_BYTES, part.end)
-                data, nominal = lines_between(file.fileno(), begin, end)
-                if len(nominal) != end - begin:
-                    raise self.became_shorter()
+                data, nominal = self._lines(file, begin, end)
                 hashed.update(nominal)
                 del nominal
                 counts.num_bytes += len(data)
@@ -77,13 +61,21 @@ class LineSource(Source):
         counts.digests = [hashed.hexdigest()]
 
     def blocks(self, part: FileRange, rules: RecordRules, counts: RangeCounts) -> Iterator[Block]:
-        with Path(self.path).open("rb", buffering=0) as file:
-            data, nominal = lines_between(file.fileno(), part.begin, part.end)
-        if len(nominal) != part.end - part.begin:
-            raise self.became_shorter()
+        with Path(self.path).open("rb") as file:
+            data, nominal = self._lines(file, part.begin, part.end)
         counts.digests = [xxhash.xxh3_128_hexdigest(nominal)]
         if data:
             yield Block(data, None, part.num_bytes)
+
+    def _lines(self, file: BinaryIO, begin: int, end: int) -> tuple[bytes, bytes]:
+        data, nominal = lines_between(file, begin, end)
+        if len(nominal) != end - begin:
+            raise DataError(
+                "the file became shorter while it was read",
+                where=self.path,
+                action="run the command again once nothing writes to its input",
+            )
+        return data, nominal
 
     def lines_before(self, begin: int) -> int:
         count, last = 0, b"\n"
@@ -96,12 +88,9 @@ class LineSource(Source):
 class TextLines(LineSource):
     """A document is a line; blank lines are none."""
 
-    def parse_lines(self, lines: NumberedLines, rules: RecordRules, batch: Batch) -> None:
+    def parse_lines(self, lines: Iterable[tuple[int, bytes]], rules: RecordRules, batch: Batch) -> None:
         for number, line in lines:
-            if not line.strip():
-                batch.num_blank += 1
-            else:
-                _add_text(number, line, line.removesuffix(b"\r"), rules, batch)
+            _add_text(number, line, rules, batch)
 
 
 class TextFile(Source):
@@ -111,11 +100,8 @@ class TextFile(Source):
         self, data: bytes, at_start: bool, rules: RecordRules, batch_bytes: int = 0, first: int = 0
     ) -> Iterator[Batch]:
         data = data.removeprefix(BOM) if at_start else data
-        batch = Batch([[] for _ in rules.keys], num_lines=first + 1, raw=NumberedLines([data], first).__getitem__)
-        if data.strip():
-            _add_text(first, data, data.removesuffix(b"\r"), rules, batch)
-        else:
-            batch.num_blank = 1
+        batch = Batch([[] for _ in rules.keys], num_lines=first + 1, raw=partial(_line, [data], first))
+        _add_text(first, data, rules, batch)
         yield batch
 
     def split(self, number: int, keys: tuple[str, ...]) -> Iterator[FileRange]:
@@ -130,13 +116,18 @@ class TextFile(Source):
         yield Block(Path(self.path).read_bytes(), None, part.num_bytes)
         counts.digests = self.digests(part)
 
-    def lines_before(self, begin: int) -> int:
-        return 0
+
+def _line(lines: list[bytes], first: int, number: int) -> bytes:
+    return lines[number - first]
 
 
-def _add_text(number: int, line: bytes, text_bytes: bytes, rules: RecordRules, batch: Batch) -> None:
+def _add_text(number: int, line: bytes, rules: RecordRules, batch: Batch) -> None:
+    if not line.strip():
+        batch.num_blank += 1
+        return
     try:
         is_replaced = is_repaired = False
+        text_bytes = line.removesuffix(b"\r")
         try:
             text = text_bytes.decode()
         except UnicodeDecodeError as error:
@@ -155,33 +146,19 @@ def _add_text(number: int, line: bytes, text_bytes: bytes, rules: RecordRules, b
     batch.lines.append(number)
 
 
-def lines_between(descriptor: int, begin: int, end: int) -> tuple[bytes, bytes]:
-    """Of an open file: the lines whose first byte is in [begin, end), and the bytes of exactly that range."""
-    nominal = _pread_all(descriptor, end - begin, begin)
-    first = 0
-    if begin and os.pread(descriptor, 1, begin - 1) != b"\n":
-        first = nominal.find(b"\n") + 1
-        if not first:  # all of it belongs to a line that began earlier
-            return b"", nominal
-    tail: list[bytes] = []
-    offset, step, is_whole = begin + len(nominal), 1 << 14, first == len(nominal) or nominal.endswith(b"\n")
-    while not is_whole and (data := os.pread(descriptor, step, offset)):
-        offset, step = offset + len(data), min(2 * step, 1 << 24)
-        line_end = data.find(b"\n")
-        tail.append(data[: line_end + 1] if line_end >= 0 else data)
-        is_whole = line_end >= 0
+def lines_between(file: BinaryIO, begin: int, end: int) -> tuple[bytes, bytes]:
+    """The lines of a file whose first byte is in [begin, end), and the bytes of exactly that range."""
+    file.seek(max(begin - 1, 0))
+    begins_inside = begin > 0 and file.read(1) != b"\n"
+    nominal = file.read(end - begin)
+    first = nominal.find(b"\n") + 1 if begins_inside else 0
+    if begins_inside and not first:  # all of it belongs to a line that began earlier
+        return b"", nominal
+    tail = b"" if first == len(nominal) or nominal.endswith(b"\n") else file.readline()
     if not (first or tail):
         return nominal, nominal
     # One copy, not two: these may be large.
-    return b"".join([memoryview(nominal)[first:], *tail]), nominal
-
-
-def _pread_all(descriptor: int, num_bytes: int, offset: int) -> bytes:
-    parts = []
-    while num_bytes and (data := os.pread(descriptor, num_bytes, offset)):
-        parts.append(data)
-        num_bytes, offset = num_bytes - len(data), offset + len(data)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+    return b"".join([memoryview(nominal)[first:], tail]), nominal
 
 
 def _parts_of_lines(data: bytes, num_bytes: int) -> Iterator[bytes]:

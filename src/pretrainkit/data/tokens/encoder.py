@@ -152,25 +152,23 @@ def finish(
     lengths: NDArray[np.int64],
     dtype: np.dtype,
     *,
-    bos_id: int | None,
-    eod_id: int | None,
+    first: tuple[int, ...] = (),
+    last: tuple[int, ...] = (),
 ) -> tuple[NDArray, NDArray[np.int32]]:
-    """Put BOS before and EOD after every document, in the dtype of the file.
+    """Put the ids `first` before and `last` after every document, in the dtype of the file.
 
     `lengths` [D] are all positive and sum to len(ids). Gives the ids and the new lengths.
     """
-    extra = (bos_id is not None) + (eod_id is not None)
+    extra = len(first) + len(last)
     if not extra:
         return ids.astype(dtype), lengths.astype(np.int32)
     new_lengths = lengths + extra
     ends = np.cumsum(new_lengths)
     out = np.empty(len(ids) + extra * len(lengths), dtype=dtype)
     is_text = np.ones(len(out), dtype=bool)
-    if eod_id is not None:
-        out[ends - 1] = eod_id
-        is_text[ends - 1] = False
-    if bos_id is not None:
-        out[ends - new_lengths] = bos_id
-        is_text[ends - new_lengths] = False
+    for places, values in ((ends - new_lengths, first), (ends - len(last), last)):
+        for position, value in enumerate(values):
+            out[places + position] = value
+            is_text[places + position] = False
     out[is_text] = ids
     return out, new_lengths.astype(np.int32)

@@ -31,7 +31,7 @@ def test_a_span_read_in_batches_holds_what_its_lines_hold_at_once(
     for begin in range(0, len(data), 500):
         end = min(begin + 500, len(data))
         with path.open("rb") as file:
-            inside, nominal = lines_between(file.fileno(), begin, end)
+            inside, nominal = lines_between(file, begin, end)
         (whole,) = source.parse(inside, begin == 0, RULES)
         result = RangeCounts(0)
         parts = list(source.read(FileRange(0, begin, end, 0, 1, end - begin), RULES, result))
@@ -60,7 +60,7 @@ def test_lines_before_a_range_are_those_of_earlier_ranges(tmp_path: Path, step: 
     for begin in range(0, len(data), step):
         end = min(begin + step, len(data))
         with path.open("rb") as file:
-            inside, _ = lines_between(file.fileno(), begin, end)
+            inside, _ = lines_between(file, begin, end)
         if inside:
             assert source.lines_before(begin) == num_lines
         num_lines += len(inside.splitlines())

@@ -84,13 +84,13 @@ def test_both_engines_agree_on_hard_strings_and_the_proof_sees_a_difference(
     assert "tokenizers gives" in first_difference(fast, ask(changed_reference, strings))
 
 
-@pytest.mark.parametrize(("bos", "eod"), [(None, None), (0, None), (None, 9), (0, 9)])
-def test_bos_and_eod_frame_every_document(bos: int | None, eod: int | None) -> None:
+@pytest.mark.parametrize(("first", "last"), [((), ()), ((0,), ()), ((), (9,)), ((0,), (9,)), ((0, 1), (8, 9))], ids=str)
+def test_bos_and_eod_frame_every_document(first: tuple[int, ...], last: tuple[int, ...]) -> None:
     documents = [[5], [6, 7, 8], [5, 5]]
     ids = np.array([5, 6, 7, 8, 5, 5], dtype=np.uint32)
     lengths = np.array([len(document) for document in documents])
-    out, new_lengths = finish(ids, lengths, np.dtype(np.uint16), bos_id=bos, eod_id=eod)
-    framed = [[*([bos] * (bos is not None)), *document, *([eod] * (eod is not None))] for document in documents]
+    out, new_lengths = finish(ids, lengths, np.dtype(np.uint16), first=first, last=last)
+    framed = [[*first, *document, *last] for document in documents]
     assert out.tolist() == [token for document in framed for token in document]
     assert new_lengths.tolist() == [len(document) for document in framed]
     assert (out.dtype, new_lengths.dtype) == (np.uint16, np.int32)
