@@ -34,16 +34,9 @@ class MachineFacts:
 def read_machine(accelerator: str) -> MachineFacts:
     """Cores, CUDA devices and the kind of torch; the CUDA driver is left alone when `accelerator` is cpu."""
     has_cuda = torch_has_cuda()
-    count_them = accelerator == "gpu" or (accelerator == "auto" and has_cuda)
-    num_gpus = count_gpus() if count_them else 0
+    num_gpus = count_gpus() if accelerator == "gpu" or (accelerator == "auto" and has_cuda) else 0
     name, memory_gib = describe_gpu() if num_gpus else (None, None)
-    return MachineFacts(
-        num_gpus=num_gpus,
-        num_cpus=count_cpus(),
-        torch_has_cuda=has_cuda,
-        gpu_name=name,
-        gpu_memory_gib=memory_gib,
-    )
+    return MachineFacts(num_gpus, count_cpus(), has_cuda, name, memory_gib)
 
 
 def count_cpus() -> int:

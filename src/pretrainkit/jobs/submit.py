@@ -55,15 +55,9 @@ class SubmittedJob:
     def of(cls, scheduler: str, job_id: str, folder: Path, tasks: tuple[int, ...], command: str) -> SubmittedJob:
         """A job that was submitted now."""
         suffixes = [f"_{task}" for task in tasks] or [""]
-        return cls(
-            scheduler,
-            job_id,
-            str(folder),
-            logs=tuple(str(folder / f"{scheduler}-{job_id}{suffix}.log") for suffix in suffixes),
-            exit_files=tuple(str(folder / f"exit-{job_id}{suffix}") for suffix in suffixes),
-            command=command,
-            time=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        )
+        logs = tuple(str(folder / f"{scheduler}-{job_id}{suffix}.log") for suffix in suffixes)
+        exit_files = tuple(str(folder / f"exit-{job_id}{suffix}") for suffix in suffixes)
+        return cls(scheduler, job_id, str(folder), logs, exit_files, command, time.strftime("%Y-%m-%dT%H:%M:%S%z"))
 
     @property
     def cancel_command(self) -> str:

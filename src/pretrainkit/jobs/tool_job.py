@@ -52,7 +52,12 @@ def or_submit(
         ]
         if not given and not asked:
             return run(arguments)
-        config = _load(given)
+        from pretrainkit.config.load import load_config
+        from pretrainkit.config.validate import problems_of_launch
+
+        config = load_config(flags=given)
+        if problems := problems_of_launch(config):
+            raise RequestError.of_all(problems)
         if config.launch.is_scheduled:
             words = _without_job_flags(sys.argv[1:] if argv is None else argv)
             return _submit(config, Path(script).resolve(), words, arguments)
@@ -70,16 +75,6 @@ def _without_job_flags(words: Sequence[str]) -> list[str]:
     parser = Parser(add_help=False)
     add_job_flags(parser, has_array=True)
     return parser.parse_known_args(list(words))[1]
-
-
-def _load(given: dict[str, object]) -> RunConfig:
-    from pretrainkit.config.load import load_config
-    from pretrainkit.config.validate import problems_of_launch
-
-    config = load_config(flags=given)
-    if problems := problems_of_launch(config):
-        raise RequestError.of_all(problems)
-    return config
 
 
 def _submit(config: RunConfig, script: Path, words: list[str], arguments: argparse.Namespace) -> int:
