@@ -25,12 +25,23 @@ def to_json(run: ResolvedRun) -> dict[str, Any]:
     return {"format_version": FORMAT_VERSION, **dataclasses.asdict(run)}
 
 
-def from_json(value: Any, where: str) -> ResolvedRun:
-    """The run of a JSON object. Raises RequestError, naming `where` and the field, for anything unexpected."""
-    if not isinstance(value, dict):
-        raise RequestError(f"{value!r} instead of an object", where=where)
-    fields = dict(value)
-    version = fields.pop("format_version", None)
+def write_run(path: Path, run: ResolvedRun) -> None:
+    """Write run.json atomically."""
+    files.write_json(path, to_json(run))
+
+
+def read_run(path: Path) -> ResolvedRun:
+    """Read run.json. Raises RequestError, with the file and the field, for anything unexpected."""
+    where = str(path)
+    try:
+        fields = files.read_json(path)
+    except FileNotFoundError:
+        action = "start the run with pretraining/pretrain.py, which writes it"
+        raise RequestError("no such file", action=action, where=where) from None
+    except (OSError, ValueError) as error:
+        action = "restore it (each attempt's log folder has that attempt's), or take another --experiment"
+        raise RequestError(f"not readable as JSON: {error}", action=action, where=where) from error
+    version = fields.pop("format_version", None) if isinstance(fields, dict) else None
     if version not in (FORMAT_VERSION, *OLD_VERSIONS):
         raise RequestError(
             f"format version {version}",
@@ -39,7 +50,7 @@ def from_json(value: Any, where: str) -> ResolvedRun:
             where=where,
         )
     if version in OLD_VERSIONS:
-        fields["initial_weights"] = _initial_weights_of_old_format(fields, Path(where).parent)
+        fields["initial_weights"] = _initial_weights_of_old_format(fields, path.parent)
     try:
         return decode(ResolvedRun, fields, all_fields=version not in OLD_VERSIONS)
     except RecordError as error:
@@ -58,27 +69,3 @@ def _initial_weights_of_old_format(fields: dict[str, Any], folder: Path) -> dict
         "fingerprint": (record.read_text(encoding="ascii").strip() if record.is_file() else "") or None,
         "hf_weights": hf_weights,
     }
-
-
-def write_run(path: Path, run: ResolvedRun) -> None:
-    """Write run.json atomically."""
-    files.write_json(path, to_json(run))
-
-
-def read_run(path: Path) -> ResolvedRun:
-    """Read run.json. Raises RequestError with the file and field if it isn't one."""
-    try:
-        value = files.read_json(path)
-    except FileNotFoundError:
-        raise RequestError(
-            "no such file",
-            action="start the run with pretraining/pretrain.py, which writes it",
-            where=str(path),
-        ) from None
-    except (OSError, ValueError) as error:
-        raise RequestError(
-            f"not readable as JSON: {error}",
-            action="restore it (each attempt's log folder has that attempt's), or take another --experiment",
-            where=str(path),
-        ) from error
-    return from_json(value, str(path))

@@ -17,6 +17,7 @@ from pretrainkit.jobs.rendezvous import HeadInfo, Rendezvous, open_store, own_ad
 from pretrainkit.preflight.collectives import check_world
 from pretrainkit.preflight.node import NodeCheckRequest, check_node
 from pretrainkit.preflight.report import FAILED, SKIPPED, Check, NodeReport
+from pretrainkit.records import decode
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def check_nodes(request: NodeCheckRequest, place: Place) -> tuple[list[NodeRepor
         return [report], Check("network", SKIPPED, "the nodes need a shared folder to exchange their reports")
     found = nodes.collect("report", numbers, request.timeout_s)
     reports = [
-        NodeReport.from_json(found[node]) if node in found else _absent(node, place, request.timeout_s)
+        decode(NodeReport, found[node], known_only=False) if node in found else _absent(node, place, request.timeout_s)
         for node in numbers
     ]
     if not all(one.is_good for one in reports) or not request.collectives:

@@ -58,11 +58,6 @@ class NodeReport:
         """The report as plain values."""
         return {"host": self.host, "good": self.is_good, "checks": [asdict(check) for check in self.checks]}
 
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> NodeReport:
-        """The report that `to_json` wrote."""
-        return cls(values["host"], tuple(Check(**check) for check in values["checks"]))
-
 
 P = ParamSpec("P")
 Finding = tuple[str, str] | tuple[str, str, str]

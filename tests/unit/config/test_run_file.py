@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pretrainkit.config.resolve import RunFacts, resolve
-from pretrainkit.config.run_file import from_json, read_run, to_json, write_run
+from pretrainkit.config.run_file import read_run, to_json, write_run
 from pretrainkit.config.schema import InitialWeights, ResolvedRun, RopeScaling, RunConfig
 from pretrainkit.errors import RequestError
 
@@ -31,6 +31,11 @@ def test_a_run_comes_back_exactly(run: ResolvedRun, tmp_path: Path) -> None:
     for each in (run, scaled):
         write_run(tmp_path / "run.json", each)
         assert read_run(tmp_path / "run.json") == each
+
+
+def read(value: dict[str, Any], folder: Path) -> ResolvedRun:
+    (folder / "run.json").write_text(json.dumps(value), encoding="utf-8")
+    return read_run(folder / "run.json")
 
 
 def _set(value: dict[str, Any], path: str, new: Any) -> None:
@@ -59,25 +64,25 @@ def _set(value: dict[str, Any], path: str, new: Any) -> None:
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_anything_unexpected_is_refused(run: ResolvedRun, path: str, new: Any, expected: str) -> None:
+def test_anything_unexpected_is_refused(run: ResolvedRun, path: str, new: Any, expected: str, tmp_path: Path) -> None:
     value = json.loads(json.dumps(to_json(run)))
     _set(value, path, new)
     with pytest.raises(RequestError) as error:
-        from_json(value, "run.json")
+        read(value, tmp_path)
     assert expected in str(error.value) and "run.json" in str(error.value)
 
 
-def test_a_missing_field_is_refused(run: ResolvedRun) -> None:
+def test_a_missing_field_is_refused(run: ResolvedRun, tmp_path: Path) -> None:
     value = to_json(run)
     del value["config"]["training"]["seed"]
     with pytest.raises(RequestError, match=r"no field 'config\.training\.seed'"):
-        from_json(value, "run.json")
+        read(value, tmp_path)
 
 
-def test_a_run_of_an_older_format_is_read_with_the_defaults_of_newer_fields(run: ResolvedRun) -> None:
+def test_a_run_of_an_older_format_is_read_with_the_defaults_of_newer_fields(run: ResolvedRun, tmp_path: Path) -> None:
     value = {**to_json(run), "format_version": 1}
     del value["start_mode"], value["config"]["training"]["async_save"]
-    assert from_json(value, "run.json") == run
+    assert read(value, tmp_path) == run
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "\x00"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import resource
 import types
@@ -16,6 +17,7 @@ from pretrainkit.machine import Gpu
 from pretrainkit.preflight import node, software
 from pretrainkit.preflight.node import NodeCheckRequest, check_node
 from pretrainkit.preflight.report import FAILED, OK, SKIPPED, WARNING, NodeReport
+from pretrainkit.records import decode
 
 
 @pytest.fixture
@@ -157,7 +159,7 @@ def test_a_report_names_its_problems_and_survives_json(tmp_path: Path) -> None:
     request = NodeCheckRequest(2, "cpu", tmp_path, needed_bytes=2**60, constraints=None, collectives=False)
     report = check_node(request)
     assert not report.is_good and report.problems[0].startswith("disk: ")
-    assert NodeReport.from_json(report.to_json()) == report
+    assert decode(NodeReport, json.loads(json.dumps(report.to_json())), known_only=False) == report
     assert "BAD" in report.describe() and "what to do" in report.describe()
 
 
