@@ -55,8 +55,7 @@ import sys
 from pathlib import Path
 from tiny_runs import tiny_run
 from pretrainkit import logs
-from pretrainkit.launch.local import LaunchPlan
-from pretrainkit.launch.start import run_attempt
+from pretrainkit.launch.local import LaunchPlan, run_attempt
 logs.configure()
 experiment, script, mode = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 class Plan(LaunchPlan):

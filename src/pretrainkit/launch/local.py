@@ -25,10 +25,11 @@ from pretrainkit.imports import heavy_imports
 from pretrainkit.jobs.container import Container
 from pretrainkit.jobs.run_job import NODE_MODULE, python_of, rank_environment
 from pretrainkit.jobs.secrets import passed_on
+from pretrainkit.jobs.watch import Follower
 from pretrainkit.launch.supervise import GRACE_S, KILL_SIGNAL, GracefulStop, kill_descendants
 from pretrainkit.logs import get_logger
-from pretrainkit.run.folder import PID_FILE
-from pretrainkit.run.outcome import Outcome, read_outcome
+from pretrainkit.run.folder import PID_FILE, shown_logs
+from pretrainkit.run.outcome import Outcome, log_outcome, read_outcome
 from pretrainkit.signals import STOP_SIGNALS, adopt_orphans
 
 HOME_NAME = ".nemo_run"
@@ -74,21 +75,24 @@ class LaunchPlan:
         return ["apptainer", "exec", *self.container.apptainer_options(), self.container.image, *command]
 
 
-def run_local(plan: LaunchPlan) -> Outcome:
-    """Start an attempt on this machine, wait for its end, and return how it ended. Must run in the main thread.
+def run_attempt(plan: LaunchPlan) -> int:
+    """Run an attempt on this machine to its end, with its output on the terminal; gives its exit code.
 
-    Stop signals are forwarded: after the first the ranks save and end, a second Ctrl-C kills them. No process is left
-    when this returns.
+    Must run in the main thread. Stop signals are forwarded: after the first the ranks save and end, a second Ctrl-C
+    kills them. No process is left when this returns.
     """
     adopt_orphans()
-    with _forwarded_signals(plan.log_dir / PID_FILE) as stop:
-        _run_experiment(plan)
-        _wait_for_orphaned_ranks(plan, stop)
-    if left := kill_descendants():
-        log.warning("killed processes that were left behind: %s", ", ".join(map(str, left)))
+    with Follower(shown_logs(plan.log_dir), sys.stderr.buffer):
+        with _forwarded_signals(plan.log_dir / PID_FILE) as stop:
+            _run_experiment(plan)
+            _wait_for_orphaned_ranks(plan, stop)
+        if left := kill_descendants():
+            log.warning("killed processes that were left behind: %s", ", ".join(map(str, left)))
     if stop.requested and not (plan.log_dir / PID_FILE).exists():  # the node process was killed before it listened
-        return Outcome(EXIT_STOPPED_AFTER_SAVING, None, "stopped before the ranks were started")
-    return read_outcome(plan.log_dir)
+        outcome = Outcome(EXIT_STOPPED_AFTER_SAVING, None, "stopped before the ranks were started")
+    else:
+        outcome = read_outcome(plan.log_dir)
+    return log_outcome(outcome, plan.log_dir, continued_by="the same command")
 
 
 def _wait_for_orphaned_ranks(plan: LaunchPlan, stop: GracefulStop) -> None:

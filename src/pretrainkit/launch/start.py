@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,15 +17,13 @@ from pretrainkit.errors import EXIT_DONE, RequestError
 from pretrainkit.jobs.container import Container, container_of
 from pretrainkit.jobs.run_job import check_environment, needs_of, planned_job, start_job
 from pretrainkit.jobs.submit import describe as describe_job
-from pretrainkit.jobs.watch import Follower
 from pretrainkit.launch.inputs import inspect_inputs
-from pretrainkit.launch.local import LaunchPlan, run_local
+from pretrainkit.launch.local import LaunchPlan, run_attempt
 from pretrainkit.launch.supervise import GRACE_S
 from pretrainkit.logs import get_logger
 from pretrainkit.run import initial_weights
-from pretrainkit.run.folder import LAUNCHER_LOCK, SOURCE_FILE, RunFolder, locked, shown_logs, wait_for_ranks
+from pretrainkit.run.folder import LAUNCHER_LOCK, SOURCE_FILE, RunFolder, locked, wait_for_ranks
 from pretrainkit.run.identity import changes_since_last_start, write_run_file
-from pretrainkit.run.outcome import log_outcome
 from pretrainkit.run.resource_plan import finalize_run, plan_memory
 from pretrainkit.run.resume_plan import plan_start
 from pretrainkit.run.source import describe
@@ -110,13 +107,6 @@ def _container(run: ResolvedRun, train_script: Path) -> Container | None:
     check_environment(run.config.launch)
     needs = [train_script.resolve().parents[1], *needs_of(run)]
     return container_of(run.config.launch, needs=needs, on_gpu=run.accelerator == "gpu")
-
-
-def run_attempt(plan: LaunchPlan) -> int:
-    """Run an attempt on this machine to its end, with its output on the terminal."""
-    with Follower(shown_logs(plan.log_dir), sys.stderr.buffer):
-        outcome = run_local(plan)
-    return log_outcome(outcome, plan.log_dir, continued_by="the same command")
 
 
 def summarize(run: ResolvedRun) -> str:
