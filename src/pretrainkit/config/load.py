@@ -5,7 +5,6 @@ A site's file describes a cluster: configs/site/NAME.yaml, or any path.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pretrainkit.config.option import Option
 from pretrainkit.config.schema import OPTIONS, SECTIONS, RunConfig
 from pretrainkit.errors import RequestError
-from pretrainkit.records import did_you_mean
+from pretrainkit.records import decode, did_you_mean
 
 SITES = Path(__file__).parents[3] / "configs" / "site"
 """Folder of the sites that ship with a checkout."""
@@ -90,7 +89,11 @@ def load_config(
             values[option.name] = _added(option, values.get(option.name), value)
     if problems:
         raise RequestError.of_all(problems)
-    return _with_values(RunConfig(), values)
+    request: dict[str, Any] = {}
+    for name, value in values.items():
+        section, _, field = name.rpartition(".")
+        (request.setdefault(section, {}) if section else request)[field] = value
+    return decode(RunConfig, request, all_fields=False)
 
 
 def _added(option: Option, earlier: Any, value: Any) -> Any:
@@ -102,16 +105,6 @@ def _added(option: Option, earlier: Any, value: Any) -> Any:
             {mount.split(":")[min(1, mount.count(":"))]: mount for mount in (*(earlier or ()), *value)}.values()
         )
     return value
-
-
-def _with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
-    sections: dict[str, dict[str, Any]] = {section: {} for section in ("", *SECTIONS)}
-    for name, value in values.items():
-        section, _, field = name.rpartition(".")
-        sections[section][field] = value
-    own = sections.pop("")
-    changed = {section: dataclasses.replace(getattr(config, section), **sections[section]) for section in sections}
-    return dataclasses.replace(config, **own, **changed)
 
 
 def _find_site(site: str) -> Path:

@@ -143,15 +143,13 @@ def check_environment(config: LaunchConfig) -> None:
 
 def needs_of(run: ResolvedRun) -> list[Path]:
     """Folders that a node of the run reads and writes; initial weights only at the first start."""
-    folders = [Path(run.experiment_dir), _with_blobs(Path(run.hf_folder))]
+    hf_folder = Path(run.hf_folder)
+    if hf_folder.parent.name == "snapshots":  # in the hub's cache, whose files are links to a sibling folder
+        hf_folder = hf_folder.parent.parent
+    folders = [Path(run.experiment_dir), hf_folder]
     folders += [Path(prefix).parent for prefix in run.dataset.prefixes if not is_url(prefix)]
     if run.initial_weights and not newest_committed(RunFolder.of(run).checkpoints):
         folders.append(Path(run.initial_weights.checkpoint))
     if run.config.launch.cache_dir:
         folders.append(Path(os.path.expandvars(run.config.launch.cache_dir)).expanduser())
     return list(dict.fromkeys(folders))
-
-
-def _with_blobs(folder: Path) -> Path:
-    """A model's folder; in the hub's cache the parent, as its files are links to a sibling folder."""
-    return folder.parent.parent if folder.parent.name == "snapshots" else folder

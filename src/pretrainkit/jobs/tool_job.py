@@ -26,18 +26,15 @@ def add_job_flags(parser: argparse.ArgumentParser, *, has_array: bool = False) -
     for option in OPTIONS.values():
         if option.flag in _FLAGS:
             add_flag(group, option, with_short=False)
-    parser.set_defaults(array=None, job_dir=None, follow=False, dry_run=False)
-    unset = argparse.SUPPRESS
     if has_array:
         group.add_argument(
             "--array",
-            default=unset,
             metavar="0-9",
             help="tasks of a job array, one for each part of the work; 3,7 reruns only those; %%4: at most 4 at once",
         )
-    group.add_argument("--job_dir", type=Path, default=unset, help="folder of jobs' scripts and logs (jobs/TOOL)")
-    group.add_argument("--follow", action="store_true", default=unset, help="show the job's log until it ends")
-    group.add_argument("--dry_run", action="store_true", default=unset, help="print the scripts, submit nothing")
+    group.add_argument("--job_dir", type=Path, help="folder of jobs' scripts and logs (jobs/TOOL)")
+    group.add_argument("--follow", action="store_true", help="show the job's log until it ends")
+    group.add_argument("--dry_run", action="store_true", help="print the scripts, submit nothing")
 
 
 def or_submit(
@@ -47,9 +44,8 @@ def or_submit(
 
     def command(arguments: argparse.Namespace) -> int:
         given = given_flags(arguments)
-        asked = [
-            f"--{name}" for name in ("array", "follow", "dry_run") if getattr(arguments, name) not in (None, False)
-        ]
+        values = {name: getattr(arguments, name, None) for name in ("array", "follow", "dry_run")}
+        asked = [f"--{name}" for name, value in values.items() if value not in (None, False)]
         if not given and not asked:
             return run(arguments)
         from pretrainkit.config.load import load_config
@@ -85,7 +81,7 @@ def _submit(config: RunConfig, script: Path, words: list[str], arguments: argpar
     from pretrainkit.run.source import describe_source
 
     array = None
-    if arguments.array is not None:
+    if getattr(arguments, "array", None) is not None:
         array = parse_array(arguments.array, parts_of(words))
         _check_parts(words, script.name, is_whole=array.indices == tuple(range(array.count)))
     folder = submit.next_folder((arguments.job_dir or Path("jobs") / script.stem).absolute())
