@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +35,18 @@ _MAX_WARNING_S = 65535
 
 
 def new_job(
-    config: LaunchConfig, *, folder: Path, words: Iterable[object], needs: list[Path], on_gpu: bool, **settings: Any
+    config: LaunchConfig,
+    *,
+    folder: Path,
+    words: Iterable[object],
+    needs: list[Path],
+    on_gpu: bool,
+    environment: Mapping[str, str] | None = None,
+    **settings: Any,
 ) -> Job:
     """A job whose Python gets `words`; of the caller's environment it has the variables that concern it.
 
-    Raises RequestError for unusable mounts, images, runtimes and variables.
+    `settings` are further fields of Job. Raises RequestError for unusable mounts, images, runtimes and variables.
     """
     check_environment(config)
     container = container_of(config, needs=needs, on_gpu=on_gpu)
@@ -49,7 +56,7 @@ def new_job(
         command=(python_of(config, container is not None), *map(str, words)),
         config=config,
         container=container,
-        environment={**plain, **settings.pop("environment", {})},
+        environment={**plain, **(environment or {})},
         on_gpu=on_gpu,
         secrets=folder / submit.SECRETS if secret else None,
         **settings,

@@ -211,25 +211,19 @@ def _time_all_reduce(store: Any, rank: int, world_size: int, device: Any, probe:
     timeout = timedelta(seconds=COLLECTIVE_SHARE * probe.timeout_s)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     num_bytes = NUM_BYTES[probe.accelerator]
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     begin_s = 0.0
     for repetition in range(REPETITIONS + 1):
         values = torch.full((num_bytes // 4,), float(rank + 1), device=device)
-        _synchronize(device)
+        synchronize()
         if repetition == 1:
             begin_s = time.monotonic()
         dist.all_reduce(values)
         if repetition == 0 and not bool((values == world_size * (world_size + 1) / 2).all()):
             raise ValueError("an all-reduce gave a wrong sum")
-    _synchronize(device)
+    synchronize()
     elapsed_s = (time.monotonic() - begin_s) / REPETITIONS
     return {"num_bytes": num_bytes, "bytes_per_s": 2 * (world_size - 1) / world_size * num_bytes / elapsed_s}
-
-
-def _synchronize(device: Any) -> None:
-    import torch
-
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def _read(store: Any, key: str, until_s: float) -> str:

@@ -13,7 +13,6 @@ import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -22,7 +21,7 @@ from pretrainkit.errors import one_line
 from pretrainkit.jobs.scripts import HOME_CACHES
 from pretrainkit.machine import installed_version
 from pretrainkit.preflight.probe import Probe, run_probes
-from pretrainkit.preflight.report import FAILED, OK, SKIPPED, WARNING, Check, Finding, check
+from pretrainkit.preflight.report import FAILED, OK, SKIPPED, WARNING, Finding, check
 from pretrainkit.units import format_bytes
 
 CONSTRAINTS = Path(__file__).parents[3] / "constraints.txt"
@@ -162,14 +161,10 @@ def _is_writable(folder: Path) -> bool:
         return False
 
 
-def check_imports(accelerator: str, *, timeout_s: float) -> Check:
+@check("imports")
+def check_imports(accelerator: str, *, timeout_s: float) -> Finding:
     """Whether the engine, and the libraries of kernels that are installed, can be imported."""
     (found,), _ = run_probes(import_all, accelerator, 1, timeout_s)
-    return _imports(found, accelerator)
-
-
-@check("imports")
-def _imports(found: dict[str, Any], accelerator: str) -> Finding:
     action = "build the image again, or install with -c constraints.txt; --quick leaves this out"
     done, failed = found.get("imports", {}), dict(found.get("failed_imports", {}))
     if module := found.get("importing"):
