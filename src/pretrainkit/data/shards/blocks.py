@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from pretrainkit.data.readers.records import Batch, RecordRules, Reject
 from pretrainkit.data.readers.source import Block, FileRange, RangeCounts, Source
 from pretrainkit.data.readers.work_items import WorkItem
 from pretrainkit.data.shards.format import SAMPLE, ShardInput, pack_samples
-from pretrainkit.data.tokens.encoder import Encoder
+from pretrainkit.data.tokens.encoder import Encoder, finish
 from pretrainkit.errors import DataError
 
 BATCH_BYTES = 1 << 19
@@ -107,7 +108,9 @@ class ShardTask:
         if is_long.any():
             ids = ids[np.repeat(~is_long, lengths)]
         kept = np.flatnonzero((lengths > 0) & ~is_long)
-        samples = self._samples(ids, lengths[kept])
+        all_ids, num_tokens = finish(ids, lengths[kept], np.dtype(np.int32), first=self.first_ids, last=self.last_ids)
+        bounds = itertools.pairwise([0, *np.cumsum(num_tokens).tolist()])
+        samples = [all_ids[begin:end] for begin, end in bounds]
         lines = np.array(batch.lines, np.int64)[kept] + block.first_line
         encoded = [texts[number].encode() for number in kept]
         members, places, sizes = pack_samples(
@@ -115,29 +118,15 @@ class ShardTask:
         )
         table = np.empty(len(kept), SAMPLE)
         table["offset"] = places + sum(map(len, piece.members))
-        table["num_bytes"], table["num_tokens"] = sizes, lengths[kept] + num_added
+        table["num_bytes"], table["num_tokens"] = sizes, num_tokens
         piece.members.append(members)
         piece.samples.append(table)
         piece.counts.update(
             num_samples=len(table),
-            num_tokens=int(table["num_tokens"].sum(dtype=np.int64)),
+            num_tokens=int(num_tokens.sum(dtype=np.int64)),
             num_empty=int(np.count_nonzero(lengths == 0)),
             num_text_bytes=sum(map(len, encoded)),
         )
-
-    def _samples(self, ids: NDArray[np.uint32], lengths: NDArray[np.int64]) -> list[NDArray[np.int32]]:
-        """The ids of each sample, with what goes before and after its text."""
-        first, last = self.first_ids, self.last_ids
-        all_ids = np.empty(len(ids) + (len(first) + len(last)) * len(lengths), np.int32)
-        is_text = np.ones(len(all_ids), bool)
-        ends = np.cumsum(lengths + len(first) + len(last))
-        begins = ends - lengths - len(first) - len(last)
-        for places, values in ((begins, first), (ends - len(last), last)):
-            for position, value in enumerate(values):
-                all_ids[places + position] = value
-                is_text[places + position] = False
-        all_ids[is_text] = ids.view(np.int32)
-        return [all_ids[begin:end] for begin, end in zip(begins.tolist(), ends.tolist(), strict=True)]
 
 
 @dataclass

@@ -26,7 +26,7 @@ import io
 import itertools
 import re
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -51,8 +51,6 @@ COUNTS = (
     *("num_blank_lines", "num_replaced", "num_text_bytes"),
 )
 """Fields of a record that are sums over its pieces."""
-TEXT_EXTENSION = "text.txt"
-IDS_EXTENSIONS = {"json": "token_ids.json", "npy": "token_ids.npy", "msgpack": "token_ids.msgpack"}
 MAX_TABLE = 1 << 20
 """Largest number whose text is looked up; larger vocabularies are rare, and their table would be large too."""
 _PADDING = [bytes(count) for count in range(BLOCK)]
@@ -211,25 +209,15 @@ def pack_samples(
     Returns:
         The members, and for each sample the offset in them and the number of bytes of its ids.
     """
-    contents = _ENCODE[kind](ids)
-    sizes = np.fromiter(map(len, contents), np.int64, len(contents))
-    id_headers = _headers(prefix, lines, IDS_EXTENSIONS[kind], sizes)
-    parts: list[bytes] = []
-    if texts is None:
-        text_sizes = np.zeros(0, np.int64)
-        for header, content in zip(id_headers, contents, strict=True):
-            parts += (header, content, _PADDING[-len(content) % BLOCK])
-        text_span: NDArray[np.int64] = np.zeros(len(lines), np.int64)
-    else:
-        text_sizes = np.fromiter(map(len, texts), np.int64, len(texts))
-        text_headers = _headers(prefix, lines, TEXT_EXTENSION, text_sizes)
-        for text_header, text, header, content in zip(text_headers, texts, id_headers, contents, strict=True):
-            parts += (text_header, text, _PADDING[-len(text) % BLOCK])
-            parts += (header, content, _PADDING[-len(content) % BLOCK])
-        text_span = BLOCK + _padded(text_sizes)
-    spans = text_span + BLOCK + _padded(sizes)
-    offsets = np.cumsum(spans) - spans + text_span + BLOCK
-    return b"".join(parts), offsets, sizes
+    columns: list[Sequence[bytes]] = []
+    spans: NDArray[np.int64] = np.zeros(len(lines), np.int64)
+    members = [("text.txt", texts)] if texts is not None else []
+    for extension, contents in (*members, (f"token_ids.{kind}", _ENCODE[kind](ids))):
+        sizes = np.fromiter(map(len, contents), np.int64, len(contents))
+        padding = [_PADDING[-len(content) % BLOCK] for content in contents]
+        columns += (_headers(prefix, lines, extension, sizes), contents, padding)
+        spans += BLOCK + _padded(sizes)
+    return b"".join(itertools.chain.from_iterable(zip(*columns, strict=True))), np.cumsum(spans) - _padded(sizes), sizes
 
 
 def _padded(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
