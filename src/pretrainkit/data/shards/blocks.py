@@ -14,7 +14,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from pretrainkit.data.readers.records import Batch, RecordRules, Reject
-from pretrainkit.data.readers.source import Block, FileRange, RangeCounts, Source
+from pretrainkit.data.readers.source import Block, RangeCounts, Source
 from pretrainkit.data.readers.work_items import WorkItem
 from pretrainkit.data.shards.format import SAMPLE, ShardInput, pack_samples
 from pretrainkit.data.tokens.encoder import Encoder, finish
@@ -129,62 +129,47 @@ class ShardTask:
         )
 
 
-@dataclass
-class _SourcePart:
-    """What was read of a source: all of its ranges in this shard."""
-
-    first_range: FileRange
-    first_line: int
-    """Number of its first line within the shard."""
-    num_bytes: int = 0
-    num_lines: int = 0
-    digest: Any = field(default_factory=xxhash.xxh3_128)
-    lines_before: int | None = None
-    """Lines of the source that belong to earlier shards, once they are counted."""
-
-
 class InputReader:
     """Reads a shard's work items once, counts their lines and hashes their bytes."""
 
     def __init__(self, sources: list[Source], items: list[WorkItem], rules: RecordRules) -> None:
         self._sources, self._rules = sources, rules
         self._ranges = [part for item in items for part in item.ranges]
-        self._parts: dict[int, _SourcePart] = {}
         self.total_bytes = sum(part.num_bytes for part in self._ranges)
         """Size on disk."""
-
-    def inputs(self) -> tuple[ShardInput, ...]:
-        """What was read, once all blocks were taken."""
-        found = ((self._sources[number], part) for number, part in self._parts.items())
-        return tuple(
-            ShardInput(source.path, source.num_bytes, source.modified_ns, part.num_bytes, part.digest.hexdigest())
-            for source, part in found
-        )
+        self.inputs: list[ShardInput] = []
+        """What was read, by file."""
+        self._begins: dict[int, int] = {}
+        """Of the shard's part of each source."""
+        self._lines_before: dict[int, int] = {}
+        """Lines of a source that belong to earlier shards, once they are counted."""
 
     def blocks(self, key_prefix: str) -> Iterator[ShardBlock]:
         """The records, block by block. Raises DataError for a damaged file."""
         num_lines = 0
-        for found in self._ranges:
-            source, counts = self._sources[found.source], RangeCounts(found.source)
-            part = self._parts.setdefault(found.source, _SourcePart(found, num_lines))
-            for block in source.blocks(found, self._rules, counts):
-                yield ShardBlock(
-                    content=block,
-                    source=source,
-                    number=found.source,
-                    key_prefix=key_prefix,
-                    first_line=part.first_line + part.num_lines,
-                    first_line_in_source=part.num_lines,
-                    at_start=found.begin == 0 and part.num_bytes == 0,
-                )
-                num_lines += block.num_lines
-                part.num_lines += block.num_lines
-                part.num_bytes += len(block.data) or block.disk_bytes
-            part.digest.update("".join(counts.digests).encode())
+        for number, ranges in itertools.groupby(self._ranges, key=lambda part: part.source):
+            source, digest, num_bytes, first_line = self._sources[number], xxhash.xxh3_128(), 0, num_lines
+            for part in ranges:
+                self._begins.setdefault(number, part.begin)
+                counts = RangeCounts(number)
+                for block in source.blocks(part, self._rules, counts):
+                    yield ShardBlock(
+                        content=block,
+                        source=source,
+                        number=number,
+                        key_prefix=key_prefix,
+                        first_line=num_lines,
+                        first_line_in_source=num_lines - first_line,
+                        at_start=part.begin == 0 and num_bytes == 0,
+                    )
+                    num_lines += block.num_lines
+                    num_bytes += len(block.data) or block.disk_bytes
+                digest.update("".join(counts.digests).encode())
+            state = source.path, source.num_bytes, source.modified_ns
+            self.inputs.append(ShardInput(*state, num_bytes, digest.hexdigest()))
 
     def line_number(self, block: ShardBlock, line: int) -> int:
         """The number in its file, counted from 1, of a line of a block."""
-        part = self._parts[block.number]
-        if part.lines_before is None:  # counting them reads the file up to there
-            part.lines_before = block.source.lines_before(part.first_range.begin)
-        return part.lines_before + block.first_line_in_source + line + 1
+        if block.number not in self._lines_before:  # counting them reads the file up to there
+            self._lines_before[block.number] = block.source.lines_before(self._begins[block.number])
+        return self._lines_before[block.number] + block.first_line_in_source + line + 1

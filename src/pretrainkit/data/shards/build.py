@@ -226,7 +226,7 @@ class _ShardWriter:
             has_text=request.has_text,
             settings=plan.settings,
             tokenizer=tokenizer_record(plan.tokenizer, engine, request.verify_tokens),
-            inputs=self._reader.inputs(),
+            inputs=tuple(self._reader.inputs),
             elapsed_s=round(time.monotonic() - began, 3),
             finished_at=datetime.now(UTC).isoformat(timespec="seconds"),
             pretrainkit_version=version("pretrainkit"),
