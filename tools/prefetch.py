@@ -34,9 +34,9 @@ def build_parser() -> Parser:
 
 def command(arguments: argparse.Namespace) -> int:
     """Fetch everything; print the folders."""
-    from pretrainkit.data.hub import FOLDERS, fetch, parse_repository
+    from pretrainkit.data.hub import KINDS, fetch, parse_repository
 
-    wanted = [parse_repository(kind, text) for kind in FOLDERS for text in getattr(arguments, kind)]
+    wanted = [parse_repository(kind, text) for kind in KINDS for text in getattr(arguments, kind)]
     base = arguments.dir.expanduser().absolute()
     for repository in wanted:
         print(fetch(repository, base))

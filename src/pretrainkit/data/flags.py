@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 
@@ -19,19 +19,21 @@ class DataFlags:
         """`unit` is what the tool calls a text in its output: document or sample."""
         self._unit, self._separator = unit, separator
 
-    def _add(self, group: Any, name: str, **settings: Any) -> None:
-        group.add_argument(f"--{name.replace('-', self._separator)}", **settings)
+    def _adder(self, group: Any) -> Callable[..., None]:
+        def add(name: str, **settings: Any) -> None:
+            group.add_argument(f"--{name.replace('-', self._separator)}", **settings)
+
+        return add
 
     def add_input(self, group: Any, name: str, help: str) -> None:
         """What to read, and how .txt files are cut."""
-        self._add(group, name, nargs="+", required=True, help=help)
-        self._add(
-            group, "text-documents", choices=["line", "file"], default="line", help=f"a {self._unit} of .txt input"
-        )
+        add = self._adder(group)
+        add(name, nargs="+", required=True, help=help)
+        add("text-documents", choices=["line", "file"], default="line", help=f"a {self._unit} of .txt input")
 
     def add_overwrite(self, group: Any, help: str) -> None:
         """Whether output that exists is replaced."""
-        self._add(group, "overwrite", action="store_true", help=help)
+        self._adder(group)("overwrite", action="store_true", help=help)
 
     def add_tokens(
         self,
@@ -43,49 +45,35 @@ class DataFlags:
         has_bos: bool = True,
     ) -> None:
         """EOD and BOS, special tokens in texts, and the library that encodes."""
+        add = self._adder(group)
         action: Any = argparse.BooleanOptionalAction if appends_eod else "store_true"
         end = f"end every {self._unit} with exactly one EOD token"
-        self._add(group, "append-eod", action=action, default=appends_eod, help=end)
-        self._add(group, "eod-token", help=f"the token that ends a {self._unit}, instead of the tokenizer's EOS")
+        add("append-eod", action=action, default=appends_eod, help=end)
+        add("eod-token", help=f"the token that ends a {self._unit}, instead of the tokenizer's EOS")
         if has_bos:
-            self._add(group, "add-bos", action="store_true", help=f"begin every {self._unit} with the BOS token")
+            add("add-bos", action="store_true", help=f"begin every {self._unit} with the BOS token")
         meanings = {"plain": "ordinary text", "encode": "that token", "error": "a bad record"}
-        self._add(
-            group,
-            "special-tokens-in-text",
-            choices=spellings,
-            default="plain",
-            help="a special token spelled in a text is "
-            + " or ".join(f"{meanings[choice]} ({choice})" for choice in spellings),
-        )
-        self._add(
-            group,
-            "verify-tokens",
-            choices=verification,
-            default="sample",
-            help="how much is compared with Hugging Face tokenizers",
-        )
-        self._add(
-            group, "engine", choices=["auto", "tokenizers"], default="auto", help="auto: fastokens if its ids are equal"
-        )
+        listed = " or ".join(f"{meanings[choice]} ({choice})" for choice in spellings)
+        spelled = f"a special token spelled in a text is {listed}"
+        add("special-tokens-in-text", choices=spellings, default="plain", help=spelled)
+        compared = "how much is compared with Hugging Face tokenizers"
+        add("verify-tokens", choices=verification, default="sample", help=compared)
+        add("engine", choices=["auto", "tokenizers"], default="auto", help="auto: fastokens if its ids are equal")
 
     def add_records(self, group: Any) -> None:
         """What happens to bad records."""
-        self._add(
-            group,
-            "on-error",
-            choices=["stop", "skip", "replace"],
-            default="stop",
-            help="skip: set bad records aside in a .rejects.jsonl file; replace: fix bad characters, skip the rest",
-        )
-        self._add(group, "max-doc-bytes", type=int, default=0, help="longer texts are bad records; 0: no limit")
+        add = self._adder(group)
+        bad = "skip: set bad records aside in a .rejects.jsonl file; replace: fix bad characters, skip the rest"
+        add("on-error", choices=["stop", "skip", "replace"], default="stop", help=bad)
+        add("max-doc-bytes", type=int, default=0, help="longer texts are bad records; 0: no limit")
 
     def add_running(self, group: Any, *, has_workers: bool = True, printed: str) -> None:
         """Processes and what is printed."""
+        add = self._adder(group)
         if has_workers:
-            self._add(group, "workers", type=int, default=len(os.sched_getaffinity(0)), help="processes")
-        self._add(group, "json", action="store_true", help=f"print the {printed} as JSON")
-        self._add(group, "quiet", action="store_true", help="only warnings and the result")
+            add("workers", type=int, default=len(os.sched_getaffinity(0)), help="processes")
+        add("json", action="store_true", help=f"print the {printed} as JSON")
+        add("quiet", action="store_true", help="only warnings and the result")
 
 
 def request_fields(kind: type, arguments: argparse.Namespace) -> dict[str, Any]:

@@ -42,8 +42,7 @@ OTHER_WEIGHTS = ("original/*", "*.bin", "*.pth", "*.pt", "*.h5", "*.msgpack", "*
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(?<!\.json)")
 """The form of a model's name on the hub; a name that ends like a file is none."""
 RECORD = "prefetched.json"
-FOLDERS = {"model": "models", "tokenizer": "tokenizers"}
-"""Folder below the base, by what is fetched."""
+KINDS = ("model", "tokenizer")
 
 LOGGER = get_logger(__name__)
 
@@ -101,35 +100,29 @@ def _hub_errors(repository: str, *, where: str) -> Iterator[None]:
         RevisionNotFoundError,
     )
 
+    def refusal(found: str, action: str = "") -> RequestError:
+        return RequestError(found, action=action, where=where)
+
     try:
         yield
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
-        offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("0", "")
-        raise RequestError(
-            f"{repository} is no local folder and not in the hub's cache"
-            + (", and HF_HUB_OFFLINE is set" if offline else ", and the hub can't be reached"),
-            action=f"fetch it on a machine with network: scripts/prefetch.sh --dir FOLDER --model {repository}, then "
+        is_offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("0", "")
+        why = "HF_HUB_OFFLINE is set" if is_offline else "the hub can't be reached"
+        raise refusal(
+            f"{repository} is no local folder and not in the hub's cache, and {why}",
+            f"fetch it on a machine with network: scripts/prefetch.sh --dir FOLDER --model {repository}, then "
             f"use FOLDER/models/{repository}",
-            where=where,
         ) from error
     except GatedRepoError as error:
-        raise RequestError(
-            f"{repository} is gated and this account has no access to it",
-            action="ask for access on its page on the hub, and set HF_TOKEN to a token of that account",
-            where=where,
-        ) from error
+        action = "ask for access on its page on the hub, and set HF_TOKEN to a token of that account"
+        raise refusal(f"{repository} is gated and this account has no access to it", action) from error
     except RepositoryNotFoundError as error:
-        raise RequestError(
-            f"no model {repository} on the hub, or it is private",
-            action="check the spelling; for a private model set HF_TOKEN; for a folder check the path",
-            where=where,
-        ) from error
+        action = "check the spelling; for a private model set HF_TOKEN; for a folder check the path"
+        raise refusal(f"no model {repository} on the hub, or it is private", action) from error
     except RevisionNotFoundError as error:
-        raise RequestError(
-            f"{repository} has no such revision", needed="a branch, tag or commit", where=where
-        ) from error
+        raise refusal(f"{repository} has no such revision", "name a branch, a tag or a commit") from error
     except (OSError, ValueError) as error:
-        raise RequestError(masked(f"{repository} can't be downloaded: {error}"), where=where) from error
+        raise refusal(masked(f"{repository} can't be downloaded: {error}")) from error
 
 
 @dataclass(frozen=True)
@@ -161,7 +154,7 @@ class Repository:
 
     def folder(self, base: Path) -> Path:
         """Its folder below `base`."""
-        return base / FOLDERS[self.kind] / self.name
+        return base / f"{self.kind}s" / self.name
 
 
 def parse_repository(kind: str, text: str) -> Repository:
