@@ -108,14 +108,8 @@ class EpochOrder:
                 before = int(window.ends[place - 1]) if place else window.begin
                 upto = min(end, int(window.ends[place]))
                 if upto > begin:
-                    yield Part(
-                        number,
-                        place,
-                        int(window.shards[place]),
-                        int(window.samples[place]),
-                        begin - before,
-                        upto - before,
-                    )
+                    sample = int(window.shards[place]), int(window.samples[place])
+                    yield Part(number, place, *sample, begin - before, upto - before)
                 begin, place = max(begin, upto), place + 1
             number += 1
 
