@@ -90,7 +90,7 @@ class EncodePool:
         self._requests: deque[tuple[Any, Future[Any]]] = deque()
         self._changed = threading.Condition()
         self._is_stopping = False
-        self._server_lock = threading.Lock()
+        self._server_lock = threading.RLock()
 
     def __enter__(self) -> EncodePool:
         is_forkable = threading.active_count() == 1 and not any(name in sys.modules for name in NOT_FORKABLE)
@@ -247,8 +247,8 @@ class EncodePool:
             raise _died(child.name, child.pid, self._ask_server("wait", child.pid)) from None
 
     def _fork(self, name: str, task: Any) -> _Child:
-        pid = self._ask_server("fork", task)
-        with self._watching_server():
+        with self._server_lock, self._watching_server():  # the pipe comes after the reply: no other may be between
+            pid = self._ask_server("fork", task)
             return _Child(name, pid, Connection(reduction.recv_handle(self._server)))
 
     def _ask_server(self, kind: str, content: Any) -> Any:

@@ -7,6 +7,8 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing import reduction
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +91,21 @@ def test_what_a_worker_raises_is_raised_where_its_reply_is_taken(shared_pool: En
 def test_ids_are_compared_with_those_of_tokenizers(pool: EncodePool, tokenizer_folder: Path) -> None:
     sample = ParitySample(("<|end|>",), [], [], RecordRules(("text",)))
     assert pool.start(CountTask(), spec(tokenizer_folder), 1, sample).result(timeout=60) == ""
+
+
+def test_a_comparison_may_end_while_workers_are_forked(tokenizer_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    receive = reduction.recv_handle
+
+    def receive_late(connection: Connection) -> int:
+        time.sleep(0.5)
+        return receive(connection)
+
+    sample = ParitySample(("<|end|>",), [], [], RecordRules(("text",)))
+    with EncodePool(3) as pool:
+        pool.load(spec(tokenizer_folder), with_reference=True)
+        monkeypatch.setattr(reduction, "recv_handle", receive_late)
+        assert pool.start(CountTask(), spec(tokenizer_folder), 3, sample).result(timeout=60) == ""
+        assert pool.submit("abcd", 2).result(timeout=60)[1] == 2
 
 
 def test_workers_are_replaced_by_those_of_another_engine(pool: EncodePool, tokenizer_folder: Path) -> None:
