@@ -68,8 +68,9 @@ class Job:
 
     @property
     def script_name(self) -> str:
-        """The job's name as every scheduler accepts it."""
-        return safe_name(self.name)
+        """The job's name as every scheduler accepts it: letters, digits, '_', '-' and '.', beginning with a letter."""
+        name = re.sub(r"[^A-Za-z0-9_.-]+", "_", self.name).strip("_.-") or "job"
+        return (name if name[0].isalpha() else f"j{name}")[:_MAX_NAME]
 
     @property
     def in_pyxis(self) -> bool:
@@ -90,18 +91,11 @@ class Job:
             "num_cpus": self.config.cpus_per_task or 1,
         }
 
-        def number(match: re.Match[str]) -> str:
-            if match[1] not in numbers:
-                raise RequestError(f"{{{match[1]}}} in {text!r}", needed=f"one of {', '.join(numbers)}", where=where)
-            return str(numbers[match[1]])
-
-        return re.sub(r"\{(\w+)\}", number, text)
-
-
-def safe_name(text: str) -> str:
-    """A job name that every scheduler accepts: letters, digits, '_', '-' and '.', beginning with a letter."""
-    name = re.sub(r"[^A-Za-z0-9_.-]+", "_", text).strip("_.-") or "job"
-    return (name if name[0].isalpha() else f"j{name}")[:_MAX_NAME]
+        for name in re.findall(r"\{(\w+)\}", text):
+            if name not in numbers:
+                raise RequestError(f"{{{name}}} in {text!r}", needed=f"one of {', '.join(numbers)}", where=where)
+            text = text.replace(f"{{{name}}}", str(numbers[name]))
+        return text
 
 
 def parse_array(text: str, count: int | None) -> Array:

@@ -8,7 +8,7 @@ import pytest
 
 from pretrainkit.config.launch import LaunchConfig
 from pretrainkit.errors import RequestError
-from pretrainkit.jobs.job import Job, parse_array, safe_name
+from pretrainkit.jobs.job import Job, parse_array
 from pretrainkit.jobs.registry import SCHEDULERS
 
 ARRAYS = {
@@ -49,7 +49,7 @@ NAMES = {"my run": "my_run", "実験": "job", "007": "j007", "-x/../y": "x_.._y"
 
 @pytest.mark.parametrize(("text", "name"), NAMES.items())
 def test_a_name_suits_every_scheduler(text: str, name: str) -> None:
-    assert safe_name(text) == name
+    assert Job(text, Path("/j"), Path("/j"), ("true",), LaunchConfig(), None).script_name == name
 
 
 def job(**settings: object) -> Job:
