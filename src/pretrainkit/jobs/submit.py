@@ -31,6 +31,7 @@ from pretrainkit.jobs.registry import SCHEDULERS, scheduler_of
 from pretrainkit.jobs.scheduler import Run, runner_of
 from pretrainkit.jobs.secrets import passed_on, write_secrets
 from pretrainkit.records import decode
+from pretrainkit.run import json_lines
 from pretrainkit.run.folder import JOBS_FILE, SOURCE_FILE
 
 SECRETS = "secrets.sh"
@@ -160,9 +161,7 @@ def copy_source(target: Path, script: Path) -> None:
 
 def read_records(jobs_dir: Path) -> list[SubmittedJob]:
     """All jobs that were submitted from a folder, in order."""
-    path = jobs_dir / JOBS_FILE
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    return [decode(SubmittedJob, json.loads(line)) for line in lines]
+    return [decode(SubmittedJob, record) for record in json_lines.read_records(jobs_dir / JOBS_FILE)]
 
 
 def _parts(job: Job) -> list[_Part]:
