@@ -47,13 +47,13 @@ def read_decoder(
     Without `head_dim` in the config and `default_head_dim`, the hidden size is divided by the number of heads.
     """
     theta, scaling = read_rope(config)
-    missing = sorted(name for name in REQUIRED_FIELDS if config.get(name) is None)
-    if family != "llama":  # Llama's first configs lacked these; the defaults of other families differ from Llama's
-        missing += ["num_key_value_heads"] if config.get("num_key_value_heads") is None else []
-        missing += ["rope_theta"] if theta is None else []
+    missing = {name for name in REQUIRED_FIELDS | {"num_key_value_heads"} if config.get(name) is None}
+    missing |= {"rope_theta"} if theta is None else set()
+    if family == "llama":  # its first configs lacked these; the defaults of other families differ from Llama's
+        missing -= {"num_key_value_heads", "rope_theta"}
     if missing:
         raise RequestError(
-            f"config.json lacks {', '.join(missing)}",
+            f"config.json lacks {', '.join(sorted(missing))}",
             needed="the config.json that belongs to the model's weights",
         )
     heads = config["num_attention_heads"]

@@ -163,15 +163,19 @@ def _megatron_lm_rope(shape: ModelShape) -> dict[str, Any]:
     return {**fields, "rope_scaling_factor": shape.rope_scaling.factor}
 
 
-def contradictions(stored: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
-    """How the fields stored in a checkpoint contradict the ones expected from config.json, one sentence each.
+def check_stored(stored: Mapping[str, Any], expected: Mapping[str, Any], where: object) -> None:
+    """Raise RequestError when fields stored in a checkpoint contradict the ones expected from config.json.
 
     Only fields that decide what the model computes are compared, and only where both sides have a value.
     """
-    return [
+    problems = [
         f"{name} is {stored[name]!r} in the checkpoint and {expected[name]!r} by config.json"
         for name in sorted(_ARCHITECTURE)
         if isinstance(stored.get(name), (bool, int, float))
         and expected.get(name) is not None
         and stored[name] != expected[name]
     ]
+    if problems:
+        raise RequestError(
+            "; ".join(problems), where=str(where), needed="the config.json of the model in this checkpoint"
+        )

@@ -15,7 +15,7 @@ import torch
 from pretrainkit.checkpoint.plan import CheckpointFormat, ConversionPlan
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import RequestError
-from pretrainkit.models.megatron_fields import contradictions, megatron_lm_arguments
+from pretrainkit.models.megatron_fields import check_stored, megatron_lm_arguments
 
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 CHECKPOINT_VERSION = 3.0
@@ -93,13 +93,14 @@ def required_flags(shape: ModelShape) -> str:
     return " ".join(flags)
 
 
-def check_args(found: argparse.Namespace, shape: ModelShape, where: str) -> None:
+def check_args(state: Any, shape: ModelShape, where: object) -> None:
     """Raise RequestError when the arguments in a checkpoint contradict the shape that it is read with.
 
-    Arguments may be absent: nothing is taken from them.
+    `state` is what a rank's file or common.pt holds. Arguments may be absent: nothing is taken from them.
     """
-    stored = vars(found)
+    if not isinstance(state, dict) or not isinstance(state.get("args"), argparse.Namespace):
+        return
+    stored = dict(vars(state["args"]))
     if not stored.get("group_query_attention", True):
-        stored = {**stored, "num_query_groups": stored.get("num_attention_heads")}
-    if problems := contradictions(stored, megatron_lm_arguments(shape)):
-        raise RequestError("; ".join(problems), where=where, needed="the config.json of the model in this checkpoint")
+        stored["num_query_groups"] = stored.get("num_attention_heads")
+    check_stored(stored, megatron_lm_arguments(shape), where)

@@ -18,9 +18,8 @@ import torch
 
 from pretrainkit.checkpoint.formats.hf_files import GENERATION_CONFIG, side_files
 from pretrainkit.config.schema import ModelShape
-from pretrainkit.errors import RequestError
 from pretrainkit.files import read_json, write_json
-from pretrainkit.models.megatron_fields import NemoModel, contradictions, nemo_config_fields, nemo_model
+from pretrainkit.models.megatron_fields import NemoModel, check_stored, nemo_config_fields, nemo_model
 
 CONTENT_METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 """How megatron-core's modules must name what they look for in the checkpoint (`sharded_state_dict(metadata=...)`)."""
@@ -159,10 +158,7 @@ def check_settings(folder: Path, shape: ModelShape) -> None:
         for element, value in node["items"]
         if value.get("type") == "leaf"
     }
-    if problems := contradictions(settings, nemo_config_fields(shape)):
-        raise RequestError(
-            "; ".join(problems), where=str(folder), needed="the config.json of the model in this checkpoint"
-        )
+    check_stored(settings, nemo_config_fields(shape), folder)
 
 
 def common_state() -> dict[str, Any]:

@@ -17,7 +17,6 @@ megatron-core write them, are read too.
 
 from __future__ import annotations
 
-import argparse
 import math
 import pickle
 import re
@@ -182,7 +181,9 @@ class TorchDistReader:
 
     def __init__(self, folder: Path, mappings: Sequence[TensorMapping], shape: ModelShape) -> None:
         self.shape, self.notes = shape, list[str]()
-        _check_common(folder, shape)
+        if not (folder / COMMON_NAME).is_file():
+            raise CheckpointError(f"incomplete checkpoint: no {COMMON_NAME}", where=str(folder), action=_OLDER)
+        check_args(read_torch_save(folder / COMMON_NAME), shape, folder)
         tensors, num_left_out = {}, 0
         for name, tensor in read_metadata(folder).items():
             bare = _WRAPPERS.sub("", name)
@@ -238,13 +239,3 @@ class TorchDistReader:
 
 def _index(index: int | None, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return ((), ()) if index is None else ((index,), (count,))
-
-
-def _check_common(folder: Path, shape: ModelShape) -> None:
-    """Compare Megatron-LM's arguments, where the checkpoint has them, with the shape."""
-    path = folder / COMMON_NAME
-    if not path.is_file():
-        raise CheckpointError(f"incomplete checkpoint: no {COMMON_NAME}", where=str(folder), action=_OLDER)
-    common = read_torch_save(path)
-    if isinstance(common, dict) and isinstance(common.get("args"), argparse.Namespace):
-        check_args(common["args"], shape, str(folder))

@@ -11,7 +11,6 @@ the norms are separate modules.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import re
@@ -74,8 +73,7 @@ class TorchLegacyReader:
         self.parallelism = _parallelism(states, folder)
         first = next(iter(states.values()))
         _check_version(first, folder)
-        if isinstance(first.get("args"), argparse.Namespace):
-            check_args(first["args"], shape, str(folder))
+        check_args(first, shape, folder)
         tensors = self._tensors(states)
         tied = tensors.pop(TIED_OUTPUT, {}) if shape.tie_word_embeddings else {}
         found = {mapping: self._find(mapping, tensors) for mapping in mappings}

@@ -156,23 +156,14 @@ def frame(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[bytes, bytes]:
     stream = _SkippingStream()
     with torch.serialization.skip_data():
         torch.save(torch.empty(shape, dtype=dtype), stream)  # its memory is never touched, so none is used
-    head, tail = stream.parts
-    return bytes(head), bytes(tail)
+    return stream.getvalue()[: stream.skipped_at], stream.getvalue()[stream.skipped_at :]
 
 
-class _SkippingStream:
-    """Collects what is written before and after the tensor's bytes, which torch.save skips with `seek`."""
+class _SkippingStream(io.BytesIO):
+    """Leaves out the tensor's bytes, which torch.save skips with `seek`."""
 
-    def __init__(self) -> None:
-        self.parts = [bytearray()]
+    skipped_at = 0
 
-    def write(self, data: bytes) -> int:
-        self.parts[-1] += data
-        return len(data)
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self.parts.append(bytearray())
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self.skipped_at = self.tell()
         return offset
-
-    def flush(self) -> None:
-        """Nothing is buffered."""
