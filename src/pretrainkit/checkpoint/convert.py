@@ -18,13 +18,20 @@ from pathlib import Path
 
 import torch
 
-from pretrainkit.checkpoint.detect import DetectedCheckpoint, detect
 from pretrainkit.checkpoint.fingerprint import REPORT_NAME, weights_fingerprint
 from pretrainkit.checkpoint.formats.hf_files import HF_SOURCE
 from pretrainkit.checkpoint.formats.megatron_lm import required_flags
 from pretrainkit.checkpoint.lazy_tensor import LazyTensor
 from pretrainkit.checkpoint.mapping import TensorMapping, tensor_mappings
-from pretrainkit.checkpoint.open import WeightReader, WeightWriter, check_expressible, open_reader, open_writer
+from pretrainkit.checkpoint.open import (
+    DetectedCheckpoint,
+    WeightReader,
+    WeightWriter,
+    check_expressible,
+    detect,
+    open_reader,
+    open_writer,
+)
 from pretrainkit.checkpoint.plan import MEGATRON_LM, CheckpointFormat, ConversionPlan, Options
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import CheckpointError, RequestError

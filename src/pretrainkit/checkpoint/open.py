@@ -1,13 +1,13 @@
-"""Opens checkpoints: the reader of a detected one, and the writer of a new one with the files around its weights."""
+"""Recognises checkpoints by what is there and opens them: a reader, or a writer with the files around the weights."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from pretrainkit.checkpoint.detect import DetectedCheckpoint
-from pretrainkit.checkpoint.formats import hf_files, megatron_lm, nemo
+from pretrainkit.checkpoint.formats import hf_files, megatron_lm, nemo, torch_dist
 from pretrainkit.checkpoint.formats.hf import HfReader, HfWriter
 from pretrainkit.checkpoint.formats.torch_dist import TorchDistReader
 from pretrainkit.checkpoint.formats.torch_dist_writer import TorchDistWriter
@@ -16,7 +16,64 @@ from pretrainkit.checkpoint.formats.torch_legacy_writer import TorchLegacyWriter
 from pretrainkit.checkpoint.mapping import TensorMapping
 from pretrainkit.checkpoint.plan import CheckpointFormat, ConversionPlan
 from pretrainkit.config.schema import ModelShape
+from pretrainkit.errors import RequestError
 from pretrainkit.models.megatron_fields import megatron_lm_arguments, nemo_model
+
+
+@dataclass(frozen=True)
+class DetectedCheckpoint:
+    """A recognised model folder."""
+
+    format: CheckpointFormat
+    root: Path
+    """The folder that belongs together: what a user calls the checkpoint."""
+    weights: Path
+    """The folder with the weight files."""
+
+
+def detect(path: Path) -> DetectedCheckpoint:
+    """Recognise a folder. Raises RequestError that says what was looked for."""
+    if not path.is_dir():
+        raise RequestError("no such folder", where=str(path))
+    if torch_dist.is_torch_dist(path / "weights"):
+        return DetectedCheckpoint(CheckpointFormat.NEMO, path, path / "weights")
+    if path.name == "weights" and torch_dist.is_torch_dist(path):
+        return DetectedCheckpoint(CheckpointFormat.NEMO, path.parent, path)
+    root = path.parent if (path.parent / megatron_lm.TRACKER_NAME).is_file() else path
+    if torch_dist.is_torch_dist(path):
+        return DetectedCheckpoint(CheckpointFormat.TORCH_DIST, root, path)
+    if any(path.glob("mp_rank_*")):
+        return DetectedCheckpoint(CheckpointFormat.TORCH, root, path)
+    if (path / megatron_lm.TRACKER_NAME).is_file():
+        return detect(megatron_lm.tracked_iteration(path))
+    if (path / "config.json").is_file():
+        return DetectedCheckpoint(CheckpointFormat.HF, path, path)
+    for folder in (path, path / "weights"):
+        if (folder / torch_dist.CONFIG_NAME).is_file() or (folder / torch_dist.METADATA_NAME).is_file():
+            raise RequestError(
+                "a distributed checkpoint in another format than torch_dist (zarr, FSDP)",
+                where=str(folder),
+                needed="torch_dist, which megatron-core saves by default",
+                action="load it with what saved it and save it as torch_dist",
+            )
+    raise RequestError(
+        "not a model folder that is known",
+        where=str(path),
+        needed=f"config.json with {hf_files.SINGLE_NAME} (Hugging Face), weights/ with metadata.json (NeMo), or "
+        f"{megatron_lm.TRACKER_NAME} or mp_rank_* (Megatron-LM)",
+        action=_hint(path),
+    )
+
+
+def _hint(path: Path) -> str:
+    if path.name.startswith("mp_rank_"):
+        return f"one rank's part of a checkpoint: perhaps you mean {path.parent}"
+    inside = [folder for folder in sorted(path.iterdir()) if folder.is_dir()]
+    for folder in inside:
+        if (folder / "weights").is_dir() or (folder / "metadata.json").is_file() or any(folder.glob("mp_rank_*")):
+            return f"perhaps you mean {folder}"
+    return ""
+
 
 WeightReader: TypeAlias = HfReader | TorchDistReader | TorchLegacyReader
 """`read` gives a mapping's Hugging Face tensors. `dtypes` are the stored ones, `notes` say what is left out."""

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from pretrainkit.checkpoint.convert import find_hf_folder
-from pretrainkit.checkpoint.detect import detect
 from pretrainkit.checkpoint.formats import hf, hf_files
 from pretrainkit.checkpoint.formats.hf_files import INDEX_NAME
+from pretrainkit.checkpoint.open import detect
 from pretrainkit.checkpoint.plan import CheckpointFormat
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import RequestError

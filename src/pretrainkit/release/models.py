@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pretrainkit.checkpoint.convert import Report, convert, default_target, find_hf_folder
-from pretrainkit.checkpoint.detect import detect
 from pretrainkit.checkpoint.formats import hf
+from pretrainkit.checkpoint.open import detect
 from pretrainkit.checkpoint.parallel import Parallelism
 from pretrainkit.checkpoint.plan import CheckpointFormat, Options
 from pretrainkit.checkpoint.transforms import padded_vocabulary

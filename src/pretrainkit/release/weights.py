@@ -14,11 +14,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pretrainkit.checkpoint.detect import DetectedCheckpoint
 from pretrainkit.checkpoint.formats.safetensors import open_by_package
 from pretrainkit.checkpoint.lazy_tensor import LazyTensor
 from pretrainkit.checkpoint.mapping import tensor_mappings
-from pretrainkit.checkpoint.open import open_reader
+from pretrainkit.checkpoint.open import DetectedCheckpoint, open_reader
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.models.registry import read_config
 from pretrainkit.release.report import Check

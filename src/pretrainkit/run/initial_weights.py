@@ -107,9 +107,8 @@ def provide(weights: InitialWeights, model: ModelShape) -> None:
     """
     checkpoint = Path(weights.checkpoint)
     if not weights.needs_conversion:
-        from pretrainkit.checkpoint.detect import detect
         from pretrainkit.checkpoint.mapping import tensor_mappings
-        from pretrainkit.checkpoint.open import open_reader
+        from pretrainkit.checkpoint.open import detect, open_reader
 
         open_reader(detect(checkpoint), tensor_mappings(model), model)  # it reads names and shapes
         return

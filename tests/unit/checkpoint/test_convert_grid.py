@@ -10,7 +10,7 @@ import pytest
 from hf_models import MIXTURES, MODELS
 
 from pretrainkit.checkpoint.convert import convert
-from pretrainkit.checkpoint.detect import detect
+from pretrainkit.checkpoint.open import detect
 from pretrainkit.checkpoint.parallel import Parallelism
 from pretrainkit.checkpoint.plan import CheckpointFormat, Options
 

@@ -33,7 +33,7 @@ from pretrainkit.checkpoint.formats.megatron_lm import check_args
 from pretrainkit.checkpoint.formats.torch_save import OpaqueUnpickler, read_torch_save
 from pretrainkit.checkpoint.lazy_tensor import LazyTensor, StoredTensor
 from pretrainkit.checkpoint.mapping import TensorMapping, check_names, check_tensors
-from pretrainkit.checkpoint.transforms import split_qkv
+from pretrainkit.checkpoint.transforms import unshard
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import CheckpointError
 from pretrainkit.files import read_json
@@ -230,11 +230,10 @@ class TorchDistReader:
         """The Hugging Face tensors of a mapping."""
         parts = self._parts[mapping]
         rows = [shape[0] for shape in mapping.shapes]
-        if mapping.layout is Layout.QKV:
-            return split_qkv(read_rows(*parts[0], 0, sum(rows)), self.shape.num_query_groups, rows)
-        if mapping.layout is Layout.GATED and len(parts) == 1:
-            return [read_rows(*parts[0], 0, rows[0]), read_rows(*parts[0], rows[0], rows[1])]
-        return [read_rows(tensor, leading, 0, count) for (tensor, leading), count in zip(parts, rows, strict=True)]
+        if len(parts) > 1:  # gate and up apart
+            return [read_rows(*part, 0, count) for part, count in zip(parts, rows, strict=True)]
+        whole = read_rows(*parts[0], 0, sum(rows))
+        return unshard(mapping.layout, [whole], rows=rows, groups=self.shape.num_query_groups)
 
 
 def _index(index: int | None, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
