@@ -39,8 +39,9 @@ def test_killed_conversion_leaves_no_folder_that_looks_complete(
     convert(source, target, options)
     duration_s = time.monotonic() - started
     moments = random.Random(0)
-    whole = killed = 0
-    for attempt in range(KILLS):
+    whole = killed = attempt = 0
+    while attempt < KILLS or not killed:
+        attempt += 1
         if attempt % 2:  # every other time there is nothing to replace
             shutil.rmtree(target, ignore_errors=True)
         elif not target.exists():
@@ -50,13 +51,15 @@ def test_killed_conversion_leaves_no_folder_that_looks_complete(
         time.sleep(moments.uniform(0, duration_s))
         os.kill(process.pid or 0, signal.SIGKILL)
         process.join()
-        killed += process.exitcode == -signal.SIGKILL
+        if process.exitcode == -signal.SIGKILL:
+            killed += 1
+        else:
+            duration_s /= 2  # the machine is faster now than when this was measured
         # The old folder, the new one, or none; whatever has the name must be whole.
         if target.exists():
             whole += 1
             convert(target, tmp_path / "back", Options(to=CheckpointFormat.HF, overwrite=True))
             assert_same(released, tmp_path / "back")
-    assert killed
     convert(source, target, options)
     assert [path for path in tmp_path.iterdir() if path.name.startswith("out")] == [target]
-    print(f"{kind}: {killed} killed of {KILLS}, {whole} times a whole folder")
+    print(f"{kind}: {killed} killed of {attempt}, {whole} times a whole folder")

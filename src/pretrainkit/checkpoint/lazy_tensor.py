@@ -101,11 +101,6 @@ class LazyTensor:
         """Shape of the joined tensor."""
         return (sum(block.shape[0] for block in self.blocks), *self.blocks[0].shape[1:])
 
-    @property
-    def num_bytes(self) -> int:
-        """Size of the joined tensor."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
     def to(self, dtype: torch.dtype) -> LazyTensor:
         """The same values in another dtype; cast when they are written or joined."""
         return replace(self, dtype=dtype)
@@ -125,8 +120,9 @@ class LazyTensor:
         tensors = [_tensor(block).to(self.dtype) for block in self.blocks]
         return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
-    def write(self, descriptor: int, offset: int) -> None:
-        """Write the elements, row-major, at an offset of an open file."""
+    def write(self, descriptor: int, offset: int) -> int:
+        """Write the elements, row-major, at an offset of an open file; the number of bytes."""
+        begin = offset
         for block in self.blocks:
             size = torch.Size(block.shape).numel() * self.dtype.itemsize
             if isinstance(block, StoredTensor) and block.dtype == self.dtype and block.meta.is_contiguous():
@@ -134,6 +130,7 @@ class LazyTensor:
             else:
                 _write_slices(_tensor(block), self.dtype, descriptor, offset)
             offset += size
+        return offset - begin
 
 
 def _tensor(block: Block) -> Tensor:

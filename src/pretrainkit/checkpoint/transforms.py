@@ -62,7 +62,9 @@ def shard(
         length = tensor.shape[1] // size
         return LazyTensor.of(tensor.narrow(1, rank * length, length))
     if layout is Layout.VOCABULARY:
-        return _vocabulary_part(values[0], rank, padded_rows // size)
+        (value,), count = values, padded_rows // size
+        padding = torch.zeros(padded_rows - value.shape[0], *value.shape[1:], dtype=value.dtype)
+        return LazyTensor.joined([value, LazyTensor.of(padding)]).rows(rank * count, count)
     parts = [value.rows(rank * value.shape[0] // size, value.shape[0] // size) for value in values]
     if layout is Layout.QKV:
         return merge_qkv(parts, groups // size)
@@ -90,11 +92,3 @@ def unshard(layout: Layout, parts: Sequence[LazyTensor], *, rows: Sequence[int],
         values.append(LazyTensor.joined(part.rows(first, count // size) for part in parts))
         first += count // size
     return values
-
-
-def _vocabulary_part(value: LazyTensor, rank: int, rows: int) -> LazyTensor:
-    real = min(max(value.shape[0] - rank * rows, 0), rows)
-    parts = [value.rows(rank * rows, real)] if real else []
-    if real < rows:
-        parts.append(LazyTensor.of(torch.zeros(rows - real, *value.shape[1:], dtype=value.dtype)))
-    return LazyTensor.joined(parts)

@@ -72,8 +72,7 @@ def write_safetensors(path: Path, plan: Mapping[str, torch.Tensor], values: Iter
         position = pwrite_all(file.fileno(), len(text).to_bytes(8, "little") + text, 0)
         for tensor, value in zip(plan.values(), values, strict=True):
             assert value.shape == tensor.shape and value.dtype == tensor.dtype, (tensor, value.shape, value.dtype)
-            value.write(file.fileno(), position)
-            position += value.num_bytes
+            position += value.write(file.fileno(), position)
         os.fsync(file.fileno())
 
 

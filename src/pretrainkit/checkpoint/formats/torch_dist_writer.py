@@ -102,10 +102,9 @@ class TorchDistWriter:
 def _write_tensor(descriptor: int, offset: int, rows: LazyTensor, shape: tuple[int, ...]) -> int:
     """What `torch.save` of the tensor in this shape would write at an offset of a file; the number of bytes."""
     head, tail = frame(shape, rows.dtype)
-    size = pwrite_all(descriptor, head, offset)
-    rows.write(descriptor, offset + size)
-    size += rows.num_bytes
-    return size + pwrite_all(descriptor, tail, offset + size)
+    end = offset + pwrite_all(descriptor, head, offset)
+    end += rows.write(descriptor, end)
+    return end + pwrite_all(descriptor, tail, end) - offset
 
 
 def _leading(layer: int | None, expert: int | None, shape: ModelShape) -> list[tuple[int, int]]:
@@ -121,15 +120,13 @@ def _extra_state_names(mappings: Sequence[TensorMapping], shape: ModelShape, pre
     """
     names = []
     for mapping in mappings:
-        module = mapping.weight.megatron.rpartition(".")[0]
-        if mapping.weight.megatron.endswith("layer_norm_weight"):
-            continue
-        last = module.rpartition(".")[2]
-        if not (last.startswith("linear_") or last.endswith("layernorm")) or mapping.weight.megatron.endswith("bias"):
+        module, _, parameter = mapping.weight.megatron.rpartition(".")
+        block, _, last = module.rpartition(".")
+        if parameter != "weight" or not (last.startswith("linear_") or last.endswith("layernorm")):
             continue
         names.append(_extra_state(module, mapping.layer, mapping.expert, shape))
         if last == "linear_proj":
-            names.append(_extra_state(module[: -len(last)] + "core_attention", mapping.layer, None, shape))
+            names.append(_extra_state(f"{block}.core_attention", mapping.layer, None, shape))
     return [prefix + name for name in names]
 
 
