@@ -106,7 +106,7 @@ def open_writer(folder: Path, plan: ConversionPlan) -> WeightWriter:
         hf_files.write_config(folder, plan.hf_folder, plan.main_dtype)
         hf_files.copy_side_files(plan.hf_folder, folder)
         return HfWriter(folder, plan)
-    hf_files.save_hf_source(plan.hf_folder, folder)
+    hf_files.copy_description(plan.hf_folder, folder / hf_files.HF_SOURCE)
     if plan.format is CheckpointFormat.NEMO:
         nemo.write_context(
             folder / "context",

@@ -23,6 +23,11 @@ class Parallelism:
 
     def check(self, shape: ModelShape) -> None:
         """Raise RequestError, with the sizes that would work, when the model can't be cut like this."""
+        if problems := self.problems(shape):
+            raise RequestError.of_all(problems)
+
+    def problems(self, shape: ModelShape) -> list[RequestError]:
+        """Why the model can't be cut like this."""
         counts = {
             "attention heads": shape.num_attention_heads,
             "key/value heads": shape.num_query_groups,
@@ -39,8 +44,7 @@ class Parallelism:
             self.stages(shape.num_layers)
         except RequestError as error:
             problems.append(error)
-        if problems:
-            raise RequestError.of_all(problems)
+        return problems
 
     def stages(self, num_layers: int) -> list[range]:
         """Layers of each pipeline stage. Raises RequestError unless they sum up to all layers."""

@@ -29,7 +29,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from pretrainkit.checkpoint.formats import nemo
-from pretrainkit.checkpoint.formats.hf_files import save_hf_source
+from pretrainkit.checkpoint.formats.hf_files import HF_SOURCE, copy_description
 from pretrainkit.config.resolve import VOCABULARY_MULTIPLE
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.engine.agreement import all_ranks_any
@@ -206,7 +206,7 @@ class Saver:
             # NeMo's default fails to load where Transformer Engine is not installed.
             further={"apply_rope_fusion": False},
         )
-        save_hf_source(hf_folder, folder)
+        copy_description(hf_folder, folder / HF_SOURCE)
 
     @contextlib.contextmanager
     def _kept(self) -> Iterator[None]:

@@ -147,14 +147,7 @@ def _judge(
 
 def _tensor_parallel_sizes(shape: ModelShape) -> list[int]:
     """1, and the smallest larger size that the model can be cut into, if it is at most 4."""
-    sizes = [1]
-    for size in (2, 3, 4):
-        try:
-            Parallelism(size).check(shape)
-        except RequestError:
-            continue
-        return [*sizes, size]
-    return sizes
+    return [1, *[size for size in (2, 3, 4) if not Parallelism(size).problems(shape)][:1]]
 
 
 def _write_tokens(released: Path, shape: ModelShape, options: RunOptions, folder: Path) -> list[str]:

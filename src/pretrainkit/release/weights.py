@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from pretrainkit.checkpoint.formats.safetensors import open_by_package
-from pretrainkit.checkpoint.lazy_tensor import LazyTensor
 from pretrainkit.checkpoint.mapping import tensor_mappings
 from pretrainkit.checkpoint.open import DetectedCheckpoint, open_reader
 from pretrainkit.config.schema import ModelShape
@@ -30,66 +29,59 @@ def check_weights(found: DetectedCheckpoint, released: Path, shape: ModelShape) 
     mappings = tensor_mappings(shape)
     reader = open_reader(found, mappings, shape)
     wanted = {name for mapping in mappings for name in mapping.hf}
+    declared = _declared_dtype(released)
+    problems: defaultdict[str, list[str]] = defaultdict(list)
+    casts, num_elements = set(), 0
     with ExitStack() as stack:
         read, names = open_by_package(released, stack)
         extra = names - wanted - ({"lm_head.weight"} if shape.tie_word_embeddings else set())
-        missing = wanted - names
-        yield Check.of("every tensor is there", sorted(missing), f"{len(wanted)} tensors")
+        yield Check.of("every tensor is there", sorted(wanted - names), f"{len(wanted)} tensors")
         yield Check.of("no tensor that the architecture doesn't have", sorted(extra), "none")
-        comparison = _Comparison(_declared_dtype(released))
         for mapping in mappings:
-            for name, hf_shape, expected in zip(mapping.hf, mapping.shapes, reader.read(mapping), strict=True):
-                if name not in missing:
-                    comparison.add(name, read(name), expected, hf_shape, keep_dtype=mapping.weight.keep_dtype)
+            keep_dtype = mapping.weight.keep_dtype
+            for name, hf_shape, source in zip(mapping.hf, mapping.shapes, reader.read(mapping), strict=True):
+                if name not in names:
+                    continue
+                tensor, expected = read(name), source.tensor()
+                if expected.dtype != tensor.dtype:
+                    casts.add(f"{expected.dtype} to {tensor.dtype}".replace("torch.", ""))
+                    if keep_dtype:
+                        problems["dtypes"].append(f"{name} must not be cast")
+                dtype = None if keep_dtype else declared
+                for kind, problem in _problems(name, tensor, expected, hf_shape, dtype):
+                    problems[kind].append(problem)
+                num_elements += tensor.numel()
         if shape.tie_word_embeddings and "lm_head.weight" in names:
             embedding = read("model.embed_tokens.weight")
             same = _same_bits(read("lm_head.weight"), embedding)
             yield Check("tied weights are equal", same, "lm_head.weight and model.embed_tokens.weight")
-    yield from comparison.checks()
+    cast = f", cast from {', '.join(sorted(casts))}" if casts else ""
+    for kind, title, fine in (
+        ("shapes", "shapes", "right"),
+        ("bits", "bit-equal to the source after the inverse mapping", f"{num_elements} elements{cast}"),
+        ("finite", "finite", "all elements"),
+        ("zeros", "no tensor of zeros", "none"),
+        ("dtypes", "dtype is what config.json says", str(declared)),
+    ):
+        yield Check.of(title, problems[kind], fine)
 
 
-class _Comparison:
-    """Collects the differences of tensors."""
-
-    def __init__(self, declared: torch.dtype | None) -> None:
-        self.declared = declared
-        self.problems: defaultdict[str, list[str]] = defaultdict(list)
-        self.cast: set[str] = set()
-        self.num_elements = 0
-
-    def add(self, name: str, tensor: Tensor, source: LazyTensor, shape: tuple[int, ...], *, keep_dtype: bool) -> None:
-        """Compare a released tensor with the one in the source."""
-        if tuple(tensor.shape) != shape:
-            self.problems["shapes"].append(f"{name} {list(tensor.shape)} and not {list(shape)}")
-            return
-        expected = source.tensor()
-        if expected.dtype != tensor.dtype:
-            self.cast.add(f"{expected.dtype} to {tensor.dtype}".replace("torch.", ""))
-            expected = expected.to(tensor.dtype)
-            if keep_dtype:
-                self.problems["dtypes"].append(f"{name} must not be cast")
-        if self.declared not in (None, tensor.dtype) and not keep_dtype:
-            self.problems["dtypes"].append(f"{name} is {tensor.dtype}")
-        if not _same_bits(tensor, expected):
-            count = int((tensor != expected).sum())
-            self.problems["bits"].append(f"{name} ({count} of {tensor.numel()} elements)")
-        if not torch.isfinite(tensor).all():
-            self.problems["finite"].append(name)
-        if not name.endswith("bias") and not tensor.any():
-            self.problems["zeros"].append(name)
-        self.num_elements += tensor.numel()
-
-    def checks(self) -> Iterator[Check]:
-        """The results."""
-        cast = f", cast from {', '.join(sorted(self.cast))}" if self.cast else ""
-        for kind, name, fine in (
-            ("shapes", "shapes", "right"),
-            ("bits", "bit-equal to the source after the inverse mapping", f"{self.num_elements} elements{cast}"),
-            ("finite", "finite", "all elements"),
-            ("zeros", "no tensor of zeros", "none"),
-            ("dtypes", "dtype is what config.json says", str(self.declared)),
-        ):
-            yield Check.of(name, self.problems[kind], fine)
+def _problems(
+    name: str, tensor: Tensor, expected: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None
+) -> Iterator[tuple[str, str]]:
+    """What is wrong with a released tensor, with its kind; `dtype` is None where any is right."""
+    if tuple(tensor.shape) != shape:
+        yield "shapes", f"{name} {list(tensor.shape)} and not {list(shape)}"
+        return
+    if dtype not in (None, tensor.dtype):
+        yield "dtypes", f"{name} is {tensor.dtype}"
+    expected = expected.to(tensor.dtype)
+    if not _same_bits(tensor, expected):
+        yield "bits", f"{name} ({int((tensor != expected).sum())} of {tensor.numel()} elements)"
+    if not torch.isfinite(tensor).all():
+        yield "finite", name
+    if not name.endswith("bias") and not tensor.any():
+        yield "zeros", name
 
 
 def _same_bits(first: Tensor, second: Tensor) -> bool:

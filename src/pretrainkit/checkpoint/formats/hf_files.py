@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -72,18 +73,18 @@ def side_files(folder: Path) -> list[Path]:
     ]
 
 
-def copy_side_files(source: Path, target: Path) -> None:
+def copy_side_files(source: Path, target: Path, *, leave_out: Collection[str] = ()) -> None:
     """Copy the side files of a model folder byte for byte."""
     for path in side_files(source):
-        shutil.copyfile(path, target / path.name)
+        if path.name not in leave_out:
+            shutil.copyfile(path, target / path.name)
 
 
-def save_hf_source(hf_folder: Path, folder: Path) -> None:
-    """Copy config.json and side files into a Megatron checkpoint, for its conversion to Hugging Face."""
-    target = folder / HF_SOURCE
+def copy_description(source: Path, target: Path, *, leave_out: Collection[str] = ()) -> None:
+    """Copy config.json and side files into a new folder."""
     target.mkdir()
-    shutil.copyfile(hf_folder / "config.json", target / "config.json")
-    copy_side_files(hf_folder, target)
+    shutil.copyfile(source / "config.json", target / "config.json")
+    copy_side_files(source, target, leave_out=leave_out)
 
 
 def write_config(folder: Path, hf_folder: Path, dtype: torch.dtype) -> None:

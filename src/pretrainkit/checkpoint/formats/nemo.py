@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from pretrainkit.checkpoint.formats.hf_files import GENERATION_CONFIG, side_files
+from pretrainkit.checkpoint.formats.hf_files import GENERATION_CONFIG, copy_description
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.files import read_json, write_json
 from pretrainkit.models.megatron_fields import NemoModel, check_stored, nemo_config_fields, nemo_model
@@ -42,7 +42,8 @@ def write_context(
     `further` are fields of NeMo's config class to add. Raises RequestError when NeMo has no class for the model.
     """
     folder.mkdir()
-    copy_tokenizer(hf_folder, folder / TOKENIZER_FOLDER)
+    # AutoTokenizer reads the class of some tokenizers from config.json.
+    copy_description(hf_folder, folder / TOKENIZER_FOLDER, leave_out=(GENERATION_CONFIG,))
     generation = hf_folder / GENERATION_CONFIG
     if generation.is_file():
         (folder / GENERATION_FOLDER).mkdir()
@@ -59,16 +60,6 @@ def write_context(
     write_json(folder / "io.json", _context(replace(model, fields=fields), has_generation_config=generation.is_file()))
 
 
-def copy_tokenizer(hf_folder: Path, target: Path) -> None:
-    """Copy the files that NeMo's AutoTokenizer reads from a model folder into a new folder: no weights."""
-    target.mkdir(parents=True)
-    for path in side_files(hf_folder):
-        if path.name != GENERATION_CONFIG:
-            shutil.copyfile(path, target / path.name)
-    # It reads the class of some tokenizers from config.json.
-    shutil.copyfile(hf_folder / "config.json", target / "config.json")
-
-
 def _context(model: NemoModel, *, has_generation_config: bool) -> dict[str, Any]:
     """The JSON that fiddle's serialization gives for a TrainerContext of the model."""
     objects: dict[str, Any] = {}
@@ -78,8 +69,25 @@ def _context(model: NemoModel, *, has_generation_config: bool) -> dict[str, Any]
 
         Arguments are plain values, or nodes (as dicts). Gives a reference to it.
         """
+        names = [[f"Index(index={i})", name] for i, name in enumerate(arguments)]
+        metadata = [
+            ["Attr(name='fn_or_cls')", _pyref(target)],
+            ["Attr(name='argument_names')", {"type": _pyref("builtins:tuple"), "items": names, "metadata": None}],
+            ["Attr(name='argument_tags')", _EMPTY_DICT],
+            ["Attr(name='argument_history')", _EMPTY_DICT],
+        ]
+        metadata_type = _pyref("fiddle._src.config:BuildableTraverserMetadata")
+        nodes = {
+            name: value if isinstance(value, dict) else {"type": "leaf", "value": value, "paths": [f"{path}.{name}"]}
+            for name, value in arguments.items()
+        }
         key = f"{target.rpartition(':')[2].lower()}_1"
-        objects[key] = _config_node(path, target, arguments)
+        objects[key] = {
+            "type": _pyref("fiddle._src.config:Config"),
+            "items": [[f"Attr(name={name!r})", node] for name, node in nodes.items()],
+            "metadata": {"type": metadata_type, "items": metadata, "metadata": metadata_type},
+            "paths": [path],
+        }
         return {"type": "ref", "key": key}
 
     fields = dict(model.fields)
@@ -105,31 +113,6 @@ def _context(model: NemoModel, *, has_generation_config: bool) -> dict[str, Any]
         extra=_EMPTY_DICT,
     )
     return {"root": root, "objects": objects, "refcounts": dict.fromkeys(objects, 1), "version": "0.0.1"}
-
-
-def _config_node(path: str, target: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    metadata_type = _pyref("fiddle._src.config:BuildableTraverserMetadata")
-    names = [[f"Index(index={i})", name] for i, name in enumerate(arguments)]
-    metadata = [
-        ["Attr(name='fn_or_cls')", _pyref(target)],
-        ["Attr(name='argument_names')", {"type": _pyref("builtins:tuple"), "items": names, "metadata": None}],
-        ["Attr(name='argument_tags')", _EMPTY_DICT],
-        ["Attr(name='argument_history')", _EMPTY_DICT],
-    ]
-    items = [
-        [f"Attr(name={name!r})", value if isinstance(value, dict) else _leaf(value, f"{path}.{name}")]
-        for name, value in arguments.items()
-    ]
-    return {
-        "type": _pyref("fiddle._src.config:Config"),
-        "items": items,
-        "metadata": {"type": metadata_type, "items": metadata, "metadata": metadata_type},
-        "paths": [path],
-    }
-
-
-def _leaf(value: Any, path: str) -> dict[str, Any]:
-    return {"type": "leaf", "value": value, "paths": [path]}
 
 
 def _pyref(target: str) -> dict[str, str]:
