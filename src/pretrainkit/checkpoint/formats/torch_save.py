@@ -96,7 +96,7 @@ def read_torch_save(path: Path, offset: int = 0, num_bytes: int | None = None) -
 
     Raises CheckpointError when the file is cut, not such a file, or holds compressed records.
     """
-    with _ArchiveFile(path, path.stat().st_size if num_bytes is None else offset + num_bytes) as file:
+    with _ArchiveFile(path, offset, path.stat().st_size if num_bytes is None else offset + num_bytes) as file:
         try:
             with zipfile.ZipFile(file) as archive:
                 records = {info.filename.partition("/")[2]: info for info in archive.infolist()}
@@ -113,7 +113,7 @@ def read_torch_save(path: Path, offset: int = 0, num_bytes: int | None = None) -
                 raise CheckpointError(f"record {record} can't be mapped", where=str(path))
             file.seek(info.header_offset + 26)
             lengths = (int.from_bytes(file.read(2), "little") for _ in range(2))
-            return info.header_offset + 30 + sum(lengths)
+            return offset + info.header_offset + 30 + sum(lengths)
 
         try:
             return _ArchiveUnpickler(description, path, position).load()
@@ -122,19 +122,23 @@ def read_torch_save(path: Path, offset: int = 0, num_bytes: int | None = None) -
 
 
 class _ArchiveFile(io.FileIO):
-    """A file as if it ended at `end`, where an archive in it does; zipfile allows for what precedes an archive."""
+    """The bytes `begin` to `end` of a file as a file: zipfile of current Pythons refuses what precedes an archive."""
 
-    def __init__(self, path: Path, end: int) -> None:
+    def __init__(self, path: Path, begin: int, end: int) -> None:
         super().__init__(path)
-        self._end = end
+        self._begin, self._end = begin, end
+        self.seek(0)
 
     def seek(self, position: int, whence: int = io.SEEK_SET) -> int:
-        if whence == io.SEEK_END:
-            position, whence = self._end + position, io.SEEK_SET
-        return super().seek(position, whence)
+        if whence != io.SEEK_CUR:
+            position, whence = position + (self._end if whence == io.SEEK_END else self._begin), io.SEEK_SET
+        return super().seek(position, whence) - self._begin
+
+    def tell(self) -> int:
+        return super().tell() - self._begin
 
     def read(self, size: int | None = -1) -> bytes:
-        rest = max(0, self._end - self.tell())
+        rest = max(0, self._end - self._begin - self.tell())
         return super().read(rest if size is None or size < 0 else min(size, rest)) or b""
 
 
