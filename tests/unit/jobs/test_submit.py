@@ -85,6 +85,9 @@ def test_a_run_is_submitted_to_pbs_as_a_chain_and_its_tokens_stay_with_its_owner
     ]
     assert (job / "chain").read_text() == "1001\n1002\n1003\n"
     assert [record.job_id for record in submit.read_records(job.parent)] == ["1001", "1002", "1003"]
+    with (job.parent / "jobs.jsonl").open("a") as file:
+        file.write('{"scheduler": "pbs", "job_')  # a power cut
+    assert len(submit.read_records(job.parent)) == 3
     assert (job / "code" / "pretraining" / "train.py").exists()
     assert (job / "code" / "src" / "pretrainkit" / "jobs" / "templates" / "pbs.sh.j2").exists()
 
