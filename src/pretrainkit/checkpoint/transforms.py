@@ -31,16 +31,19 @@ def local_shape(layout: Layout, shape: tuple[int, ...], *, size: int, padded_row
     return ((padded_rows if layout is Layout.VOCABULARY else rows) // size, *rest)
 
 
-def merge_qkv(parts: Sequence[LazyTensor], groups: int) -> LazyTensor:
-    """[G*Q*D, H], [G*D, H], [G*D, H] -> [G*(Q+2)*D, H]: per group its queries, its key, its value."""
+def merge_rows(parts: Sequence[LazyTensor], groups: int) -> LazyTensor:
+    """[G*Q*D, H], [G*D, H], [G*D, H] -> [G*(Q+2)*D, H]: per group its queries, its key, its value.
+
+    With one group: one part after another.
+    """
     counts = [part.shape[0] // groups for part in parts]
     return LazyTensor.joined(
         part.rows(group * count, count) for group in range(groups) for part, count in zip(parts, counts, strict=True)
     )
 
 
-def split_qkv(merged: LazyTensor, groups: int, rows: Sequence[int]) -> list[LazyTensor]:
-    """The inverse of `merge_qkv`; `rows` are the numbers of rows of query, key and value."""
+def split_rows(merged: LazyTensor, groups: int, rows: Sequence[int]) -> list[LazyTensor]:
+    """The inverse of `merge_rows`; `rows` are the numbers of rows of each part."""
     step, values, first = sum(rows) // groups, [], 0
     for count in (total // groups for total in rows):
         values.append(LazyTensor.joined(merged.rows(group * step + first, count) for group in range(groups)))
@@ -66,9 +69,7 @@ def shard(
         padding = torch.zeros(padded_rows - value.shape[0], *value.shape[1:], dtype=value.dtype)
         return LazyTensor.joined([value, LazyTensor.of(padding)]).rows(rank * count, count)
     parts = [value.rows(rank * value.shape[0] // size, value.shape[0] // size) for value in values]
-    if layout is Layout.QKV:
-        return merge_qkv(parts, groups // size)
-    return LazyTensor.joined(parts)
+    return merge_rows(parts, groups // size if layout is Layout.QKV else 1)
 
 
 def unshard(layout: Layout, parts: Sequence[LazyTensor], *, rows: Sequence[int], groups: int) -> list[LazyTensor]:
@@ -81,14 +82,8 @@ def unshard(layout: Layout, parts: Sequence[LazyTensor], *, rows: Sequence[int],
         return [parts[0]]
     if layout is Layout.ROW:
         return [parts[0] if size == 1 else LazyTensor.of(torch.cat([part.tensor() for part in parts], dim=1))]
-    if layout is Layout.QKV:
-        counts = [count // size for count in rows]
-        split = [split_qkv(part, groups // size, counts) for part in parts]
-        return [LazyTensor.joined(of_all) for of_all in zip(*split, strict=True)]
     if layout is Layout.VOCABULARY:
         return [LazyTensor.joined(parts).rows(0, rows[0])]
-    values, first = [], 0
-    for count in rows:
-        values.append(LazyTensor.joined(part.rows(first, count // size) for part in parts))
-        first += count // size
-    return values
+    counts, groups = [count // size for count in rows], groups // size if layout is Layout.QKV else 1
+    split = [split_rows(part, groups, counts) for part in parts]
+    return [LazyTensor.joined(of_all) for of_all in zip(*split, strict=True)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pretrainkit.checkpoint.lazy_tensor import LazyTensor
-from pretrainkit.checkpoint.transforms import merge_qkv, padded_vocabulary, shard, split_qkv, unshard
+from pretrainkit.checkpoint.transforms import merge_rows, padded_vocabulary, shard, split_rows, unshard
 from pretrainkit.models.family import Layout
 
 GROUPS, QUERIES, DIM, HIDDEN = 4, 3, 2, 5
@@ -29,9 +29,9 @@ def test_merged_qkv_is_group_by_group(trailing: tuple[int, ...]) -> None:
             expected += [query[first + i] for i in range(DIM)]
         expected += [key[group * DIM + i] for i in range(DIM)]
         expected += [value[group * DIM + i] for i in range(DIM)]
-    merged = merge_qkv([LazyTensor.of(part) for part in (query, key, value)], GROUPS)
+    merged = merge_rows([LazyTensor.of(part) for part in (query, key, value)], GROUPS)
     assert torch.equal(merged.tensor(), torch.stack(expected))
-    parts = split_qkv(merged, GROUPS, [len(part) for part in (query, key, value)])
+    parts = split_rows(merged, GROUPS, [len(part) for part in (query, key, value)])
     assert all(torch.equal(part.tensor(), whole) for part, whole in zip(parts, (query, key, value), strict=True))
 
 

@@ -16,7 +16,7 @@ from pretrainkit.checkpoint.formats.torch_save import frame, write_torch_save
 from pretrainkit.checkpoint.lazy_tensor import LazyTensor, pwrite_all
 from pretrainkit.checkpoint.mapping import TensorMapping
 from pretrainkit.checkpoint.plan import ConversionPlan
-from pretrainkit.checkpoint.transforms import merge_qkv
+from pretrainkit.checkpoint.transforms import merge_rows
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.files import write_json
 from pretrainkit.models.family import Layout
@@ -60,7 +60,7 @@ class TorchDistWriter:
     def _pieces(self, mapping: TensorMapping, values: Sequence[LazyTensor]) -> list[tuple[int, LazyTensor]]:
         """The Megatron tensor as chunks with their first rows; what needs no rearranging is not copied in memory."""
         if mapping.layout is Layout.QKV:
-            return [(0, merge_qkv(values, self.shape.num_query_groups))]
+            return [(0, merge_rows(values, self.shape.num_query_groups))]
         pieces, first = [], 0
         for rows in values:
             pieces.append((first, rows))
