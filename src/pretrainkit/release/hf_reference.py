@@ -89,12 +89,8 @@ class Process:
             raise MemoryError("the process that ran the Hugging Face model was killed, as happens when memory is short")
         if code:
             raise CheckpointError(f"the Hugging Face model could not be run: {output.strip() or f'exit code {code}'}")
+        log.info("initial loss check: the Hugging Face model took %.0f s", time.monotonic() - self._started_s)
         return [float(loss) for loss in json.loads(output)]
-
-    @property
-    def elapsed_s(self) -> float:
-        """Time since the start of the process."""
-        return time.monotonic() - self._started_s
 
 
 def token_losses(request: Request) -> list[float]:

@@ -23,7 +23,7 @@ class HfReader:
     """The weights of a Hugging Face folder, read one at a time."""
 
     def __init__(self, folder: Path, mappings: Sequence[TensorMapping], *, tied: bool) -> None:
-        self.folder, self.notes = folder, list[str]()
+        self.notes = list[str]()
         self.tensors = {
             name: location for name, location in locate_tensors(folder).items() if not name.endswith(_IGNORED_TENSORS)
         }
@@ -34,15 +34,13 @@ class HfReader:
             check_tensors({name: self.tensors[name] for name in mapping.hf}, mapping.shapes, folder, RequestError)
         self.dtypes = {mapping: self.tensors[mapping.hf[0]].dtype for mapping in mappings}
         if extra_head in self.tensors:
-            self._check_tied(extra_head)
-
-    def _check_tied(self, name: str) -> None:
-        if not torch.equal(self.tensors[name].read(), self.tensors["model.embed_tokens.weight"].read()):
-            raise RequestError(
-                f"{name} differs from model.embed_tokens.weight, but config.json says tie_word_embeddings",
-                where=str(self.folder),
-                needed="equal weights, or tie_word_embeddings false",
-            )
+            embedding = self.tensors["model.embed_tokens.weight"]
+            if not torch.equal(self.tensors[extra_head].read(), embedding.read()):
+                raise RequestError(
+                    f"{extra_head} differs from model.embed_tokens.weight, but config.json says tie_word_embeddings",
+                    where=str(folder),
+                    needed="equal weights, or tie_word_embeddings false",
+                )
 
     def read(self, mapping: TensorMapping) -> list[LazyTensor]:
         """The Hugging Face tensors of a mapping."""

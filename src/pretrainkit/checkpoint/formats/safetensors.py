@@ -45,13 +45,13 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         start = 8 + int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(start - 8))
     header.pop("__metadata__", None)
+    tensors = {}
     for name, info in header.items():
         if info["dtype"] not in DTYPES:
             raise CheckpointError(f"tensor {name} has dtype {info['dtype']}, which is not supported", where=str(path))
-    return {
-        name: StoredTensor(path, start + info["data_offsets"][0], described(info["shape"], DTYPES[info["dtype"]]))
-        for name, info in header.items()
-    }
+        meta = described(info["shape"], DTYPES[info["dtype"]])
+        tensors[name] = StoredTensor(path, start + info["data_offsets"][0], meta)
+    return tensors
 
 
 def described(shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:

@@ -170,14 +170,11 @@ class InitialLossCheck(pl.Callback):
         """The Hugging Face model's losses, on the first rank; waits for them."""
         if self._process:
             try:
-                losses = self._process.losses()
+                return Reference(self._tokens, self._process.losses())
             except MemoryError as error:
                 self._reason = str(error)
             except CheckpointError as error:
                 return Reference(failed=str(error))
-            else:
-                log.info("initial loss check: the Hugging Face model took %.0f s", self._process.elapsed_s)
-                return Reference(self._tokens, losses)
         if self._mode == REQUIRE:
             return Reference(failed=f"--start_parity require, but {self._reason}")
         return Reference(skipped=self._reason)
