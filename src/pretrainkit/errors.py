@@ -74,9 +74,9 @@ def one_line(error: BaseException) -> str:
 
 
 @contextmanager
-def machine_errors(where: Path, action: str) -> Iterator[None]:
-    """Turn an error of the system, such as a full disk, into a DataError; `where` is named if it names no file."""
+def machine_errors(where: Path, action: str, kind: type[PretrainkitError] = DataError) -> Iterator[None]:
+    """Turn an error of the system, such as a full disk, into one of `kind`; `where` is named if it names no file."""
     try:
         yield
     except OSError as error:
-        raise DataError(error.strerror or str(error), where=str(error.filename or where), action=action) from error
+        raise kind(error.strerror or str(error), where=str(error.filename or where), action=action) from error

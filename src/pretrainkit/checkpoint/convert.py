@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -34,7 +33,7 @@ from pretrainkit.checkpoint.open import (
 )
 from pretrainkit.checkpoint.plan import MEGATRON_LM, CheckpointFormat, ConversionPlan, Options
 from pretrainkit.config.schema import ModelShape
-from pretrainkit.errors import CheckpointError, RequestError
+from pretrainkit.errors import CheckpointError, RequestError, machine_errors
 from pretrainkit.files import atomic_folder, remove_leftovers, write_json
 from pretrainkit.logs import get_logger
 from pretrainkit.models.registry import read_shape
@@ -106,7 +105,8 @@ def convert(source: str | Path, target: str | Path, options: Options | None = No
     if left := remove_leftovers(target):
         logger.warning("left by other processes, to be removed unless they still run: %s", ", ".join(map(str, left)))
     logger.info("converting %s (%s) to %s (%s)", source, found.format, target, format)
-    with _explained(target), atomic_folder(target, replace=options.overwrite) as folder:
+    explained = machine_errors(target, "nothing was left behind; try again", CheckpointError)
+    with explained, atomic_folder(target, replace=options.overwrite) as folder:
         writer = open_writer(folder, plan)
         _copy(reader, writer, plan)
         writer.finish()
@@ -196,19 +196,6 @@ def _check_space(target: Path, num_bytes: int) -> None:
         raise RequestError(
             f"{format_bytes(free)} free on the disk", where=str(target), needed=format_bytes(num_bytes + SPARE_BYTES)
         )
-
-
-@contextmanager
-def _explained(target: Path) -> Iterator[None]:
-    """Turn an OSError into a CheckpointError."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(
-            f"{error.strerror or error}",
-            where=str(error.filename or target),
-            action="nothing was left behind; try again",
-        ) from error
 
 
 def _notes(reader: WeightReader, plan: ConversionPlan) -> Iterator[str]:
