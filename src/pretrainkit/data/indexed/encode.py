@@ -1,6 +1,7 @@
 """What a worker of preprocessing does: reads and encodes pieces of the input, and writes their tokens.
 
 It holds an encoded chunk in memory until it is told where to write it: to its place in the output, or to part files.
+A request is a call of one of its methods: `partial(Worker.encode_item, number=..., item=...)`.
 """
 
 from __future__ import annotations
@@ -30,46 +31,16 @@ CHUNKS_PER_TRIM = 8
 
 
 @dataclass(frozen=True)
-class ItemRequest:
-    """Read and encode a work item; the reply is a Chunk."""
-
-    number: int
-    item: WorkItem
-
-
-@dataclass(frozen=True)
-class BlockRequest:
-    """Encode a block of a stream; the reply is a Chunk."""
-
-    number: int
-    """Of the work item."""
-    block: int
-    source: int
-    data: bytes
-    disk_bytes: int
-    digests: tuple[str, ...] = ()
-    """Of the complete stream, with its last block, which is empty."""
-    is_last: bool = False
-
-
-@dataclass(frozen=True)
-class WriteRequest:
-    """Write a chunk that is held, and hold it no longer, or copy its part files: a target for each column."""
-
-    chunk: Chunk
-    targets: list[Target]
-
-
-@dataclass(frozen=True)
 class IndexedTask:
-    """What the workers of a run do. Its items are the requests above."""
+    """Opens the workers of a run."""
 
     plan: Plan
     """Without its items: a request has one."""
 
-    def open(self, encoder: Encoder, worker: int) -> Callable[[Any], Chunk | None]:
-        """The worker's function, from a request to its reply."""
-        return _Worker(self.plan, encoder, worker).reply
+    def open(self, encoder: Encoder, worker: int) -> Callable[[Callable[[Worker], Any]], Any]:
+        """The function that carries out requests."""
+        opened = Worker(self.plan, encoder, worker)
+        return lambda request: request(opened)
 
 
 class _HeldChunk:
@@ -99,7 +70,9 @@ class _HeldChunk:
         self._clear()
 
 
-class _Worker:
+class Worker:
+    """Encodes chunks and holds them."""
+
     def __init__(self, plan: Plan, encoder: Encoder, number: int) -> None:
         self._plan, self._rules, self._folder = plan, plan.rules, plan.state_folder
         self._encoder, self._number = encoder, number
@@ -109,37 +82,30 @@ class _Worker:
         self._is_special = np.zeros(plan.tokenizer.num_ids, dtype=bool)
         self._is_special[list(plan.tokenizer.special_tokens.values())] = True
 
-    def reply(self, request: ItemRequest | BlockRequest | WriteRequest) -> Chunk | None:
-        """Do what is requested."""
-        if isinstance(request, WriteRequest):
-            self._write(request.chunk, request.targets)
-            return None
-        self._num_encoded += 1
-        if self._num_encoded % CHUNKS_PER_TRIM == 0:
-            trim_heap()
-        return self._encode_block(request) if isinstance(request, BlockRequest) else self._encode_item(request)
+    def encode_item(self, number: int, item: WorkItem) -> Chunk:
+        """Read and encode a work item of this number."""
+        chunk = self._chunk(number, 0, is_last=True, disk_bytes=item.num_bytes)
+        sources, rules = self._plan.sources, self._rules
+        ranges = [(RangeCounts(part.source), part) for part in item.ranges]
+        read = ((counts, sources[part.source].read(part, rules, counts)) for counts, part in ranges)
+        return self._encode_ranges(chunk, read)
 
-    def _write(self, chunk: Chunk, targets: list[Target]) -> None:
+    def encode_block(self, number: int, block: int, counts: RangeCounts, data: bytes, disk_bytes: int) -> Chunk:
+        """Encode a block of a stream that is the work item of this number; its last block is empty."""
+        chunk = self._chunk(number, block, is_last=not data, disk_bytes=disk_bytes)
+        parse = self._plan.sources[counts.source].parse
+        batches = parse(data, block == 0, self._rules, BATCH_BYTES) if data else ()
+        return self._encode_ranges(chunk, [(counts, batches)])
+
+    def write(self, chunk: Chunk, targets: list[Target]) -> None:
+        """Write a chunk that is held, and hold it no longer, or copy its part files: a target for each column."""
         if held := self._held.pop(chunk.order, None):
             held.write(targets)
             return
         parts = chunk.parts(self._folder)
         for column, (source, begin), (target, offset) in zip(chunk.columns, parts, targets, strict=True):
-            copy_range(source, begin, target, offset, column.num_bytes)
-
-    def _encode_item(self, request: ItemRequest) -> Chunk:
-        chunk = self._chunk(request.number, 0, is_last=True, disk_bytes=request.item.num_bytes)
-        sources, rules = self._plan.sources, self._rules
-        ranges = [(RangeCounts(part.source), part) for part in request.item.ranges]
-        read = ((counts, sources[part.source].read(part, rules, counts)) for counts, part in ranges)
-        return self._encode_ranges(chunk, read)
-
-    def _encode_block(self, request: BlockRequest) -> Chunk:
-        chunk = self._chunk(request.number, request.block, is_last=request.is_last, disk_bytes=request.disk_bytes)
-        counts = RangeCounts(request.source, num_bytes=len(request.data), digests=[*request.digests])
-        parse = self._plan.sources[request.source].parse
-        batches = parse(request.data, request.block == 0, self._rules, BATCH_BYTES) if request.data else ()
-        return self._encode_ranges(chunk, [(counts, batches)])
+            if column.num_bytes:  # an empty file may have been lost in a power cut
+                copy_range(source, begin, target, offset, column.num_bytes)
 
     def _chunk(self, item: int, block: int, *, is_last: bool, disk_bytes: int) -> Chunk:
         num_keys = len(self._rules.keys)
@@ -176,6 +142,9 @@ class _Worker:
             held.write(parts)
         else:
             self._held[chunk.order] = held
+        self._num_encoded += 1
+        if self._num_encoded % CHUNKS_PER_TRIM == 0:
+            trim_heap()
         return chunk
 
     def _encode_batch(self, batch: Batch, held: _HeldChunk) -> list[Reject]:

@@ -125,16 +125,6 @@ class IndexedDataset:
         if isinstance(self.tokens.base, mmap.mmap):
             self.tokens.base.madvise(mmap.MADV_DONTNEED)
 
-    def __len__(self) -> int:
-        return self.num_sequences
-
-    def __getitem__(self, sequence: int) -> NDArray:
-        """The ids of one sequence, a read-only view of the file."""
-        if not -self.num_sequences <= sequence < self.num_sequences:
-            raise IndexError(f"sequence {sequence} of {self.num_sequences}")
-        begin = int(self.sequence_pointers[sequence]) // self.dtype.itemsize
-        return self.tokens[begin : begin + int(self.sequence_lengths[sequence])]
-
     def document(self, document: int) -> NDArray:
         """The ids of one document: all of its sequences, which are consecutive."""
         if not 0 <= document < self.num_documents:

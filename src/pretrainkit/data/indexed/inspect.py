@@ -223,26 +223,26 @@ def count_epoch(prefixes: list[Path], split: str, sequence_length: int, global_b
     Raises RequestError when a split that is wanted gets less than one sample: training on it would not start.
     """
     shares = parse_split(split)
-    documents, tokens, samples = ([0] * len(SPLIT_NAMES) for _ in range(3))
+    counts = np.zeros((len(SPLIT_NAMES), 3), dtype=np.int64)
     for prefix in prefixes:
         lengths = IndexedDataset(prefix).sequence_lengths
         for i, (begin, end) in enumerate(itertools.pairwise(split_bounds(shares, len(lengths)))):
-            found = int(lengths[begin:end].sum(dtype=np.int64))
-            documents[i], tokens[i] = documents[i] + end - begin, tokens[i] + found
-            samples[i] += num_samples(found, sequence_length)
-    for name, share, found, count in zip(SPLIT_NAMES, shares, tokens, samples, strict=True):
-        if share and not count:
+            tokens = int(lengths[begin:end].sum(dtype=np.int64))
+            counts[i] += end - begin, tokens, num_samples(tokens, sequence_length)
+    epochs = [
+        Epoch(name, documents, tokens, samples, samples // global_batch_size)
+        for name, share, (documents, tokens, samples) in zip(SPLIT_NAMES, shares, counts.tolist(), strict=True)
+        if share
+    ]
+    for epoch in epochs:
+        if not epoch.num_samples:
             raise RequestError(
-                f"the {name} split of {split} has {found} tokens",
+                f"the {epoch.split} split of {split} has {epoch.num_tokens} tokens",
                 where="--split",
                 needed=f"at least {sequence_length + 1}: one sample of {sequence_length} and the token after it",
-                action=f"give the {name} split a larger share, or none",
+                action=f"give the {epoch.split} split a larger share, or none",
             )
-    return [
-        Epoch(name, documents[i], tokens[i], samples[i], samples[i] // global_batch_size)
-        for i, name in enumerate(SPLIT_NAMES)
-        if shares[i]
-    ]
+    return epochs
 
 
 def report_epoch(data: list[str], split: str, sequence_length: int, global_batch_size: int) -> Report:

@@ -15,11 +15,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeAlias
 
 from pretrainkit.data.byte_progress import ByteProgress
 from pretrainkit.data.indexed.chunk import Chunk, Column, Order, Target
-from pretrainkit.data.indexed.encode import BlockRequest, IndexedTask, ItemRequest, WriteRequest
+from pretrainkit.data.indexed.encode import IndexedTask, Worker
 from pretrainkit.data.indexed.output import Output
 from pretrainkit.data.indexed.request import Plan
 from pretrainkit.data.indexed.state_folder import StateFolder
@@ -33,8 +33,9 @@ from pretrainkit.logs import get_logger
 from pretrainkit.units import format_count
 
 LOGGER = get_logger(__name__)
+Request: TypeAlias = Callable[[Worker], Chunk]
 MAX_HELD_CHUNKS = 3
-"""Chunks that a worker holds in memory while their place is not known; beyond, it puts the oldest into part files."""
+"""Chunks that a worker holds in memory while their place is not known; of more, the last goes to part files."""
 FLUSH_BYTES = 64 << 20
 """Tokens after which the disk is made to follow, so that little is left to flush at the end."""
 
@@ -74,8 +75,8 @@ class Run:
         remaining = self._remaining()
         self._waiting = deque(remaining.items())
         self._num_streams = 0
-        self._blocks: dict[int, tuple[BlockRequest, Iterator[BlockRequest]]] = {}
-        """The block of each stream that was read and is not handed out, and those after it."""
+        self._blocks: dict[int, tuple[Request, Iterator[Request]]] = {}
+        """By item the block of a stream that was read and is not handed out, and those after it."""
         self._start_progress(remaining)
         self._threads = ThreadPoolExecutor(len(self._pool) + 1)
         """One for each stream that is read, and one that flushes."""
@@ -150,6 +151,7 @@ class Run:
             path.unlink()
         self._pending, self._done = journal.parts, {*journal.placed, *journal.parts}
         self._state.begin()
+        journal.placed = {}
 
     def _remaining(self) -> dict[int, WorkItem]:
         """The items of which something is not done."""
@@ -179,11 +181,12 @@ class Run:
             self._num_encoding += 1
             self._when(self._pool.submit(request), self._take_chunk)
 
-    def _next_request(self, *, may_be_block: bool) -> ItemRequest | BlockRequest | None:
+    def _next_request(self, *, may_be_block: bool) -> Request | None:
         """The earliest request there is at the moment; a block takes memory."""
         if may_be_block and self._blocks:
-            block, following = self._blocks.pop(min(self._blocks))
-            self._read_block(following)
+            number = min(self._blocks)
+            block, following = self._blocks.pop(number)
+            self._read_block(number, following)
             return block
         while self._waiting:
             number, item = self._waiting[0]
@@ -191,30 +194,32 @@ class Run:
                 return None
             self._waiting.popleft()
             if not item.is_stream:
-                return ItemRequest(number, item)
+                return partial(Worker.encode_item, number=number, item=item)
             self._num_streams += 1
-            self._read_block(self._stream(number, item))
+            self._read_block(number, self._stream(number, item))
         return None
 
-    def _stream(self, number: int, item: WorkItem) -> Iterator[BlockRequest]:
-        """The blocks of a stream that are not done yet, then its end: an empty block."""
+    def _stream(self, number: int, item: WorkItem) -> Iterator[Request]:
+        """The blocks of a stream that are not done yet, then its end: an empty block with the hashes of all."""
         (part,) = item.ranges
-        counts, block = RangeCounts(part.source), 0
-        for found in self._plan.sources[part.source].blocks(part, self._plan.rules, counts):
+        hashes, block = RangeCounts(part.source), 0
+        request = partial(Worker.encode_block, number=number)
+        for found in self._plan.sources[part.source].blocks(part, self._plan.rules, hashes):
             if (number, block) not in self._done:
-                yield BlockRequest(number, block, part.source, found.data, found.disk_bytes)
+                counts = RangeCounts(part.source, num_bytes=len(found.data))
+                yield partial(request, block=block, counts=counts, data=found.data, disk_bytes=found.disk_bytes)
             block += 1
         if (number, block) not in self._done:
-            yield BlockRequest(number, block, part.source, b"", 0, tuple(counts.digests), is_last=True)
+            yield partial(request, block=block, counts=hashes, data=b"", disk_bytes=0)
 
-    def _read_block(self, stream: Iterator[BlockRequest]) -> None:
-        self._when(self._threads.submit(next, stream, None), partial(self._take_block, stream))
+    def _read_block(self, number: int, stream: Iterator[Request]) -> None:
+        self._when(self._threads.submit(next, stream, None), partial(self._take_block, number, stream))
 
-    def _take_block(self, stream: Iterator[BlockRequest], block: BlockRequest | None) -> None:
+    def _take_block(self, number: int, stream: Iterator[Request], block: Request | None) -> None:
         if block is None:
             self._num_streams -= 1
         else:
-            self._blocks[block.number] = block, stream
+            self._blocks[number] = block, stream
 
     def _take_chunk(self, chunk: Chunk) -> None:
         self._num_encoding -= 1
@@ -245,7 +250,7 @@ class Run:
         """Have the worker that holds a chunk write it, or any worker copy its part files."""
         if chunk.worker is not None:
             self._held[chunk.worker].remove(chunk)
-        return self._pool.submit(WriteRequest(chunk, targets), chunk.worker)
+        return self._pool.submit(partial(Worker.write, chunk=chunk, targets=targets), chunk.worker)
 
     def _advance(self) -> None:
         """Bring chunks to their place whose turn has come, and finish outputs."""
@@ -271,7 +276,7 @@ class Run:
         self._num_placing -= 1
         self._state.add_placed(chunk, rejects)
         for path in chunk.part_files(self._state.path):
-            path.unlink()
+            path.unlink(missing_ok=True)
         self._num_unflushed += sum(column.num_bytes for column in chunk.columns)
         if self._num_unflushed > FLUSH_BYTES and (self._flush is None or self._flush.done()):
             self._num_unflushed, self._flush = 0, self._threads.submit(output.flush)

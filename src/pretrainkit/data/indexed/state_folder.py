@@ -117,8 +117,8 @@ class StateFolder:
     def begin(self) -> None:
         """Write down what the journal says now, and append to it from here on."""
         write_json(self.path / "request.json", {**self._request, "state": VERSION})
-        with atomic_file(self._journal_path) as temporary:
-            temporary.write_bytes(b"".join(self.journal.lines()))
+        with atomic_file(self._journal_path) as temporary, temporary.open("wb") as file:
+            file.writelines(self.journal.lines())
         self._file = self._stack.enter_context(self._journal_path.open("ab", buffering=0))
 
     def _append(self, entry: dict[str, Any]) -> None:

@@ -65,12 +65,8 @@ def resolve_inputs(inputs: tuple[str, ...], text_documents: str = "line") -> lis
     found.sort(key=lambda entry: natural_key(str(entry[0])))
     sources = []
     for file, base in found:
-        try:
+        with RequestError.collected(problems):
             sources.append(_describe(file, base, text_documents))
-        except RequestError as error:
-            problems.append(error)
-        except OSError as error:
-            problems.append(RequestError(f"can't be read: {error.strerror}", where=str(file)))
     if problems:
         raise RequestError.of_all(problems)
     return sources
@@ -130,8 +126,11 @@ def _format_of(name: str) -> type[LineSource] | type[TextFile] | type[Table] | N
 
 def _describe(path: Path, base: Path, text_documents: str) -> Source:
     kind = _format_of(path.name)
-    with path.open("rb") as file:
-        start = file.read(8)
+    try:
+        with path.open("rb") as file:
+            start = file.read(8)
+    except OSError as error:
+        raise RequestError(f"can't be read: {error.strerror}", where=str(path)) from error
     compression = next((name for magic, name in compressed.MAGICS.items() if start.startswith(magic)), "")
     if kind is None:
         if not compression and not start.removeprefix(BOM).lstrip().startswith(b"{"):

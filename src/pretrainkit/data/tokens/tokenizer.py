@@ -7,7 +7,6 @@ fork, and a wrong request is refused in a fraction of a second.
 from __future__ import annotations
 
 import atexit
-import hashlib
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any
 
 from pretrainkit.data.hub import local_folder
 from pretrainkit.errors import RequestError
+from pretrainkit.files import sha256_file
 from pretrainkit.logs import get_logger
 
 LOGGER = get_logger(__name__)
@@ -30,7 +30,7 @@ PLAIN_CLASSES = {
 }
 """Tokenizer classes of transformers that use a complete tokenizer.json unchanged."""
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-FLAGS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 @dataclass(frozen=True)
@@ -89,20 +89,14 @@ def load_tokenizer(name: Path | str, eod_token: str | None = None) -> TokenizerF
     json_path = path / "tokenizer.json" if path.is_dir() else path
     if not json_path.is_file():
         json_path, roles = _through_transformers(path)
-    raw = json_path.read_bytes()
-    description = _parse(json_path, raw)
+    description = _parse(json_path)
     if path.is_dir() and not roles:
         config, token_map = _config(path / "tokenizer_config.json"), _config(path / "special_tokens_map.json")
-        reason = _says_more(config, token_map, description)
-        if reason:
+        roles = {role: _content(value) for role, value in {**token_map, **config}.items() if role in ROLES and value}
+        if reason := _says_more(config, token_map, description):
             LOGGER.info("%s: %s, so transformers loads it", path, reason)
             json_path, roles = _through_transformers(path)
-            raw = json_path.read_bytes()
-            description = _parse(json_path, raw)
-        else:
-            roles = {
-                role: _content(value) for role, value in {**token_map, **config}.items() if role in ROLES and value
-            }
+            description = _parse(json_path)
     added = {token["content"]: int(token["id"]) for token in description["added_tokens"]}
     vocabulary = description["model"]["vocab"]
     largest = len(vocabulary) - 1 if isinstance(vocabulary, list) else max(vocabulary.values(), default=-1)
@@ -121,7 +115,7 @@ def load_tokenizer(name: Path | str, eod_token: str | None = None) -> TokenizerF
     return TokenizerFile(
         name=str(name),
         json_path=json_path,
-        sha256=hashlib.sha256(raw).hexdigest(),
+        sha256=sha256_file(json_path),
         largest_id=max([largest, *added.values()]),
         eod_id=id_of(eod_token or roles.get("eos_token")),
         bos_id=id_of(roles.get("bos_token")),
@@ -130,15 +124,13 @@ def load_tokenizer(name: Path | str, eod_token: str | None = None) -> TokenizerF
     )
 
 
-def _parse(path: Path, raw: bytes) -> dict[str, Any]:
-    import orjson
-
+def _parse(path: Path) -> dict[str, Any]:
     try:
-        description = orjson.loads(raw)
+        description = _config(path)
         description["model"]["vocab"]
-    except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+    except (RequestError, KeyError, TypeError) as error:
         raise RequestError(
-            f"not a tokenizer.json: {error}",
+            f"not a tokenizer.json: {error.found if isinstance(error, RequestError) else error}",
             where=str(path),
             needed="a folder with tokenizer.json, that file, or the hub id of a model",
         ) from error
@@ -149,10 +141,8 @@ def _parse(path: Path, raw: bytes) -> dict[str, Any]:
 def _config(path: Path) -> dict[str, Any]:
     import orjson
 
-    if not path.is_file():
-        return {}
     try:
-        return orjson.loads(path.read_bytes())
+        return orjson.loads(path.read_bytes()) if path.is_file() else {}
     except orjson.JSONDecodeError as error:
         raise RequestError(f"not JSON: {error}", where=str(path)) from error
 
@@ -169,7 +159,7 @@ def _says_more(config: dict[str, Any], token_map: dict[str, Any], description: d
     known = {token["content"]: token for token in description["added_tokens"]}
     for token in config.get("added_tokens_decoder", {}).values():
         listed = known.get(token["content"])
-        if listed is None or any(bool(token.get(flag)) != bool(listed.get(flag)) for flag in FLAGS[1:]):
+        if listed is None or any(bool(token.get(flag)) != bool(listed.get(flag)) for flag in FLAGS):
             return f"its config defines the added token {token['content']!r} differently"
     named = [value for role, value in {**token_map, **config}.items() if role in ROLES and value]
     named += config.get("additional_special_tokens") or []
