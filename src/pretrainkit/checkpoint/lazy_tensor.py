@@ -11,8 +11,10 @@ import errno
 import mmap
 import os
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
+from io import FileIO
 from pathlib import Path
 from typing import TypeAlias
 
@@ -123,13 +125,15 @@ class LazyTensor:
     def write(self, descriptor: int, offset: int) -> int:
         """Write the elements, row-major, at an offset of an open file; the number of bytes."""
         begin = offset
-        for block in self.blocks:
-            size = torch.Size(block.shape).numel() * self.dtype.itemsize
-            if isinstance(block, StoredTensor) and block.dtype == self.dtype and block.meta.is_contiguous():
-                _copy_range(block, descriptor, offset, size)
-            else:
-                _write_slices(_tensor(block), self.dtype, descriptor, offset)
-            offset += size
+        with ExitStack() as stack:
+            open_once = cache(lambda path: stack.enter_context(path.open("rb", buffering=0)))
+            for block in self.blocks:
+                size = torch.Size(block.shape).numel() * self.dtype.itemsize
+                if isinstance(block, StoredTensor) and block.dtype == self.dtype and block.meta.is_contiguous():
+                    _copy_range(open_once(block.path), block.begin, descriptor, offset, size)
+                else:
+                    _write_slices(_tensor(block), self.dtype, descriptor, offset)
+                offset += size
         return offset - begin
 
 
@@ -137,24 +141,23 @@ def _tensor(block: Block) -> Tensor:
     return block.read() if isinstance(block, StoredTensor) else block
 
 
-def _copy_range(block: StoredTensor, descriptor: int, offset: int, size: int) -> None:
-    """Copy a block's bytes from file to file.
+def _copy_range(source: FileIO, begin: int, descriptor: int, offset: int, size: int) -> None:
+    """Copy bytes from file to file.
 
     copy_file_range isn't used: source and target are nearly always aligned differently within a page, and with it
     5.2 GiB took 6.0 to 6.5 s from NeMo instead of 3.0 to 4.5, and 7.0 to 7.1 s to torch instead of 4.6 to 5.3.
     """
     buffer = memoryview(bytearray(min(size, COPY_BYTES)))
-    with block.path.open("rb", buffering=0) as source:
-        source.seek(block.begin)
-        for done in range(0, size, COPY_BYTES):
-            piece = buffer[: size - done]
-            filled = 0
-            while filled < len(piece):
-                count = source.readinto(piece[filled:])
-                if not count:
-                    raise OSError(errno.EIO, "ends within a tensor", str(block.path))
-                filled += count
-            pwrite_all(descriptor, piece, offset + done)
+    source.seek(begin)
+    for done in range(0, size, COPY_BYTES):
+        piece = buffer[: size - done]
+        filled = 0
+        while filled < len(piece):
+            count = source.readinto(piece[filled:])
+            if not count:
+                raise OSError(errno.EIO, "ends within a tensor", str(source.name))
+            filled += count
+        pwrite_all(descriptor, piece, offset + done)
 
 
 def _write_slices(tensor: Tensor, dtype: torch.dtype, descriptor: int, offset: int) -> None:
