@@ -17,15 +17,15 @@ Order of the callbacks, which each hook follows:
 10. `Checkpoints`: saves after what the callbacks above decided, a stop included
 11. `DataLoaderWatchdog`, `FreezeGC`
 
-What is replaced in NeMo, Lightning, Megatron and Python here, by the file that does it. `patches` has the rows of the
-register for modules and classes, which `train` and `saving` apply; the others change single objects, or Python's own:
+What is replaced in NeMo, Lightning, Megatron and Python for a run, by the file that does it. `train`, `saving` and
+`trainer` apply rows of the register (`megatron.patches`); the others change single objects, or Python's own:
 
 | where | what | why |
 |---|---|---|
-| `patches` | NeMo's `_fix_tensors_device` | asserts that there is a GPU |
+| `train` | NeMo's `_fix_tensors_device` | asserts that there is a GPU |
 | `trainer` | Lightning's signal handlers | they end a run before anything is saved |
 | `child_processes` | `os.fork` | a forked Python can hang before its first instruction |
-| `patches` | Megatron's `save_common`, `finish` and `save_config` | an error on the first rank alone hangs the others |
+| `saving` | Megatron's `save_common`, `finish` and `save_config` | an error on the first rank alone hangs the others |
 | `before_steps` | `load_checkpoint`, `load_model_state_dict` | to find weights that were not loaded |
 | `loss_guard` | `training_step`; the optimizer's `get_grad_norm`, `step_with_ready_grads` | to skip a bad update |
 | `stop` | the epoch loop's `_should_check_val_fx` | Lightning counts from the start of the data loader |

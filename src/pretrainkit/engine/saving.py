@@ -33,7 +33,6 @@ from pretrainkit.checkpoint.formats.hf_files import HF_SOURCE, copy_description
 from pretrainkit.config.resolve import VOCABULARY_MULTIPLE
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.engine.agreement import all_ranks_any
-from pretrainkit.engine.patches import keep_errors
 from pretrainkit.megatron import patches
 from pretrainkit.run.checkpoints import Checkpoint, commit
 from pretrainkit.run.folder import RunFolder
@@ -110,7 +109,7 @@ class Saver:
         """The checkpoint that is being written."""
         self.began_s = 0.0
         """Start of its writing by time.monotonic()."""
-        patches.apply(keep_errors(self._keeping))
+        patches.apply(patches.keep_errors(self._keeping))
         # The queue's process imports the main script again: started early, it doesn't delay the first save.
         self._queue_start = threading.Thread(target=filesystem_async._get_write_results_queue, daemon=True)
         if run.accelerator == "gpu":  # on CPU it is forked (megatron.patches), which takes no time

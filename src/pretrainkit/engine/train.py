@@ -10,7 +10,6 @@ from nemo.collections import llm
 from nemo.utils import logging as nemo_logging
 
 from pretrainkit.config.schema import ResolvedRun
-from pretrainkit.engine import patches as nemo_patches
 from pretrainkit.engine.callbacks.before_steps import FreezeGC, OptimizerSettings, UseCudaGraphs, VerifyRestoredState
 from pretrainkit.engine.callbacks.checkpoints import Checkpoints
 from pretrainkit.engine.callbacks.initial_loss_check import InitialLossCheck
@@ -42,7 +41,7 @@ def train(
     use_fork_timeout()
     nemo_logging.setLevel(logging.ERROR)
     if run.accelerator == "cpu":
-        patches.apply(nemo_patches.CPU)
+        patches.apply(patches.NEMO_ON_CPU)
     prefixes = local_prefixes(run)
     chosen = run.kernels
     assert chosen, "run_rank refuses a run without kernels"

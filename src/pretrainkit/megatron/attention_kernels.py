@@ -21,7 +21,7 @@ from pretrainkit.logs import get_logger
 
 log = get_logger(__name__)
 aten = torch.ops.aten
-
+Gradients = tuple[Tensor, Tensor, Tensor]
 
 CUDNN_CAPABILITIES = (9, 10)
 """Major compute capabilities (Hopper, Blackwell) for which torch prefers cuDNN's kernel."""
@@ -77,9 +77,7 @@ class BlockKernel(ABC):
         """Output, lse, and the random state that backward requires; any block's will do, as there is no dropout."""
 
     @abstractmethod
-    def backward(
-        self, block: AttentionBlock, grad: Tensor, out: Tensor, lse: Tensor, rng_state: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, block: AttentionBlock, grad: Tensor, out: Tensor, lse: Tensor, rng_state: Any) -> Gradients:
         """Gradients of queries, keys and values."""
 
 
@@ -106,9 +104,7 @@ class CuDnn(BlockKernel):
         )
         return found[0], found[1].squeeze(-1), found[6:8]
 
-    def backward(
-        self, block: AttentionBlock, grad: Tensor, out: Tensor, lse: Tensor, rng_state: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, block: AttentionBlock, grad: Tensor, out: Tensor, lse: Tensor, rng_state: Any) -> Gradients:
         tensors = grad, block.q, block.k, block.v, out, lse.unsqueeze(-1)
         sizes = block.q.size(2), block.k.size(2)
         q, k, v = aten._scaled_dot_product_cudnn_attention_backward(
@@ -128,24 +124,11 @@ class Flash(BlockKernel):
         )
         return found[0], found[1], found[6:8]
 
-    def backward(
-        self, block: AttentionBlock, grad: Tensor, out: Tensor, lse: Tensor, rng_state: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, block: AttentionBlock, grad: Tensor, out: Tensor, lse: Tensor, rng_state: Any) -> Gradients:
+        tensors = grad, block.q, block.k, block.v, out, lse
         sizes = block.q.size(2), block.k.size(2)
         q, k, v = aten._scaled_dot_product_flash_attention_backward(
-            grad,
-            block.q,
-            block.k,
-            block.v,
-            out,
-            lse,
-            None,
-            None,
-            *sizes,
-            0.0,
-            block.causal,
-            *rng_state,
-            scale=block.scale,
+            *tensors, None, None, *sizes, 0.0, block.causal, *rng_state, scale=block.scale
         )
         return q, k, v
 
@@ -162,9 +145,7 @@ class Efficient(BlockKernel):
         )
         return found[0], found[1][..., : block.q.size(2)].contiguous(), found[2:4]
 
-    def backward(
-        self, block: AttentionBlock, grad: Tensor, out: Tensor, lse: Tensor, rng_state: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, block: AttentionBlock, grad: Tensor, out: Tensor, lse: Tensor, rng_state: Any) -> Gradients:
         k, v = self._for_each_query_head(block)
         lse = F.pad(lse, (0, -lse.size(-1) % 32))
         needs_grad = (True, True, True, False)
@@ -189,9 +170,7 @@ class _OnCpu(BlockKernel):
         )
         return out, lse, None
 
-    def backward(
-        self, block: AttentionBlock, grad: Tensor, out: Tensor, lse: Tensor, rng_state: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, block: AttentionBlock, grad: Tensor, out: Tensor, lse: Tensor, rng_state: Any) -> Gradients:
         q, k, v = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, block.q, block.k, block.v, out, lse, 0.0, block.causal, scale=block.scale
         )

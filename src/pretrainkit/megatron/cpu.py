@@ -2,8 +2,8 @@
 
 Megatron-core and NeMo name the CUDA device in dozens of places. `bridge()` makes those places mean the CPU, in this
 process and for good; it must run before megatron.core is imported, and only in a process that trains on CPU. It changes
-where tensors are, never what is computed. `patches.CPU` lists the attributes that are replaced by what is here; tensor
-methods and arguments (`.cuda()`, `device="cuda"`, `pin_memory`) are redirected by a torch function mode.
+where tensors are, never what is computed. `patches.CPU` lists the attributes that are replaced; tensor methods and
+arguments (`.cuda()`, `device="cuda"`, `pin_memory`) are redirected by a torch function mode.
 """
 
 from __future__ import annotations
@@ -71,58 +71,6 @@ class Stream:
 
 class Event(Stream):
     """torch.cuda.Event's interface."""
-
-
-def stream(stream: Any) -> contextlib.AbstractContextManager[None]:
-    """torch.cuda.stream."""
-    return contextlib.nullcontext()
-
-
-def current_stream(device: Any = None) -> Stream:
-    """torch.cuda.current_stream."""
-    return Stream()
-
-
-def default_stream(device: Any = None) -> Stream:
-    """torch.cuda.default_stream."""
-    return Stream()
-
-
-def synchronize(device: Any = None) -> None:
-    """torch.cuda.synchronize."""
-
-
-def current_device() -> torch.device:
-    """torch.cuda.current_device."""
-    return CPU
-
-
-def set_device(device: Any) -> None:
-    """torch.cuda.set_device."""
-
-
-def get_rng_state(device: Any = "cuda") -> torch.Tensor:
-    """torch.cuda.get_rng_state: the CPU generator's."""
-    return torch.get_rng_state()
-
-
-def set_rng_state(state: torch.Tensor, device: Any = "cuda") -> None:
-    """torch.cuda.set_rng_state: nothing, as the CPU generator's state is restored by its own name."""
-
-
-def module_on_cpu(module: torch.nn.Module, device: Any = None) -> torch.nn.Module:
-    """torch.nn.Module.cuda."""
-    return module
-
-
-def get_megatron_rng_state(*_: Any, **__: Any) -> torch.Tensor:
-    """Megatron's `_get_cuda_rng_state`."""
-    return torch.get_rng_state()
-
-
-def set_megatron_rng_state(state: torch.Tensor, *_: Any, **__: Any) -> None:
-    """Megatron's `_set_cuda_rng_state`."""
-    torch.set_rng_state(state)
 
 
 def rng_tracker(_: Any) -> Any:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from megatron.core.transformer import cuda_graphs
@@ -24,13 +24,6 @@ from torch import Tensor
 from pretrainkit.logs import get_logger
 
 log = get_logger(__name__)
-
-
-class Replayable(Protocol):
-    """GPU work that can be repeated."""
-
-    def replay(self) -> None:
-        """Run it on what is at its addresses now."""
 
 
 class CudaGraphs:
@@ -48,7 +41,7 @@ class CudaGraphs:
             body()
         torch.cuda.current_stream().wait_stream(self._stream)
 
-    def capture(self, body: Callable[[], object]) -> Replayable:
+    def capture(self, body: Callable[[], object]) -> torch.cuda.CUDAGraph:
         """Capture the work of `body` without running it."""
         graph = torch.cuda.CUDAGraph()
         # Other threads may allocate during the capture: the one that pins batches does.
@@ -108,9 +101,9 @@ def _alias(weight: Any) -> Any:
 class _Layer:
     """A layer's two graphs, its weights, and its modules, listed once."""
 
-    def __init__(self, module: Any, forward: Replayable) -> None:
+    def __init__(self, module: Any, forward: torch.cuda.CUDAGraph) -> None:
         self.forward = forward
-        self.backward: Replayable
+        self.backward: torch.cuda.CUDAGraph
         self.weights = [weight for weight in module.parameters() if weight.requires_grad]
         self._modules = list(module.modules())
 
@@ -150,17 +143,14 @@ class GraphedLayers:
         **others: Any,
     ) -> Tensor:
         """TransformerBlock's: hidden states [s, b, h] to the normed ones that the output layer takes."""
-        is_training = self._block.training and torch.is_grad_enabled()
-        is_special = attention_mask is not None or any(value is not None for value in others.values())
-        if is_training and not is_special and not self._layers and not self._failed:
-            self._try_to_capture(hidden_states, rotary_pos_emb)
-        if is_training and not is_special and self._fits(hidden_states, rotary_pos_emb):
-            normed: Tensor = self._block.final_layernorm(Replay.apply(self, hidden_states))
-            return normed
+        is_special = any(value is not None for value in (attention_mask, *others.values()))
+        if self._block.training and torch.is_grad_enabled() and not is_special:
+            if not self._layers and not self._failed:
+                self._try_to_capture(hidden_states, rotary_pos_emb)
+            if self._layers and hidden_states.shape == self._hidden.shape and rotary_pos_emb is self._rotary:
+                normed: Tensor = self._block.final_layernorm(Replay.apply(self, hidden_states))
+                return normed
         return self._eager_forward(hidden_states, attention_mask, rotary_pos_emb=rotary_pos_emb, **others)
-
-    def _fits(self, hidden: Tensor, rotary: Tensor | None) -> bool:
-        return bool(self._layers) and hidden.shape == self._hidden.shape and rotary is self._rotary
 
     def _try_to_capture(self, hidden: Tensor, rotary: Tensor | None) -> None:
         try:

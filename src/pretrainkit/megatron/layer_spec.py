@@ -1,7 +1,7 @@
 """Megatron's transformer layer from torch modules, without Transformer Engine.
 
 Parameter names are those of Transformer Engine's spec (a norm's weight belongs to the linear layer after it), so that
-checkpoints load with either.
+checkpoints load with either. Layers with experts, which run one after another (SequentialMLP), are for evaluation.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from pretrainkit.megatron import patches
 from pretrainkit.megatron.attention import ScaledDotProductAttention
 from pretrainkit.megatron.tp_overlap import AllGatherMatmul, MatmulReduceScatter, peer_memory_of
 
@@ -110,28 +111,35 @@ def add_fused_residual(training: bool, fused: bool) -> Callable[..., Tensor]:
 def torch_layer_spec(
     config: TransformerConfig, vp_stage: int | None = None, *, fused_norm: bool = False, overlaps: bool = False
 ) -> TransformerBlockSubmodules:
-    """The decoder's layers and final norm for a dense RMSNorm transformer.
+    """The decoder's layers and final norm for an RMSNorm transformer that is dense or has experts in every layer.
 
     With `overlaps`, tensor-parallel communication overlaps with GEMMs; this needs sequence parallelism and CUDA.
     """
-    if config.num_moe_experts or config.normalization != "RMSNorm":
-        raise NotImplementedError(
-            f"without Transformer Engine only dense RMSNorm models train; found {config.normalization}, "
-            f"{config.num_moe_experts} experts"
-        )
-    layer = get_gpt_layer_local_spec(normalization=config.normalization, qk_layernorm=config.qk_layernorm)
+    if config.normalization != "RMSNorm":
+        raise NotImplementedError(f"layers without Transformer Engine have RMSNorm; found {config.normalization}")
+    if config.num_moe_experts:
+        patches.apply(patches.EXPERTS)
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, normalization="RMSNorm", qk_layernorm=config.qk_layernorm
+    )
     parts = layer.submodules
     attention = parts.self_attention.submodules
     attention.core_attention = ScaledDotProductAttention
     linear = FusedResidualRMSNormColumnParallelLinear if fused_norm else RMSNormColumnParallelLinear
-    attention.linear_qkv = parts.mlp.submodules.linear_fc1 = ModuleSpec(module=linear, params={"overlaps": overlaps})
+    attention.linear_qkv = ModuleSpec(module=linear, params={"overlaps": overlaps})
+    if config.num_moe_experts:
+        parts.pre_mlp_layernorm = RMSNorm
+        if config.moe_shared_expert_intermediate_size:
+            parts.mlp.submodules.shared_experts.params["gate"] = True
+    else:
+        parts.mlp.submodules.linear_fc1, parts.pre_mlp_layernorm = attention.linear_qkv, IdentityOp
     if overlaps:
         attention.linear_proj = parts.mlp.submodules.linear_fc2 = OverlappedRowParallelLinear
     if fused_norm:
         parts.self_attn_bda = parts.mlp_bda = add_fused_residual
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
-    parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
+    parts.input_layernorm = IdentityOp
     # Megatron's local spec renames separate norms to Transformer Engine's names when saving; ours have those names.
     parts.sharded_state_dict_keys_map = {}
     num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)

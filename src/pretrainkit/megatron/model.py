@@ -18,7 +18,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from pretrainkit.config.schema import Kernels, ModelShape
-from pretrainkit.megatron.experts import expert_config_fields, torch_expert_layer_spec
 from pretrainkit.megatron.kernels import config_fields
 from pretrainkit.megatron.layer_spec import torch_layer_spec
 from pretrainkit.megatron.model_config import precision_fields, scaled_inverse_frequencies
@@ -45,8 +44,12 @@ def build_model(
     tensor_parallel_size = parallel_state.get_tensor_model_parallel_world_size()
     fields = {**transformer_config_fields(shape), **precision_fields(precision)}
     if shape.num_experts:
-        fields |= expert_config_fields(tensor_parallel_size=tensor_parallel_size)
-        fields["expert_model_parallel_size"] = parallel_state.get_expert_model_parallel_world_size()
+        fields |= {
+            "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+            "moe_token_dispatcher_type": "allgather",  # the one that needs no CUDA
+            "moe_grouped_gemm": False,
+            "sequence_parallel": tensor_parallel_size > 1,  # Megatron requires it with experts
+        }
     config = TransformerConfig(**fields, tensor_model_parallel_size=tensor_parallel_size)
     if kernels:
         for name, value in config_fields(kernels, qk_norm=shape.qk_norm).items():
@@ -55,8 +58,6 @@ def build_model(
         spec: Any = get_gpt_layer_with_transformer_engine_spec(
             num_experts=shape.num_experts or None, qk_layernorm=shape.qk_norm
         )
-    elif shape.num_experts:
-        spec = torch_expert_layer_spec(config, shape)
     else:
         spec = torch_layer_spec(config, fused_norm=kernels is not None and kernels.norm == "triton")
     model = GPTModel(

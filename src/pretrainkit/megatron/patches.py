@@ -3,27 +3,28 @@
 Megatron-core and torch have no public setting for what these rows change. A row names the versions at which upstream's
 code was read; at any other version it is refused before anything is patched, since the code around the attribute may
 have changed. To support another version, read the code around each row's target there and extend `read_at`.
-NeMo's rows are in `engine.patches`: only the engine knows NeMo.
 """
 
 from __future__ import annotations
 
-import importlib
+import contextlib
 import importlib.metadata
 import multiprocessing
+import pkgutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from packaging.requirements import Requirement
 
 from pretrainkit.config.schema import Kernels
 from pretrainkit.errors import RequestError
 
 MEGATRON = "megatron-core==0.15.3"
+NEMO = "nemo_toolkit==2.7.3"
 TORCH = "torch>=2.10.0a0,<2.14"
 NUMPY = "numpy>=1.26,<3"
-_MISSING = object()
 
 
 @dataclass(frozen=True)
@@ -44,15 +45,12 @@ class Patch:
     def owner(self) -> Any:
         """The module or class that has the attribute, imported."""
         module, _, path = self.target.partition(":")
-        owner: Any = importlib.import_module(module)
-        for name in path.split(".")[:-1]:
-            owner = getattr(owner, name)
-        return owner
+        return pkgutil.resolve_name(f"{module}:{path.rpartition('.')[0]}")
 
     @property
     def name(self) -> str:
         """The attribute's own name."""
-        return self.target.rpartition(":")[2].rpartition(".")[2]
+        return self.target.partition(":")[2].rpartition(".")[2]
 
     def problem(self) -> str:
         """Why this patch can't be applied to the installed version; empty if it can."""
@@ -73,17 +71,12 @@ def value(constant: object) -> Callable[[Any], Any]:
 
 def ours(name: str) -> Callable[[Any], Any]:
     """The object `module:name` under pretrainkit.megatron, imported when the patch is applied."""
-    return lambda present: _ours(name)
+    return lambda present: pkgutil.resolve_name(f"pretrainkit.megatron.{name}")
 
 
 def wrapped_by(name: str) -> Callable[[Any], Any]:
     """What the function `module:name` under pretrainkit.megatron gives for the present value."""
-    return lambda present: _ours(name)(present)
-
-
-def _ours(name: str) -> Any:
-    module, _, attribute = name.partition(":")
-    return getattr(importlib.import_module(f"pretrainkit.megatron.{module}"), attribute)
+    return lambda present: pkgutil.resolve_name(f"pretrainkit.megatron.{name}")(present)
 
 
 def _swiglu_by_liger(present: Any) -> Any:
@@ -112,19 +105,20 @@ CPU = (
     # One function per name: torch._dynamo refuses one function under two names of torch.cuda.
     Patch("torch.cuda:Stream", ours("cpu:Stream"), _NO_STREAMS, TORCH),
     Patch("torch.cuda:Event", ours("cpu:Event"), _NO_STREAMS, TORCH),
-    Patch("torch.cuda:stream", ours("cpu:stream"), _NO_STREAMS, TORCH),
-    Patch("torch.cuda:current_stream", ours("cpu:current_stream"), _NO_STREAMS, TORCH),
-    Patch("torch.cuda:default_stream", ours("cpu:default_stream"), _NO_STREAMS, TORCH),
-    Patch("torch.cuda:synchronize", ours("cpu:synchronize"), _NO_STREAMS, TORCH),
-    Patch("torch.cuda:current_device", ours("cpu:current_device"), _NO_DEVICES, TORCH),
-    Patch("torch.cuda:set_device", ours("cpu:set_device"), _NO_DEVICES, TORCH),
-    Patch("torch.cuda:get_rng_state", ours("cpu:get_rng_state"), _NO_GENERATOR, TORCH),
-    Patch("torch.cuda:set_rng_state", ours("cpu:set_rng_state"), _NO_GENERATOR, TORCH),
-    Patch("torch.nn:Module.cuda", ours("cpu:module_on_cpu"), "megatron_strategy moves the model to its device", TORCH),
+    Patch("torch.cuda:stream", value(lambda stream: contextlib.nullcontext()), _NO_STREAMS, TORCH),
+    Patch("torch.cuda:current_stream", value(lambda device=None: torch.cuda.Stream()), _NO_STREAMS, TORCH),
+    Patch("torch.cuda:default_stream", value(lambda device=None: torch.cuda.Stream()), _NO_STREAMS, TORCH),
+    Patch("torch.cuda:synchronize", value(lambda device=None: None), _NO_STREAMS, TORCH),
+    Patch("torch.cuda:current_device", value(lambda: torch.device("cpu")), _NO_DEVICES, TORCH),
+    Patch("torch.cuda:set_device", value(lambda device: None), _NO_DEVICES, TORCH),
+    Patch("torch.cuda:get_rng_state", value(lambda device="cuda": torch.get_rng_state()), _NO_GENERATOR, TORCH),
+    # The CPU generator's state is restored by its own name.
+    Patch("torch.cuda:set_rng_state", value(lambda state, device="cuda": None), _NO_GENERATOR, TORCH),
+    Patch("torch.nn:Module.cuda", value(lambda self, device=None: self), "NeMo moves the model to its device", TORCH),
     Patch(f"{_RANDOM}:_CUDA_RNG_STATE_TRACKER", wrapped_by("cpu:rng_tracker"), _NO_GENERATOR),
     Patch(f"{_RANDOM}:_CUDA_RNG_STATE_TRACKER_INITIALIZED", value(True), _NO_GENERATOR),
-    Patch(f"{_RANDOM}:_get_cuda_rng_state", ours("cpu:get_megatron_rng_state"), _NO_GENERATOR),
-    Patch(f"{_RANDOM}:_set_cuda_rng_state", ours("cpu:set_megatron_rng_state"), _NO_GENERATOR),
+    Patch(f"{_RANDOM}:_get_cuda_rng_state", value(lambda *_, **__: torch.get_rng_state()), _NO_GENERATOR),
+    Patch(f"{_RANDOM}:_set_cuda_rng_state", value(lambda state, *_, **__: torch.set_rng_state(state)), _NO_GENERATOR),
     Patch(
         "megatron.core.dist_checkpointing.strategies.filesystem_async:_get_write_results_queue",
         value(_forked_results_queue),
@@ -132,6 +126,15 @@ CPU = (
     ),
 )
 """Lets Megatron-core run on a machine without CUDA; see `cpu.bridge`, which applies it."""
+NEMO_ON_CPU = (
+    Patch(
+        "nemo.lightning.io.pl:_fix_tensors_device",
+        value(lambda checkpoint: checkpoint),
+        "NeMo moves restored tensors to the GPU, and asserts that there is one",
+        NEMO,
+    ),
+)
+"""The same for NeMo, once it is imported."""
 
 _TE_OR_APEX = "without Transformer Engine and apex Megatron takes torch.optim.AdamW, whose state it can't reshard"
 _SLOW_CLIPPING = "without Transformer Engine and apex Megatron waits for the GPU at each tensor"
@@ -153,7 +156,7 @@ OPTIMIZER = (
 OPTIMIZER_GATHER = (
     Patch(
         "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.get_parameter_state_dp_zero",
-        wrapped_by("optimizer_gather:gathering_on_gpu"),
+        wrapped_by("optimizer:gathering_on_gpu"),
         "for fully_reshardable checkpoints Megatron copies the state five times on the CPU",
     ),
 )
@@ -220,12 +223,23 @@ EXPERTS = (
 INDEX_FILES = (
     Patch(
         "numpy:save",
-        wrapped_by("index_files:saving_atomically"),
+        wrapped_by("dataset:saving_atomically"),
         "gpt_dataset saves indexes under their final names and takes any file of that name as complete",
         NUMPY,
     ),
 )
 REGISTER = (*CPU, *OPTIMIZER, *OPTIMIZER_GATHER, *sum(KERNELS.values(), ()), *EXPERTS, *INDEX_FILES)
+
+
+def keep_errors(keeping: Callable[[Any], Any]) -> tuple[Patch, ...]:
+    """Patches by which `keeping` wraps what the first rank alone does for a checkpoint."""
+    targets = (
+        "strategies.common:TorchCommonSaveStrategy.save_common",
+        "strategies.filesystem_async:FileSystemWriterAsync.finish",
+        "serialization:save_config",
+    )
+    reason = "the first rank alone calls it, between collectives: an error there would let the others wait forever"
+    return tuple(Patch(f"megatron.core.dist_checkpointing.{target}", keeping, reason) for target in targets)
 
 
 def check_versions(patches: Iterable[Patch]) -> None:
@@ -241,7 +255,7 @@ def check_versions(patches: Iterable[Patch]) -> None:
             + (f" (nor {len(targets) - 1} more patched attributes)" if len(targets) > 1 else ""),
             needed=read_at,
             action="install the versions of constraints.txt; to support another one, read upstream's code around each "
-            "target, and extend read_at of its row in pretrainkit/megatron/patches.py or pretrainkit/engine/patches.py",
+            "target, and extend read_at of its row in pretrainkit/megatron/patches.py",
             where="patches of upstream packages",
         )
 
@@ -260,7 +274,7 @@ def apply(patches: Iterable[Patch]) -> None:
     for patch in patches:
         owner = patch.owner
         present = getattr(owner, patch.name, None) if patch.may_be_undefined else getattr(owner, patch.name)
-        if _applied.get(patch.target, _MISSING) is not present:
+        if patch.target not in _applied or _applied[patch.target] is not present:
             _applied[patch.target] = patch.new(present)
             setattr(owner, patch.name, _applied[patch.target])
 

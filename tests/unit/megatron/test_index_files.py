@@ -8,7 +8,7 @@ import pytest
 
 from pretrainkit.errors import DataError
 from pretrainkit.megatron import patches
-from pretrainkit.megatron.index_files import KINDS, wait_until_seen
+from pretrainkit.megatron.dataset import INDEX_KINDS, wait_until_seen
 
 
 def test_an_array_is_saved_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,7 +35,7 @@ def test_other_ranks_wait_for_files_that_their_disk_shows_late(tmp_path: Path) -
 
     def write() -> None:
         folder.mkdir()
-        for kind in KINDS:
+        for kind in INDEX_KINDS:
             (folder / f"x-{kind}").touch()
 
     timer = threading.Timer(0.3, write)

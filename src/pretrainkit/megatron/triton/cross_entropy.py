@@ -21,15 +21,7 @@ WARPS = 16
 
 @triton.jit
 def _row_statistics(  # type: ignore[no-untyped-def]
-    logits,
-    row_stride,
-    targets,
-    first_id,
-    columns,
-    largest_out,
-    total_out,
-    target_logit_out,
-    BLOCK: tl.constexpr,
+    logits, row_stride, targets, first_id, columns, largest_out, total_out, target_logit_out, BLOCK: tl.constexpr
 ):
     """For one row: its largest logit, the sum of exp(logit - largest), and the target's logit (0 on other ranks)."""
     row = tl.program_id(0).to(tl.int64)
@@ -52,14 +44,7 @@ def _row_statistics(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _gradient_in_place(  # type: ignore[no-untyped-def]
-    logits,
-    row_stride,
-    targets,
-    first_id,
-    columns,
-    log_total,
-    loss_gradient,
-    BLOCK: tl.constexpr,
+    logits, row_stride, targets, first_id, columns, log_total, loss_gradient, BLOCK: tl.constexpr
 ):
     """For one block of one row: overwrite the logits with (softmax - one-hot target) x the loss's gradient."""
     row = tl.program_id(0).to(tl.int64)
@@ -83,18 +68,10 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         ranks = 1 if group is None else group.size()
         first_id = 0 if ranks == 1 else group.rank() * columns
         flat_targets = targets.reshape(-1)
-        largest, total, target_logit = logits.new_empty((3, rows.size(0)), dtype=torch.float32)
+        statistics = logits.new_empty((3, rows.size(0)), dtype=torch.float32)
+        largest, total, target_logit = statistics
         _row_statistics[(rows.size(0),)](
-            rows,
-            rows.stride(0),
-            flat_targets,
-            first_id,
-            columns,
-            largest,
-            total,
-            target_logit,
-            BLOCK=BLOCK,
-            num_warps=WARPS,
+            rows, rows.stride(0), flat_targets, first_id, columns, *statistics, BLOCK=BLOCK, num_warps=WARPS
         )
         if ranks > 1:
             overall = largest.clone()
@@ -115,17 +92,9 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
             raise RuntimeError("backward of this cross entropy can run only once: it overwrites the logits")
         ctx.was_used = True
         rows, targets, log_total = ctx.saved_tensors
-        columns = rows.size(1)
+        columns, scales = rows.size(1), loss_gradient.reshape(-1)
         _gradient_in_place[(rows.size(0), triton.cdiv(columns, BLOCK))](
-            rows,
-            rows.stride(0),
-            targets,
-            ctx.first_id,
-            columns,
-            log_total,
-            loss_gradient.reshape(-1),
-            BLOCK=BLOCK,
-            num_warps=WARPS,
+            rows, rows.stride(0), targets, ctx.first_id, columns, log_total, scales, BLOCK=BLOCK, num_warps=WARPS
         )
         return rows.view(ctx.shape), None, None
 

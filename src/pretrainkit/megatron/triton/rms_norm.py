@@ -95,20 +95,10 @@ class RMSNormWithResidual(torch.autograd.Function):
         hidden_gradient = torch.empty_like(hidden)
         weight_gradients = hidden.new_empty((programs, columns), dtype=torch.float32)
         has_residual = residual_gradient is not None
-        _gradients[(programs,)](
-            hidden,
-            weight,
-            scales,
-            normed_gradient.contiguous(),
-            residual_gradient.contiguous() if residual_gradient is not None else hidden,
-            hidden_gradient,
-            weight_gradients,
-            rows,
-            columns,
-            BLOCK=block,
-            HAS_RESIDUAL=has_residual,
-            num_warps=warps,
-        )
+        residual_gradient = hidden if residual_gradient is None else residual_gradient.contiguous()
+        above = normed_gradient.contiguous(), residual_gradient
+        tensors = hidden, weight, scales, *above, hidden_gradient, weight_gradients
+        _gradients[(programs,)](*tensors, rows, columns, BLOCK=block, HAS_RESIDUAL=has_residual, num_warps=warps)
         return hidden_gradient, weight_gradients.sum(0).to(weight.dtype), None
 
 
