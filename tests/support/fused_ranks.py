@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pretrainkit.config import run_file as run_files
 from pretrainkit.config.schema import Kernels, ResolvedRun
-from pretrainkit.engine import model, trainer
+from pretrainkit.engine import trainer
 from pretrainkit.megatron import cuda_graphs
 from pretrainkit.megatron.wgrad import WgradGemm
 
@@ -74,8 +74,8 @@ def train_replaying(rank: int, world_size: int, *, run_file: Path, fused: bool =
 
 def use_fused_kernels() -> None:
     """Those of a GPU, in this process."""
-    describe = model.precision_fields
-    model.precision_fields = lambda precision: describe(precision) | {"cross_entropy_loss_fusion": True}
+    describe = trainer.precision_fields
+    trainer.precision_fields = lambda precision: describe(precision) | {"cross_entropy_loss_fusion": True}
     WgradGemm.wgrad_gemm_accum_fp32 = WgradGemm.wgrad_gemm_accum_fp16  # for CUDA alone
     use_kernels(**dataclasses.asdict(FUSED))
 

@@ -1,7 +1,7 @@
 """One rank's training of a resolved run on NeMo and Lightning: the only package that imports them.
 
-`rank` begins with run.json, `train` is the sequence; `model` and `trainer` build NeMo's objects, `saving` writes one
-checkpoint, `child_processes` guards what a rank forks.
+`rank` begins with run.json, `train` is the sequence; `trainer` builds NeMo's objects, `saving` writes one checkpoint,
+`child_processes` guards what a rank forks.
 
 Order of the callbacks, which each hook follows:
 

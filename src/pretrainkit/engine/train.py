@@ -18,8 +18,14 @@ from pretrainkit.engine.callbacks.loss_guard import LossGuard
 from pretrainkit.engine.callbacks.recording import Recording, begin_recorder
 from pretrainkit.engine.callbacks.stop import Evaluations, StopEarly
 from pretrainkit.engine.child_processes import kill_children, use_fork_timeout
-from pretrainkit.engine.model import build_model
-from pretrainkit.engine.trainer import build_logger, build_optimizer, build_trainer, data_module, resume_settings
+from pretrainkit.engine.trainer import (
+    build_logger,
+    build_model,
+    build_optimizer,
+    build_trainer,
+    data_module,
+    resume_settings,
+)
 from pretrainkit.logs import get_logger
 from pretrainkit.megatron import patches
 from pretrainkit.megatron.dataset import local_prefixes

@@ -80,10 +80,8 @@ class Checkpoints(AsyncFinalizerCallback, Checkpoint):
             self._finish_and_log(trainer)
         elif self._saver.current and step != self._step:
             log.warning(
-                "step %d is to be saved while step %d is still being written: training waits for it; a larger "
-                "--save_interval avoids this",
-                step,
-                self._step,
+                f"step {step} is to be saved while step {self._step} is still being written: training waits for it; a "
+                "larger --save_interval avoids this"
             )
             if failure := self._finish(trainer, wait=True):
                 self._tries_again(failure, self._lost_step)
@@ -129,13 +127,8 @@ class Checkpoints(AsyncFinalizerCallback, Checkpoint):
             self._miss(failure, step, is_last=is_last)
             return False
         wait_s = FIRST_WAIT_S * WAIT_GROWTH ** (self._failures - 1)
-        log.warning(
-            "a save failed (%s); attempt %d of %d in %s",
-            failure.message,
-            self._failures + 1,
-            retries + 1,
-            format_duration(wait_s),
-        )
+        attempt = f"attempt {self._failures + 1} of {retries + 1} in {format_duration(wait_s)}"
+        log.warning("a save failed (%s); %s", failure.message, attempt)
         time.sleep(wait_s)
         return True
 
@@ -153,12 +146,8 @@ class Checkpoints(AsyncFinalizerCallback, Checkpoint):
                 where=str(RunFolder.of(self._run).checkpoints),
             )
         log.error(
-            "STEP %d IS NOT SAVED, the run continues (%d missed in a row, %d allowed): %s. %s",
-            step,
-            self._missed_in_a_row,
-            limit,
-            failure.message,
-            advice,
+            f"STEP {step} IS NOT SAVED, the run continues ({self._missed_in_a_row} missed in a row, {limit} allowed): "
+            f"{failure.message}. {advice}"
         )
 
     def _last(self) -> checkpoints.Checkpoint | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Collection
 from typing import Any
 
 import lightning.pytorch as pl
@@ -27,28 +28,16 @@ MIN_STEPS = 8
 log = get_logger(__name__)
 
 
-class LossJudge:
-    """Remembers the losses of the last steps and says what is wrong with a new one."""
+def problem_of(loss: float, before: Collection[float], max_spike: float | None) -> str:
+    """What is wrong with a step's loss, after those of the steps `before`; empty if nothing is.
 
-    def __init__(self, max_spike: float | None) -> None:
-        """`max_spike`: largest loss as a multiple of the window's mean; None allows any finite loss."""
-        self._max_spike = max_spike
-        self._losses: deque[float] = deque(maxlen=WINDOW_STEPS)
-
-    def problem(self, loss: float) -> str:
-        """What is wrong with a step's loss; empty if nothing is."""
-        if not math.isfinite(loss):
-            return f"the loss is {loss}"
-        if self._max_spike is None or len(self._losses) < MIN_STEPS:
-            return ""
-        mean = sum(self._losses) / len(self._losses)
-        if loss <= self._max_spike * mean:
-            return ""
-        return f"the loss {loss:.4f} is over {self._max_spike:g} x {mean:.4f}, the mean of {len(self._losses)} steps"
-
-    def accept(self, loss: float) -> None:
-        """Remember the loss of a step that changed the weights."""
-        self._losses.append(loss)
+    `max_spike`: largest loss as a multiple of their mean; None allows any finite loss.
+    """
+    if not math.isfinite(loss):
+        return f"the loss is {loss}"
+    if max_spike is None or len(before) < MIN_STEPS or loss <= max_spike * (mean := sum(before) / len(before)):
+        return ""
+    return f"the loss {loss:.4f} is over {max_spike:g} x {mean:.4f}, the mean of {len(before)} steps"
 
 
 class LossGuard(pl.Callback):
@@ -66,7 +55,8 @@ class LossGuard(pl.Callback):
 
     def __init__(self, run: ResolvedRun, recorder: RunRecorder | None) -> None:
         self._run, self._recorder = run, recorder
-        self._judge = LossJudge(run.config.training.max_loss_spike)
+        self._losses = deque[float](maxlen=WINDOW_STEPS)
+        """Of the last steps that changed the weights."""
         self._output: Any = None
         self._is_good = True
         self._skipped_in_a_row = 0
@@ -104,15 +94,15 @@ class LossGuard(pl.Callback):
         optimizer.get_grad_norm, optimizer.step_with_ready_grads = judged_grad_norm, guarded_step
 
     def _judged(self, trainer: pl.Trainer) -> bool:
-        loss = self.loss
-        bad_loss = self._judge.problem(loss) if parallel_state.is_pipeline_last_stage() else ""
+        loss, max_spike = self.loss, self._run.config.training.max_loss_spike
+        bad_loss = problem_of(loss, self._losses, max_spike) if parallel_state.is_pipeline_last_stage() else ""
         bad_norm = "" if math.isfinite(self.grad_norm) else f"the gradient norm is {self.grad_norm}"
         if not all_ranks_any(bool(bad_loss or bad_norm)):
-            self._judge.accept(loss)
+            self._losses.append(loss)
             self._skipped_in_a_row = 0
             return True
         # The first rank is on the first stage, which receives the loss; only the last stage judges it.
-        what = bad_loss or self._judge.problem(loss) or bad_norm or "a bad loss on another rank"
+        what = bad_loss or problem_of(loss, self._losses, max_spike) or bad_norm or "a bad loss on another rank"
         self._skipped_in_a_row += 1
         give_up = self._skipped_in_a_row > MAX_SKIPPED_IN_A_ROW
         stop = give_up or self._run.config.training.on_bad_loss == "stop"
@@ -120,7 +110,7 @@ class LossGuard(pl.Callback):
         if stop:
             raise PretrainkitError(
                 f"step {trainer.global_step + 1}: {what}" + (", as in the steps before" if give_up else ""),
-                needed="a finite loss" + (", no spike" if self._run.config.training.max_loss_spike else ""),
+                needed="a finite loss" + (", no spike" if max_spike else ""),
                 action="look at the documents of this batch, named in metrics.jsonl (event bad_loss); "
                 "--on_bad_loss skip leaves such steps out",
                 where=self._run.experiment_dir,
@@ -133,10 +123,8 @@ class LossGuard(pl.Callback):
         first = trainer.datamodule.state_dict()["consumed_samples"]
         samples = range(first, first + self._run.config.training.global_batch_size)
         documents = documents_of_samples(trainer.datamodule._train_ds, samples)
-        step, shown = (
-            trainer.global_step + 1,
-            "; ".join(f"{prefix}: {', '.join(map(str, ids[:20]))}" for prefix, ids in documents.items()),
-        )
+        step = trainer.global_step + 1
+        shown = "; ".join(f"{prefix}: {', '.join(map(str, ids[:20]))}" for prefix, ids in documents.items())
         log.warning(
             f"step {step}: {what}; {'stopping' if stop else 'skipped'}. "
             f"Samples {samples.start} to {samples.stop - 1}, documents of {shown}"

@@ -36,9 +36,8 @@ def begin_recorder(run: ResolvedRun, plan: StartPlan, chosen: Kernels, requests:
     """The recorder of this attempt, with its start recorded and its trackers open."""
     folder = RunFolder.of(run)
     furthest = max((attempt.last_step for attempt in read_attempts(folder)), default=0)
-    recorder = RunRecorder(
-        run, peak_flops=peak_flops(torch.cuda.get_device_name()) if run.accelerator == "gpu" else None
-    )
+    peak = peak_flops(torch.cuda.get_device_name()) if run.accelerator == "gpu" else None
+    recorder = RunRecorder(run, peak_flops=peak)
     attention = "te" if chosen.layer_spec == "te" else attention_kernel(run)
     used = {**dataclasses.asdict(chosen), "attention": attention}
     # Recorded before the trackers are opened: a start that fails there counts as a restart, too.
@@ -46,10 +45,7 @@ def begin_recorder(run: ResolvedRun, plan: StartPlan, chosen: Kernels, requests:
     requests.note_end_by(functools.partial(recorder.event, "stopped", step=plan.step))
     # Lightning's trainer doesn't get the logger: it would read numbers from the GPU after every step, and wait.
     board = TensorBoardLogger(str(folder.path), "tensorboard", "", purge_step=plan.step + 1)  # replaces later steps
-    recorder.trackers = [
-        board,
-        *open_trackers(run, first_step=plan.step, recorded_step=furthest),
-    ]
+    recorder.trackers = [board, *open_trackers(run, first_step=plan.step, recorded_step=furthest)]
     log.info("kernels: %s, attention %s", chosen, attention)
     log.info("starting at step %d of %d", plan.step, run.max_steps)
     return recorder
