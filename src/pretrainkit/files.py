@@ -185,6 +185,15 @@ def read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty where there is no file, or none with an object."""
+    try:
+        value = read_json(path)
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
 def sha256_file(path: Path) -> str:
     """The SHA-256 of a file's bytes, in hex."""
     return hash_file(path, hashlib.sha256())

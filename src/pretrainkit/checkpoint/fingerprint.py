@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 
 from pretrainkit.checkpoint.formats.hf_files import weight_files
-from pretrainkit.files import read_json
+from pretrainkit.files import read_object
 
 REPORT_NAME = "conversion.json"
 """File in a converted checkpoint with the report of its conversion."""
@@ -36,7 +36,4 @@ def weights_fingerprint(folder: Path) -> str:
 
 def source_fingerprint(checkpoint: Path) -> str | None:
     """The fingerprint of the weights that a checkpoint was converted from; None where it wasn't, or was cast."""
-    try:
-        return read_json(checkpoint / REPORT_NAME).get("source_fingerprint") or None
-    except (OSError, ValueError, AttributeError):  # no report, or none of ours
-        return None
+    return read_object(checkpoint / REPORT_NAME).get("source_fingerprint") or None

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pretrainkit.files import read_object
+
 WARN, FINE, TOLD = "warn", "fine", "told"
 
 DEBUG_VARIABLES: dict[str, tuple[str, str]] = {
@@ -79,8 +81,8 @@ def check_environment(variables: dict[str, str], *, on_gpu: bool) -> list[Check]
 
 def check_tokenizer(folder: Path) -> list[Check]:
     """A Hugging Face tokenizer's files: padding and the special tokens of documents."""
-    config = _json(folder / "tokenizer_config.json")
-    roles = {**_json(folder / "special_tokens_map.json"), **config}
+    config = read_object(folder / "tokenizer_config.json")
+    roles = {**read_object(folder / "special_tokens_map.json"), **config}
     names = {role: _content(roles.get(role)) for role in ("pad_token", "eos_token", "bos_token")}
     if not config and not (folder / "tokenizer.json").is_file():
         return [Check("tokenizer", TOLD, f"no files of one in {folder}")]
@@ -91,7 +93,7 @@ def check_tokenizer(folder: Path) -> list[Check]:
         checks.append(
             Check("end of documents", WARN, "the tokenizer has no EOS token", "--eod-token of tools/preprocess_data.py")
         )
-    post = json.dumps(_json(folder / "tokenizer.json").get("post_processor"))
+    post = json.dumps(read_object(folder / "tokenizer.json").get("post_processor"))
     adds_bos = bool(names["bos_token"]) and json.dumps(names["bos_token"])[1:-1] in post
     if adds_bos or config.get("add_bos_token"):
         checks.append(
@@ -158,14 +160,6 @@ def check_batches(batches: list[Any], tokenizer: dict[str, Any] | None) -> list[
         found = f"{count['double_bos']} rows begin with two BOS"
         checks.append(Check("BOS in batches", WARN, found, "take BOS out of the text, or add_special_tokens=False"))
     return checks
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _content(token: Any) -> str | None:

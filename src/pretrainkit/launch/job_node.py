@@ -237,7 +237,7 @@ def end_of_chain(folder: RunFolder) -> HeadInfo | None:
         return HeadInfo(
             refused=f"the run failed ({last}: {outcome.reason}): this job ends", exit_code=outcome.exit_code
         )
-    starts = [_checkpoint_of(attempt) for attempt in attempts[-MAX_IDLE_JOBS:]]
+    starts = [files.read_object(attempt / JOB_FILE).get("checkpoint") for attempt in attempts[-MAX_IDLE_JOBS:]]
     if len(starts) < MAX_IDLE_JOBS or set(starts) != {_newest_checkpoint(folder)}:
         return None
     return HeadInfo(
@@ -245,13 +245,6 @@ def end_of_chain(folder: RunFolder) -> HeadInfo | None:
         "--time_limit there was no time for a step",
         exit_code=EXIT_FAILED,
     )
-
-
-def _checkpoint_of(attempt: Path) -> str | None:
-    try:
-        return str(files.read_json(attempt / JOB_FILE)["checkpoint"])
-    except (OSError, ValueError, KeyError):
-        return None
 
 
 def _newest_checkpoint(folder: RunFolder) -> str:

@@ -67,8 +67,7 @@ class LaunchPlan:
             *("--experiment_dir", self.run.experiment_dir),
             *("--log_dir", str(self.log_dir)),
             *(["--choose_kernels"] if self.container else []),
-            "--",
-            *self.rank_command[1:],
+            *("--", *self.rank_command[1:]),
         ]
         if self.container is None:
             return command
@@ -145,14 +144,8 @@ def _export_to_container(plan: LaunchPlan) -> None:
     """Choose the variables that Apptainer lets in: with --cleanenv it lets in no others."""
     plain, secret = passed_on(os.environ)
     ours = (name for name in os.environ if name.startswith("PRETRAINKIT_"))
-    names = {
-        *plain,
-        *secret,
-        *ours,
-        *rank_environment(plan.run),
-        *plan.run.config.launch.environment,
-        "CUDA_VISIBLE_DEVICES",
-    }
+    asked = {**rank_environment(plan.run), **plan.run.config.launch.environment}
+    names = {*plain, *secret, *ours, *asked, "CUDA_VISIBLE_DEVICES"}
     inside = {name: os.environ[name] for name in names if name in os.environ}
     inside |= {"PYTHONNOUSERSITE": "1", "PYTHONPATH": str(Path(pretrainkit.__file__).parents[1])}
     os.environ.update({f"APPTAINERENV_{name}": value for name, value in inside.items()})

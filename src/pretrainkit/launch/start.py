@@ -7,20 +7,26 @@ import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from pretrainkit import files
-from pretrainkit.config.resolve import resolve
+from pretrainkit.config.resolve import RunFacts, resolve
 from pretrainkit.config.schema import ResolvedRun, RunConfig
 from pretrainkit.config.validate import problems_of
 from pretrainkit.config.warnings import warnings_of
+from pretrainkit.data.dataset import read_dataset
+from pretrainkit.data.hub import local_folder
+from pretrainkit.data.tokens.tokenizer import load_tokenizer
 from pretrainkit.errors import EXIT_DONE, RequestError
 from pretrainkit.jobs.container import Container, container_of
 from pretrainkit.jobs.run_job import check_environment, needs_of, planned_job, start_job
 from pretrainkit.jobs.submit import describe as describe_job
-from pretrainkit.launch.inputs import inspect_inputs
 from pretrainkit.launch.local import LaunchPlan, run_attempt
 from pretrainkit.launch.supervise import GRACE_S
 from pretrainkit.logs import get_logger
+from pretrainkit.machine import read_machine
+from pretrainkit.models.megatron_fields import nemo_model
+from pretrainkit.models.registry import read_shape
 from pretrainkit.run import initial_weights
 from pretrainkit.run.folder import LAUNCHER_LOCK, SOURCE_FILE, RunFolder, locked, wait_for_ranks
 from pretrainkit.run.identity import changes_since_last_start, write_run_file
@@ -43,6 +49,66 @@ def resolve_request(config: RunConfig) -> ResolvedRun:
     for warning in warnings_of(run, facts):
         log.warning("%s", warning)
     return run
+
+
+def inspect_inputs(config: RunConfig) -> tuple[RunFacts, list[RequestError]]:
+    """The facts of a request, and the problems of the inputs they should come from.
+
+    A fact that can't be read is None, so that all other checks still run.
+    """
+    experiments_dir = Path(config.experiments_dir).expanduser().resolve()
+    facts = RunFacts(
+        machine=read_machine(config.launch.accelerator), experiment_dir=str(experiments_dir / config.experiment)
+    )
+    problems: list[RequestError] = []
+    for read in (_model, _dataset, _weights):
+        try:
+            facts = dataclasses.replace(facts, **read(config, facts))
+        except RequestError as problem:
+            problems.append(problem)
+    return facts, problems
+
+
+def _model(config: RunConfig, _: RunFacts) -> dict[str, Any]:
+    if not config.hf_model_id:
+        return {}
+    folder = local_folder(config.hf_model_id)
+    tokenizer = load_tokenizer(folder)
+    shape = read_shape(folder)
+    try:
+        if not shape.num_experts:  # experts are refused with the layout
+            nemo_model(shape)
+    except RequestError as error:
+        needed = "a model that NeMo can train; of other families than llama, none with llama3 rope scaling"
+        raise RequestError(error.found, needed=needed, where="--hf_model_id") from None
+    facts = {"tokenizer_sha256": tokenizer.sha256, "tokenizer_largest_id": tokenizer.largest_id}
+    return {"model": shape, "hf_folder": str(folder), **facts}
+
+
+def _dataset(config: RunConfig, _: RunFacts) -> dict[str, Any]:
+    if not config.data.dataset_path:
+        return {}
+    found = read_dataset(config.data.dataset_path, config.data.split)
+    return {"dataset": found.facts, "split_tokens": found.split_tokens, "dataset_tokenizers": found.tokenizers}
+
+
+def _weights(config: RunConfig, facts: RunFacts) -> dict[str, Any]:
+    if config.nemo_model is None:
+        return {}
+    folder = RunFolder(Path(facts.experiment_dir))
+    recorded = initial_weights.of_resumed_run(config.nemo_model, folder)
+    hf_folder = Path(facts.hf_folder) if facts.hf_folder else None
+    try:
+        located = initial_weights.locate(config.nemo_model, folder.path.parent, hf_folder=hf_folder)
+    except RequestError as problem:
+        if recorded is None:
+            raise
+        log.warning("%s: the run started from it, and continues from its own checkpoint without it", problem.found)
+        return {"initial_weights": recorded}
+    if facts.model:
+        initial_weights.check_shape(located, facts.model)
+    is_same = recorded is not None and recorded.source == located.source
+    return {"initial_weights": recorded if is_same else located}
 
 
 def start(config: RunConfig, *, train_script: Path, command_line: Sequence[str], follow: bool = False) -> int:

@@ -151,10 +151,7 @@ def saved_data(checkpoints: Path) -> dict[str, Any]:
     """Fields of `DatasetFacts` in the newest commit mark: the data it was trained on. Marks of older versions have
     none."""
     newest = newest_committed(checkpoints)
-    try:
-        return dict(files.read_json(newest / COMMIT_MARK)["dataset"]) if newest else {}
-    except (OSError, ValueError, LookupError, TypeError):
-        return {}
+    return files.read_object(newest / COMMIT_MARK).get("dataset") or {} if newest else {}
 
 
 def checkpoint_folders(checkpoints: Path) -> list[Path]:

@@ -90,7 +90,7 @@ def read_history(experiment: Path) -> History:
     summary = {
         "experiment": str(experiment),
         "steps_done": max((attempt.last_step for attempt in attempts), default=last.get("step", 0)),
-        "max_steps": _max_steps(folder),
+        "max_steps": files.read_object(folder.run_file).get("max_steps"),
         "tokens": last_written.get("tokens"),
         "loss": last.get("loss"),
         "val_loss": validation[-1][1] if validation else None,
@@ -139,19 +139,9 @@ def _steps_of(event: str, records: list[dict[str, Any]]) -> list[int]:
     return sorted({record["step"] for record in records if record.get("event") == event and "step" in record})
 
 
-def _max_steps(folder: RunFolder) -> int | None:
-    try:
-        return int(files.read_json(folder.run_file)["max_steps"])
-    except (OSError, ValueError, KeyError):
-        return None
-
-
 def _outcome(log_folder: Path) -> dict[str, Any]:
     """How an attempt ended; no exit code: it runs, or the process that started it was killed."""
-    try:
-        outcome = files.read_json(log_folder / OUTCOME_FILE)
-    except (OSError, ValueError):
-        outcome = {}
+    outcome = files.read_object(log_folder / OUTCOME_FILE)
     return {"folder": str(log_folder), "exit_code": outcome.get("exit_code"), "reason": outcome.get("reason", "")}
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pretrainkit.config.schema import RunConfig
-from pretrainkit.launch.inputs import inspect_inputs
+from pretrainkit.launch.start import inspect_inputs
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",

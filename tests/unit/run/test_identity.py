@@ -22,7 +22,7 @@ from pretrainkit.run.identity import changes_since_last_start, write_run_file
 @pytest.fixture
 def run(tmp_path: Path, hf_folder: Path, dataset_folder: Path) -> ResolvedRun:
     from pretrainkit.config.load import load_config
-    from pretrainkit.launch.inputs import inspect_inputs
+    from pretrainkit.launch.start import inspect_inputs
 
     flags: dict[str, Any] = {
         "hf_model_id": str(hf_folder),
