@@ -29,15 +29,20 @@ def build_parser() -> Parser:
     parser.add_argument("--dir", type=Path, required=True, help="folder on a group disk")
     parser.add_argument("--model", action="append", default=[], metavar="ID", help="OWNER/NAME[@REVISION]")
     parser.add_argument("--tokenizer", action="append", default=[], metavar="ID", help="OWNER/NAME[@REVISION]")
+    parser.add_argument("--size", action="store_true", help="print how many bytes would be downloaded, and stop")
     return parser
 
 
 def command(arguments: argparse.Namespace) -> int:
     """Fetch everything; print the folders."""
-    from pretrainkit.data.hub import KINDS, fetch, parse_repository
+    from pretrainkit.data.hub import KINDS, fetch, list_files, parse_repository
 
     wanted = [parse_repository(kind, text) for kind in KINDS for text in getattr(arguments, kind)]
     base = arguments.dir.expanduser().absolute()
+    if arguments.size:
+        missing = [repository for repository in wanted if not repository.folder(base).exists()]
+        print(sum(file.size for repository in missing for file in list_files(repository)[1]))
+        return EXIT_DONE
     for repository in wanted:
         print(fetch(repository, base))
     return EXIT_DONE

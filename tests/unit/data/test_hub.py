@@ -240,3 +240,12 @@ def test_the_script_fetches_and_prints_how_to_be_offline(hub: Hub, tmp_path: Pat
     assert run("--token", "hf_of_mine").returncode == 2 and run().returncode == 2
     image.write_bytes(b"half")
     assert run("--image", str(image)).returncode == 1
+
+
+def test_the_size_of_what_is_missing_is_printed_and_nothing_fetched(hub: Hub, tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if "proxy" not in name.lower()}
+    environment |= {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HUB_OFFLINE": "0"}
+    command = [sys.executable, "tools/prefetch.py", "--dir", str(tmp_path), "--model", "someone/model", "--size"]
+    found = subprocess.check_output(command, env=environment, text=True, cwd=Path(__file__).parents[3])
+    assert int(found) == sum(len(FILES[name]) for name in WANTED)
+    assert hub.served == [] and names_in(tmp_path) == set()
