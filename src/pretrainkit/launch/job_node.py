@@ -146,8 +146,7 @@ def _check_network(nodes: Rendezvous, arguments: argparse.Namespace, endpoint: E
     """What is wrong with the connections of the nodes, the same text on all; empty when nothing is."""
     if not arguments.check or endpoint.num_nodes == 1:
         return ""
-    request = _check_request(arguments)
-    check = check_world(request, endpoint.address, endpoint.port, node=endpoint.node, hosts=nodes.hosts)
+    check = check_world(_check_request(arguments), nodes, endpoint.address, endpoint.port, hosts=nodes.hosts)
     if nodes.is_head:
         log.info("%s", check.describe())
     return check.found if check.is_failed else ""

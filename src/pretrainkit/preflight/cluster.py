@@ -9,7 +9,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from pretrainkit.errors import RequestError
 from pretrainkit.jobs.registry import read_allocation
@@ -80,8 +79,7 @@ def check_nodes(request: NodeCheckRequest, place: Place) -> tuple[list[NodeRepor
     if not all(one.is_good for one in reports) or not request.collectives:
         network = Check("network", SKIPPED, "not tried" + ("" if request.collectives else ": --quick"))
     else:
-        store = open_store() if nodes.is_head else None  # it stays open until all have done
-        network = _check_network(nodes, request, place.hosts or [one.host for one in reports], store)
+        network = _check_network(nodes, request, place.hosts or [one.host for one in reports])
     nodes.post("done", {})
     if nodes.is_head:
         nodes.collect("done", numbers, request.timeout_s / 4)
@@ -96,12 +94,11 @@ def _absent(node: int, place: Place, timeout_s: float) -> NodeReport:
     return NodeReport(host, (Check("presence", FAILED, found, action),))
 
 
-def _check_network(nodes: Rendezvous, request: NodeCheckRequest, hosts: Sequence[str], store: Any) -> Check:
+def _check_network(nodes: Rendezvous, request: NodeCheckRequest, hosts: Sequence[str]) -> Check:
     if nodes.is_head:
-        head = HeadInfo(own_address([hosts[0]]), store.port)
-        nodes.publish(head)
-        return check_world(request, head.address, head.port, node=0, hosts=hosts)
-    found = nodes.collect("head", [0], request.timeout_s)
-    if not found:
+        store = open_store()
+        nodes.publish(HeadInfo(own_address([hosts[0]]), store.port))
+    head = nodes.collect("head", [0], request.timeout_s)
+    if not head:
         return Check("network", FAILED, f"node 0 ({hosts[0]}) has not published its address")
-    return check_world(request, found[0]["address"], found[0]["port"], node=nodes.node, hosts=hosts)
+    return check_world(request, nodes, head[0]["address"], head[0]["port"], hosts=hosts)

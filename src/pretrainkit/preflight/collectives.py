@@ -10,7 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pretrainkit.errors import one_line
+from pretrainkit.jobs.rendezvous import Rendezvous
 from pretrainkit.machine import read_gpus
 from pretrainkit.preflight.probe import Probe, run_probes
 from pretrainkit.preflight.report import FAILED, OK, SKIPPED, WARNING, Check, Finding, check
@@ -26,40 +26,47 @@ NUM_BYTES = {"gpu": 64 * 2**20, "cpu": 4 * 2**20}
 REPETITIONS = 5
 EXACT_SIZE, SPEED_SIZE = 1024, 8192
 """Rows and columns of the matrix product that is compared with the CPU's, and of the one that is timed."""
-COLLECTIVE_SHARE, READ_SHARE = 0.5, 0.8
-"""Shares of the timeout after which an all-reduce, and reading the other nodes' results, are given up."""
+COLLECTIVE_SHARE = 0.5
+"""Share of the timeout after which an all-reduce is given up."""
 INFINIBAND = Path("/sys/class/infiniband")
 _CLUSTER_ADVICE = "exclude the node, or run with NCCL_DEBUG=INFO and show the log to the administrators"
-_START_S = time.monotonic()
 
 
 def check_local(ranks: int, accelerator: str, *, timeout_s: float) -> list[Check]:
     """Checks 'compute' (GPUs only) and 'all-reduce' of one node."""
     if accelerator == "cpu" and ranks == 1:
         return [Check("all-reduce", SKIPPED, "one rank")]
-    results, nccl_log = run_probes(run_local, accelerator, ranks, timeout_s)
+    results, nccl_log = run_probes(run_ranks, accelerator, ranks, timeout_s)
     checks = [_compute(results)] if accelerator == "gpu" else []
     has_nvlink = accelerator == "gpu" and all(gpu.has_nvlink for gpu in read_gpus()[:ranks])
     return [*checks, _all_reduce(results, accelerator, _nccl_transport(nccl_log), has_nvlink)]
 
 
 @check("network")
-def check_world(request: NodeCheckRequest, address: str, port: int, *, node: int, hosts: Sequence[str]) -> Finding:
+def check_world(
+    request: NodeCheckRequest, nodes: Rendezvous, address: str, port: int, *, hosts: Sequence[str]
+) -> Finding:
     """The check 'network': an all-reduce over the ranks of all nodes.
 
-    All nodes call it at once, each with its place in `hosts`, while a TCPStore is open at address:port. All of them
-    get the same answer.
+    All nodes, whose names are `hosts`, call it at once, while a TCPStore is open at address:port. All of them get the
+    head's answer; it has heard of all others, or waited for them, before it gives one.
     """
-    ranks, accelerator = request.ranks, request.accelerator
-    of_all_nodes = {"node": node, "num_nodes": len(hosts), "address": address, "port": port}
-    (result, *_), nccl_log = run_probes(run_world, accelerator, ranks, request.timeout_s, **of_all_nodes)
-    library = _nccl_transport(nccl_log) or ("NCCL" if accelerator == "gpu" else "gloo")
-    if "answers" not in result:
-        return FAILED, f"no answer from node 0 ({hosts[0]}): {result['error']}", _CLUSTER_ADVICE
-    if failure := _network_failure(result["answers"], hosts):
-        return FAILED, failure, _CLUSTER_ADVICE
-    speed = f"{format_bytes(result['num_bytes'])} at {format_bytes(result['bytes_per_s'])}/s"
-    return _network(f"{ranks * len(hosts)} ranks on {len(hosts)} nodes over {library}, {speed}")
+    of_all_nodes = {"node": nodes.node, "num_nodes": nodes.num_nodes, "address": address, "port": port}
+    results, nccl_log = run_probes(run_ranks, request.accelerator, request.ranks, request.timeout_s, **of_all_nodes)
+    failures = [one.get("error", "the process exited early") for one in results if "bytes_per_s" not in one]
+    nodes.post("answer", {"answer": failures[0] if failures else "ok"})
+    if nodes.is_head:
+        found = nodes.collect("answer", range(nodes.num_nodes), request.timeout_s)
+        answers = [found[node]["answer"] if node in found else "" for node in range(nodes.num_nodes)]
+        if failure := _network_failure(answers, hosts):
+            finding: Finding = FAILED, failure, _CLUSTER_ADVICE
+        else:
+            library = _nccl_transport(nccl_log) or ("NCCL" if request.accelerator == "gpu" else "gloo")
+            speed = f"{format_bytes(results[0]['num_bytes'])} at {format_bytes(results[0]['bytes_per_s'])}/s"
+            finding = _network(f"{request.ranks * len(hosts)} ranks on {len(hosts)} nodes over {library}, {speed}")
+        nodes.post("verdict", {"finding": finding})
+    verdict = nodes.collect("verdict", [0], 2 * request.timeout_s)
+    return tuple(verdict[0]["finding"]) if verdict else (FAILED, f"no answer from node 0 ({hosts[0]})", _CLUSTER_ADVICE)
 
 
 def _network(found: str) -> Finding:
@@ -132,40 +139,23 @@ def _nccl_transport(text: str) -> str:
     return ", ".join(words)
 
 
-def run_local(probe: Probe) -> None:
-    """A rank of a node's probe: a matrix product on a GPU, and an all-reduce with the node's other ranks."""
+def run_ranks(probe: Probe) -> None:
+    """A rank's probe: an all-reduce with the ranks of all nodes, or of this one after a matrix product on its GPU."""
     import torch
-    from torch.distributed import FileStore
+    from torch.distributed import FileStore, PrefixStore, TCPStore
 
-    device = _device(probe)
-    if device.type == "cuda":
-        probe.report(tflops=_multiply(device), nccl=".".join(map(str, torch.cuda.nccl.version())))
-    store = FileStore(f"{probe.folder}/store", probe.ranks_per_node)
-    probe.report(**_time_all_reduce(store, probe.local_rank, probe.ranks_per_node, device, probe))
-
-
-def run_world(probe: Probe) -> None:
-    """An all-reduce over all nodes; the first rank of each node then reads in the store how it went on the others."""
-    from torch.distributed import PrefixStore, TCPStore
-
-    timeout = timedelta(seconds=probe.timeout_s)
-    store = PrefixStore("preflight", TCPStore(probe.address, probe.port, is_master=False, timeout=timeout))
+    device, timeout = _device(probe), timedelta(seconds=probe.timeout_s)
+    if probe.address:
+        store: Any = PrefixStore("preflight", TCPStore(probe.address, probe.port, is_master=False, timeout=timeout))
+    else:
+        store = FileStore(f"{probe.folder}/store", probe.ranks_per_node)
+        if device.type == "cuda":
+            probe.report(tflops=_multiply(device), nccl=".".join(map(str, torch.cuda.nccl.version())))
     rank, world_size = probe.node * probe.ranks_per_node + probe.local_rank, probe.num_nodes * probe.ranks_per_node
-    answer = "ok"
-    try:
-        probe.report(**_time_all_reduce(PrefixStore("ranks", store), rank, world_size, _device(probe), probe))
-    except Exception as error:
-        answer = one_line(error)
-    store.set(f"rank/{rank}", answer)
-    if probe.local_rank == 0:
-        answers = [_read(store, f"rank/{other}", READ_SHARE * probe.timeout_s) for other in range(world_size)]
-        of_nodes = [answers[node * probe.ranks_per_node :][: probe.ranks_per_node] for node in range(probe.num_nodes)]
-        worst = [next((answer for answer in node if answer != "ok"), "ok") for node in of_nodes]
-        # Node 0's view is everyone's, so that all nodes report the same.
-        if probe.node == 0:
-            store.set("answers", "\n".join(worst))
-        agreed = _read(store, "answers", probe.timeout_s)
-        probe.report(answers=agreed.split("\n") if agreed else worst)
+    probe.report(**_time_all_reduce(store, rank, world_size, device, probe))
+    # The last data of this rank may still be under way: it exits when all have got theirs.
+    store.set(f"done/{rank}", "")
+    store.wait([f"done/{other}" for other in range(world_size)], COLLECTIVE_SHARE * timeout)
 
 
 def _device(probe: Probe) -> Any:
@@ -224,13 +214,3 @@ def _time_all_reduce(store: Any, rank: int, world_size: int, device: Any, probe:
     synchronize()
     elapsed_s = (time.monotonic() - begin_s) / REPETITIONS
     return {"num_bytes": num_bytes, "bytes_per_s": 2 * (world_size - 1) / world_size * num_bytes / elapsed_s}
-
-
-def _read(store: Any, key: str, until_s: float) -> str:
-    """The text of a key; empty when it isn't there `until_s` after the start of this process."""
-    left_s = _START_S + until_s - time.monotonic()
-    try:
-        store.wait([key], timedelta(seconds=max(left_s, 0.1)))
-    except Exception:  # torch has had several types for it
-        return ""
-    return str(store.get(key).decode())
