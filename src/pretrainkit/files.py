@@ -194,14 +194,7 @@ def read_object(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def sha256_file(path: Path) -> str:
-    """The SHA-256 of a file's bytes, in hex."""
-    return hash_file(path, hashlib.sha256())
-
-
-def hash_file(path: Path, digest: Any) -> str:
-    """The hash of a file's bytes, in hex; `digest` is a new hash object of hashlib or xxhash."""
+def hash_file(path: Path, digest: Any = "sha256") -> str:
+    """The hash of a file's bytes, in hex; `digest` is hashlib's name of it, or a function that makes a hash object."""
     with path.open("rb", buffering=0) as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return str(digest.hexdigest())
+        return hashlib.file_digest(file, digest).hexdigest()

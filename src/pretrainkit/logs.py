@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Mapping
@@ -12,11 +13,17 @@ LOGGER_NAME = "pretrainkit"
 TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY")
 """Environment variables whose values are never written anywhere."""
 MASK = "***"
+_SECRET_NAME = re.compile(r"TOKEN$|API_KEY|SECRET|PASSWORD|PASSWD")
 
 
 def get_logger(module: str) -> logging.Logger:
     """The logger of a module; call it with `__name__`."""
     return logging.getLogger(module if module.startswith(LOGGER_NAME) else f"{LOGGER_NAME}.{module}")
+
+
+def is_secret(name: str) -> bool:
+    """Whether a variable of this name holds a token or password."""
+    return name in TOKEN_VARIABLES or bool(_SECRET_NAME.search(name))
 
 
 def masked(text: str, environment: Mapping[str, str] | None = None) -> str:

@@ -88,7 +88,7 @@ def test_json_keeps_order_and_all_alphabets(tmp_path: Path) -> None:
 def test_sha256_of_any_size(tmp_path: Path, size: int) -> None:
     content = os.urandom(size)
     (tmp_path / "x").write_bytes(content)
-    assert files.sha256_file(tmp_path / "x") == hashlib.sha256(content).hexdigest()
+    assert files.hash_file(tmp_path / "x") == hashlib.sha256(content).hexdigest()
 
 
 def test_only_leftovers_of_dead_processes_of_this_host_are_removed(tmp_path: Path) -> None:

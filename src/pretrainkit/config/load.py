@@ -6,7 +6,6 @@ A site's file describes a cluster: configs/site/NAME.yaml, or any path.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,27 +28,8 @@ _SITE_OPTIONS = {
 """The options of a run that a site file may set, by their names there."""
 
 
-@dataclass(frozen=True)
-class _Setting:
-    """One value that a request gives, and where: 'file:line', a flag or --set."""
-
-    name: str
-    value: Any
-    where: str
-    in_site_file: bool = False
-
-    def option(self) -> Option:
-        """The option that it sets. Raises RequestError for an unknown one."""
-        known = _SITE_OPTIONS if self.in_site_file else OPTIONS
-        if self.name in known:
-            return known[self.name]
-        if self.name in SECTIONS and not self.in_site_file:
-            needed = f"fields below '{self.name}:'"
-            raise RequestError(f"{self.name} is {self.value!r}", needed=needed, where=self.where)
-        action = did_you_mean(self.name, known)
-        needed = f"one of {', '.join(known)}" if self.in_site_file and not action else ""
-        action = action or "the fields are listed in docs/options.md"
-        raise RequestError(f"unknown field '{self.name}'", needed=needed, action=action, where=self.where)
+_Setting = tuple[str, Any, str]
+"""Name and value of an option as a request gives them, and where: 'file:line', a flag or --set."""
 
 
 def load_config(
@@ -73,20 +53,21 @@ def load_config(
         with RequestError.collected(problems):
             settings += _read_file(path)
     given = dict(flags or {})
-    settings += [_Setting(name, value, OPTIONS[name].spelling) for name, value in given.items()]
+    settings += [(name, value, OPTIONS[name].spelling) for name, value in given.items()]
     for assignment in assignments:
         with RequestError.collected(problems):
             settings.append(_read_assignment(assignment, given))
-    site = next((setting.value for setting in reversed(settings) if setting.name == "launch.site"), None)
+    of_site: list[_Setting] = []
+    site = next((value for name, value, _ in reversed(settings) if name == "launch.site"), None)
     if isinstance(site, str):
         with RequestError.collected(problems):
-            settings[:0] = _read_file(_find_site(site), in_site_file=True)
+            of_site = _read_file(_find_site(site))
     values: dict[str, Any] = {}
-    for setting in settings:
-        with RequestError.collected(problems):
-            option = setting.option()
-            value = option.convert(setting.value, setting.where)
-            values[option.name] = _added(option, values.get(option.name), value)
+    for known, some in ((_SITE_OPTIONS, of_site), (OPTIONS, settings)):
+        for name, value, where in some:
+            with RequestError.collected(problems):
+                option = _find_option(name, value, where, known)
+                values[option.name] = _added(option, values.get(option.name), option.convert(value, where))
     if problems:
         raise RequestError.of_all(problems)
     request: dict[str, Any] = {}
@@ -94,6 +75,18 @@ def load_config(
         section, _, field = name.rpartition(".")
         (request.setdefault(section, {}) if section else request)[field] = value
     return decode(RunConfig, request, all_fields=False)
+
+
+def _find_option(name: str, value: Any, where: str, known: dict[str, Option]) -> Option:
+    """The option of a name. Raises RequestError for an unknown one."""
+    if name in known:
+        return known[name]
+    if name in SECTIONS and known is OPTIONS:
+        raise RequestError(f"{name} is {value!r}", needed=f"fields below '{name}:'", where=where)
+    action = did_you_mean(name, known)
+    needed = f"one of {', '.join(known)}" if known is _SITE_OPTIONS and not action else ""
+    action = action or "the fields are listed in docs/options.md"
+    raise RequestError(f"unknown field '{name}'", needed=needed, action=action, where=where)
 
 
 def _added(option: Option, earlier: Any, value: Any) -> Any:
@@ -124,7 +117,7 @@ def _find_site(site: str) -> Path:
     )
 
 
-def _read_file(path: Path, *, in_site_file: bool = False) -> list[_Setting]:
+def _read_file(path: Path) -> list[_Setting]:
     """The settings of a YAML file, which may refer to each other and to environment variables as OmegaConf has it."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -141,10 +134,7 @@ def _read_file(path: Path, *, in_site_file: bool = False) -> list[_Setting]:
         raise RequestError(str(error).splitlines()[0], where=str(path)) from error
     if not isinstance(tree, dict) or not isinstance(root, yaml.MappingNode | None):
         raise RequestError("not a mapping", needed="lines of the form 'field: value'", where=str(path))
-    return [
-        _Setting(name, value, f"{path}:{line}" if line else str(path), in_site_file)
-        for name, value, line in _values(tree, root)
-    ]
+    return [(name, value, f"{path}:{line}" if line else str(path)) for name, value, line in _values(tree, root)]
 
 
 def _values(tree: dict[Any, Any], node: Any, prefix: str = "") -> Iterator[tuple[str, Any, int | None]]:
@@ -184,4 +174,4 @@ def _read_assignment(assignment: str, given: dict[str, Any]) -> _Setting:
                 where=where,
             )
         given[name] = value
-    return _Setting(name, value, where)
+    return name, value, where

@@ -49,7 +49,7 @@ class Option:
     form: str = ""
     """How the text must look, such as HH:MM:SS."""
     parse: Callable[[str], object] | None = None
-    """Raises ValueError for a text that doesn't have this form."""
+    """Raises ValueError for a text that doesn't have this form, or a RequestError that says more."""
     name: str = ""
     """Dotted, such as training.max_steps."""
     type: type = str

@@ -21,6 +21,15 @@ _GROUPS = {
 }
 """Sections of the schema, in the order in which --help shows them, and their titles there."""
 
+_SWITCHES = {
+    "--dry_run": "check everything, write run.json, print the resolved run and the command or job script; "
+    "start nothing",
+    "--follow": "show the log of a scheduled job until it ends, and exit with its exit code",
+    "--plan": "print what a start would load, where it would continue, and what changed; start nothing",
+    "--json": "print the --plan as JSON",
+}
+"""Flags without a value that say what to do with a request, and their help."""
+
 
 def add_run_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of all options of a run, and those that say how it is asked for, to a parser.
@@ -50,22 +59,8 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
         metavar="FIELD=VALUE",
         help="set any option by its dotted name, such as optimizer.adam_beta2=0.99; repeatable",
     )
-    request.add_argument(
-        "--dry_run",
-        action="store_true",
-        help="check everything, write run.json, print the resolved run and the command or job script; start nothing",
-    )
-    request.add_argument(
-        "--follow",
-        action="store_true",
-        help="show the log of a scheduled job until it ends, and exit with its exit code",
-    )
-    request.add_argument(
-        "--plan",
-        action="store_true",
-        help="print what a start would load, where it would continue, and what changed; start nothing",
-    )
-    request.add_argument("--json", action="store_true", help="print the --plan as JSON")
+    for flag, text in _SWITCHES.items():
+        request.add_argument(flag, action="store_true", help=text)
     request.add_argument(
         "--hf_token",
         metavar="TOKEN",

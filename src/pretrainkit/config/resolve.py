@@ -1,14 +1,17 @@
-"""From what was asked and what is known to what will run: pure functions, no files and no devices."""
+"""From what was asked and what is known to what will run, and warnings about that. Pure: no files and no devices."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from pretrainkit.config.schema import DatasetFacts, InitialWeights, ModelShape, Recompute, ResolvedRun, RunConfig
 from pretrainkit.config.split import num_samples
+from pretrainkit.config.training import RENAMED_KERNELS
 from pretrainkit.machine import MachineFacts
+from pretrainkit.units import format_count
 
 VOCABULARY_MULTIPLE = 128
 """The embedding's rows are padded to a multiple of this and of TP.
@@ -75,11 +78,6 @@ def max_steps(config: RunConfig, split_tokens: tuple[tuple[int, int, int], ...])
     return samples_per_epoch(config, split_tokens) // config.training.global_batch_size
 
 
-def lr_decay_steps(config: RunConfig, steps: int) -> int:
-    """Step at which the learning rate reaches min_lr."""
-    return config.optimizer.lr_decay_steps or steps
-
-
 def padded_vocab_size(vocab_size: int, tensor_model_parallel_size: int) -> int:
     """Rows of the embedding in Megatron."""
     multiple = math.lcm(VOCABULARY_MULTIPLE, tensor_model_parallel_size)
@@ -92,7 +90,7 @@ def resolve(config: RunConfig, facts: RunFacts) -> ResolvedRun:
     chosen = accelerator(config, facts.machine)
     steps = max_steps(config, facts.split_tokens)
     optimizer, precision = config.optimizer, config.training.precision
-    decay, warmup = lr_decay_steps(config, steps), optimizer.lr_warmup_steps
+    decay, warmup = optimizer.lr_decay_steps or steps, optimizer.lr_warmup_steps
     return ResolvedRun(
         config=config,
         model=facts.model,
@@ -136,3 +134,50 @@ def _gpu(config: RunConfig, machine: MachineFacts, chosen_accelerator: str) -> d
         "gpu_name": machine.gpu_name if here else launch.gpu_name,
         "gpu_memory_gib": launch.gpu_memory_gib or (machine.gpu_memory_gib if here else None),
     }
+
+
+def warnings_of(run: ResolvedRun, facts: RunFacts) -> list[str]:
+    """Warnings about a run that passed every check: what is valid and may have unexpected effects."""
+    return [*_renamed(run), *_ranks(run, facts), *_data(run, facts), *_schedule(run)]
+
+
+def _renamed(run: ResolvedRun) -> Iterator[str]:
+    for name in run.config.training.fused_kernels.split(","):
+        if name in RENAMED_KERNELS:
+            yield f"--fused_kernels {name} is now --fused_kernels {RENAMED_KERNELS[name]}; the old name will be removed"
+
+
+def _ranks(run: ResolvedRun, facts: RunFacts) -> Iterator[str]:
+    launch, parallel = run.config.launch, run.config.parallel
+    if run.accelerator == "cpu":
+        if launch.accelerator == "auto":
+            yield f"no GPU found: {launch.num_gpus} processes train on the CPU"
+        if launch.num_gpus > facts.machine.num_cpus:
+            yield f"{launch.num_gpus} processes share {facts.machine.num_cpus} CPU cores; --num_gpus sets their number"
+    if parallel.sequence_parallel and not run.sequence_parallel:
+        yield "sequence_parallel has no effect with one tensor-parallel rank"
+    if run.num_microbatches < parallel.pipeline_model_parallel_size:
+        yield (
+            f"{run.num_microbatches} micro batches per step in {parallel.pipeline_model_parallel_size} pipeline stages"
+            ": some stages are always idle; a larger --global_batch_size or a smaller --micro_batch_size fills them"
+        )
+
+
+def _data(run: ResolvedRun, facts: RunFacts) -> Iterator[str]:
+    samples = samples_per_epoch(run.config, facts.split_tokens or ())
+    wanted = run.max_steps * run.config.training.global_batch_size
+    if samples and wanted > samples:
+        epochs = f"{wanted / samples:.1f} epochs of the {format_count(samples)} in the dataset"
+        yield f"{format_count(wanted)} training samples are {epochs}"
+    if run.dataset.max_token_id is None:
+        yield "the data has no manifest: its tokenizer and largest token id are not checked against the model"
+
+
+def _schedule(run: ResolvedRun) -> Iterator[str]:
+    optimizer, training = run.config.optimizer, run.config.training
+    if optimizer.lr_schedule == "constant" and (optimizer.min_lr is not None or optimizer.lr_decay_steps):
+        yield "--min_lr and --lr_decay_steps have no effect with the constant schedule"
+    elif run.lr_decay_steps > run.max_steps:
+        yield f"the learning rate reaches its minimum at step {run.lr_decay_steps}, but the run ends at {run.max_steps}"
+    if training.val_interval > run.max_steps:
+        yield f"only one evaluation: --val_interval {training.val_interval} is larger than --max_steps {run.max_steps}"

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pretrainkit.config.launch import LaunchConfig
 from pretrainkit.config.option import option, options_of
 from pretrainkit.config.training import DataConfig, OptimizerConfig, ParallelConfig, TrackingConfig, TrainingConfig
+from pretrainkit.errors import RequestError
 
 
 @dataclass(frozen=True)
@@ -64,11 +65,20 @@ class ModelShape:
     initializer_range: float = 0.02
 
 
+def check_folder_name(name: str) -> None:
+    """Raise RequestError for an --experiment that can't be the name of a folder."""
+    if not name or name.startswith(".") or "/" in name or not name.isprintable():
+        needed = "a folder name: not empty, no '/', no leading '.'"
+        raise RequestError(f"{name!r}", needed=needed, where="--experiment")
+
+
 @dataclass(frozen=True)
 class RunConfig:
     """Everything a user can ask of `pretrain.py`."""
 
-    experiment: str = option("llama31_pretraining", "name of the experiment and of its output folder", short="-E")
+    experiment: str = option(
+        "llama31_pretraining", "name of the experiment and of its output folder", short="-E", parse=check_folder_name
+    )
     experiments_dir: str = option("experiments", "parent folder of the experiments")
     hf_model_id: str = option(
         "", "Hugging Face model id or local folder: the architecture and the tokenizer", required=True

@@ -6,10 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from pretrainkit.config.option import option
+from pretrainkit.config.split import parse_split
+from pretrainkit.errors import RequestError
 from pretrainkit.units import parse_duration
 
 FUSED_KERNELS = ("norm", "rotary", "swiglu", "cross_entropy", "weight_gradient", "tp_comm_overlap", "cuda_graphs")
 """The kernels that --fused_kernels may name."""
+_KERNELS_FORM = f"auto, off, or a comma-separated list of {', '.join(FUSED_KERNELS)}"
 RENAMED_KERNELS = {"exchange": "tp_comm_overlap", "launches": "cuda_graphs"}
 """Old names, which --fused_kernels accepts with a warning."""
 MAX_SEED = 2**32 - 1
@@ -22,9 +25,12 @@ def duration(default: str | None, help: str) -> Any:
 
 
 def kernel_names(fused_kernels: str) -> tuple[str, ...]:
-    """The kernels that a value of --fused_kernels names, by their present names."""
-    names = () if fused_kernels in ("auto", "off") else fused_kernels.split(",")
-    return tuple(RENAMED_KERNELS.get(name, name) for name in names)
+    """The kernels that a value of --fused_kernels names, by their present names. Raises RequestError for others."""
+    given = () if fused_kernels in ("auto", "off") else fused_kernels.split(",")
+    names = tuple(RENAMED_KERNELS.get(name, name) for name in given)
+    if unknown := [name for name in names if name not in FUSED_KERNELS]:
+        raise RequestError(f"unknown kernel {unknown[0]!r}", needed=_KERNELS_FORM, where="--fused_kernels")
+    return names
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,9 @@ class DataConfig:
         required=True,
     )
     sequence_length: int = option(8192, "tokens per sample", range="> 0")
-    split: str = option("969,30,1", "relative sizes of the training, validation and test splits, by documents")
+    split: str = option(
+        "969,30,1", "relative sizes of the training, validation and test splits, by documents", parse=parse_split
+    )
     num_workers: int = option(2, "DataLoader worker processes per rank", range=">= 0")
     shard_cache: str | None = option(
         None, "node-local folder for copies of shards from URLs", unset=".shard_cache in --experiments_dir"
@@ -148,7 +156,7 @@ class TrainingConfig:
         "layers of Transformer Engine, or of plain torch and Triton; auto: the faster ones that are installed",
         choices=("auto", "te", "torch"),
     )
-    fused_kernels: str = option("auto", f"auto, off, or a comma-separated list of {', '.join(FUSED_KERNELS)}; GPU only")
+    fused_kernels: str = option("auto", f"{_KERNELS_FORM}; GPU only", parse=kernel_names)
     seed: int = option(1234, "random seed of weights, data order and dropout", range=f">= 0 and <= {MAX_SEED}")
 
 

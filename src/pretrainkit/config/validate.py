@@ -12,16 +12,15 @@ from collections.abc import Iterator
 from pretrainkit.config import resolve
 from pretrainkit.config.resolve import RunFacts
 from pretrainkit.config.schema import OPTIONS, ModelShape, RunConfig
-from pretrainkit.config.split import parse_split
-from pretrainkit.config.training import FUSED_KERNELS, kernel_names
 from pretrainkit.config.validate_data import data_problems
 from pretrainkit.errors import RequestError
+from pretrainkit.logs import is_secret
 from pretrainkit.units import parse_duration
 
 
 def problems_of(config: RunConfig, facts: RunFacts) -> list[RequestError]:
     """Every problem of a request. Checks that need a value already found wrong, or an unknown fact, are left out."""
-    if values := [*_values(config), *_names(config), *_margin(config)]:
+    if values := [*_values(config), *_margin(config)]:
         return values
     return [
         *_launch(config),
@@ -53,25 +52,6 @@ def _values(config: RunConfig, prefixes: str | tuple[str, ...] = "") -> Iterator
                 yield RequestError("missing", needed=option.help, where=option.spelling)
 
 
-def _names(config: RunConfig) -> Iterator[RequestError]:
-    experiment = config.experiment
-    if not experiment or experiment.startswith(".") or "/" in experiment or not experiment.isprintable():
-        yield RequestError(
-            f"{experiment!r}", needed="a folder name: not empty, no '/', no leading '.'", where="--experiment"
-        )
-    try:
-        parse_split(config.data.split)
-    except RequestError as problem:
-        yield problem
-    for name in kernel_names(config.training.fused_kernels):
-        if name not in FUSED_KERNELS:
-            yield RequestError(
-                f"unknown kernel {name!r}",
-                needed=f"auto, off, or a comma-separated list of {', '.join(FUSED_KERNELS)}",
-                where="--fused_kernels",
-            )
-
-
 def _margin(config: RunConfig) -> Iterator[RequestError]:
     """A time limit that leaves no time to train."""
     limit, margin = config.training.time_limit, config.training.time_margin
@@ -90,6 +70,12 @@ def _margin(config: RunConfig) -> Iterator[RequestError]:
 def _launch(config: RunConfig) -> Iterator[RequestError]:
     """Launch settings that can't take effect together."""
     launch = config.launch
+    if secret := [name for name in launch.environment if is_secret(name)]:
+        yield RequestError(
+            f"{', '.join(secret)}: it would be written to files and command lines",
+            action="export it before the start: tokens of your environment reach the job by a file only you can read",
+            where="--env",
+        )
     if launch.container_runtime == "pyxis" and launch.executor != "slurm":
         where = f"--container_runtime with {launch.executor}"
         yield RequestError("pyxis is a part of Slurm", needed="apptainer or none", where=where)
@@ -152,7 +138,7 @@ def _schedule(config: RunConfig, facts: RunFacts) -> Iterator[RequestError]:
     if optimizer.min_lr is not None and optimizer.min_lr > optimizer.lr:
         yield RequestError(f"{optimizer.min_lr}", needed=f"at most --lr {optimizer.lr}", where="--min_lr")
     steps = resolve.max_steps(config, facts.split_tokens or ())
-    decay, warmup = resolve.lr_decay_steps(config, steps), optimizer.lr_warmup_steps
+    decay, warmup = optimizer.lr_decay_steps or steps, optimizer.lr_warmup_steps
     if warmup and decay and warmup >= decay:
         yield RequestError(
             f"{warmup} warmup steps, but the decay ends at step {decay}",

@@ -247,7 +247,7 @@ def _manifest_digest(manifest: Manifest) -> str:
 
 def _files_digest(prefix: Path | str) -> str:
     """The same for a pair without a manifest: of its index, and the ends of its tokens."""
-    digest = hashlib.sha256(files.sha256_file(idx_path(prefix)).encode())
+    digest = hashlib.sha256(files.hash_file(idx_path(prefix)).encode())
     with bin_path(prefix).open("rb") as tokens:
         digest.update(tokens.read(_EDGE_BYTES))
         size = tokens.seek(0, 2)

@@ -140,7 +140,7 @@ class HubFile:
         if not path.is_file() or path.stat().st_size != self.size:
             return False
         digest = hashlib.sha256() if self.sha256 else hashlib.sha1(b"blob %d\0" % self.size)
-        return files.hash_file(path, digest) == (self.sha256 or self.git_sha1)
+        return files.hash_file(path, lambda: digest) == (self.sha256 or self.git_sha1)
 
 
 @dataclass(frozen=True)

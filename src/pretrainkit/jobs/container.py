@@ -15,18 +15,6 @@ _SCHEME = re.compile(r"[a-z][a-z-]*://")
 
 
 @dataclass(frozen=True)
-class Mount:
-    """A host folder or file in the container."""
-
-    source: str
-    target: str
-    read_only: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.source}:{self.target}" + (":ro" if self.read_only else "")
-
-
-@dataclass(frozen=True)
 class Container:
     """The container that a job runs in."""
 
@@ -34,7 +22,8 @@ class Container:
     """pyxis or apptainer."""
     image: str
     """An absolute path, or a name in a registry as the runtime spells it."""
-    mounts: tuple[Mount, ...]
+    mounts: tuple[str, ...]
+    """SOURCE:TARGET[:ro]: host folders or files, and where they are in the container."""
     nv: bool
     """Whether Apptainer makes the host's NVIDIA driver available."""
 
@@ -46,13 +35,13 @@ class Container:
     def apptainer_options(self) -> list[str]:
         """Options of `apptainer exec`. The home and the caller's environment aren't passed in, so neither packages in
         ~/.local nor a PYTHONPATH of the host can replace the image's packages; what the job needs is exported."""
-        binds = [word for mount in self.mounts for word in ("--bind", str(mount))]
+        binds = [word for mount in self.mounts for word in ("--bind", mount)]
         return ["--cleanenv", "--no-home", *(["--nv"] if self.nv else []), *binds]
 
     def pyxis_options(self) -> list[str]:
         """Options of `srun`."""
-        mounts = ",".join(str(mount) for mount in self.mounts)
-        return ["--container-image", self.image, "--container-mounts", mounts, "--no-container-mount-home"]
+        mounts = ["--container-mounts", ",".join(self.mounts)]
+        return ["--container-image", self.image, *mounts, "--no-container-mount-home"]
 
 
 def container_of(config: LaunchConfig, *, needs: Iterable[Path], on_gpu: bool) -> Container | None:
@@ -97,27 +86,30 @@ def _image(image: str, runtime: str) -> str:
     return f"{registry}#{rest}" if is_registry else name
 
 
-def _mounts(texts: Iterable[str], needs: Iterable[Path]) -> tuple[Mount, ...]:
+def _mounts(texts: Iterable[str], needs: Iterable[Path]) -> tuple[str, ...]:
     """The requested mounts, and mounts of what the job needs and they don't cover. Raises RequestError."""
-    by_target: dict[str, Mount] = {}
+    by_target: dict[str, str] = {}
     problems: list[RequestError] = []
     for text in texts:
         with RequestError.collected(problems):
-            mount = parse_mount(text)
-            by_target[mount.target] = mount
+            target, mount = parse_mount(text)
+            by_target[target] = mount
     if problems:
         raise RequestError.of_all(problems)
     for path in needs:
         # Both a symbolic link and its target must exist inside, under the same name.
         for need in dict.fromkeys([path.absolute(), path.resolve()]):
-            same_names = (mount.source for mount in by_target.values() if mount.source == mount.target)
-            if not any(need.is_relative_to(source) for source in same_names):
-                by_target[str(need)] = Mount(str(need), str(need))
+            same_names = (target for target, mount in by_target.items() if mount.startswith(f"{target}:"))
+            if not any(need.is_relative_to(name) for name in same_names):
+                by_target[str(need)] = f"{need}:{need}"
     return tuple(by_target.values())
 
 
-def parse_mount(text: str) -> Mount:
-    """A mount from SOURCE[:TARGET[:ro]]. Raises RequestError for another form or a missing source."""
+def parse_mount(text: str) -> tuple[str, str]:
+    """Target and text of a mount, with absolute paths, from SOURCE[:TARGET[:ro]].
+
+    Raises RequestError for another form or a missing source.
+    """
     source, *rest = text.split(":")
     path = Path(source).expanduser().absolute()
     target, mode = rest[0] if rest and rest[0] else str(path), rest[1] if len(rest) > 1 else "rw"
@@ -126,4 +118,5 @@ def parse_mount(text: str) -> Mount:
         raise RequestError(f"{text!r}", needed=needed, where="--container_mounts")
     if not path.exists():
         raise RequestError(f"no {path} here to mount", needed="an existing folder or file", where="--container_mounts")
-    return Mount(str(path), os.path.normpath(target), mode == "ro")
+    target = os.path.normpath(target)
+    return target, f"{path}:{target}" + (":ro" if mode == "ro" else "")

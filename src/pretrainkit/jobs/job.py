@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,13 +28,9 @@ class Array:
     @property
     def ranges(self) -> list[tuple[int, int]]:
         """First and last task of each range of consecutive tasks."""
-        ranges: list[tuple[int, int]] = []
-        for index in self.indices:
-            if ranges and index == ranges[-1][1] + 1:
-                ranges[-1] = (ranges[-1][0], index)
-            else:
-                ranges.append((index, index))
-        return ranges
+        by_distance = itertools.groupby(enumerate(self.indices), key=lambda item: item[1] - item[0])
+        runs = [[index for _, index in run] for _, run in by_distance]
+        return [(run[0], run[-1]) for run in runs]
 
     def __str__(self) -> str:
         text = ",".join(str(first) if first == last else f"{first}-{last}" for first, last in self.ranges)
@@ -108,19 +105,20 @@ def parse_array(text: str, count: int | None) -> Array:
         RequestError: another form, or a task that isn't below `count`.
     """
     body, percent, limit = text.partition("%")
-    where, form = "--array", "0-9, 3,7 or 0-20:2, with the suffix %4 for at most 4 at once"
+    form = "0-9, 3,7 or 0-20:2, with the suffix %4 for at most 4 at once"
+    wrong = RequestError(f"{text!r}", needed=form, where="--array")
     indices: set[int] = set()
     for part in body.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+)(?::(\d+))?)?", part.strip())
         if not match or (match[3] and int(match[3]) == 0):
-            raise RequestError(f"{text!r}", needed=form, where=where)
+            raise wrong
         first, last = int(match[1]), int(match[2] or match[1])
         indices |= set(range(first, last + 1, int(match[3] or 1)))
     if not indices or (percent and not (limit.isdigit() and int(limit))):
-        raise RequestError(f"{text!r}", needed=form, where=where)
+        raise wrong
     ordered = tuple(sorted(indices))
     if count is not None and ordered[-1] >= count:
-        raise RequestError(f"task {ordered[-1]} of {count}", needed=f"tasks from 0 to {count - 1}", where=where)
+        raise RequestError(f"task {ordered[-1]} of {count}", needed=f"tasks from 0 to {count - 1}", where="--array")
     if count is None and ordered == tuple(range(len(ordered))):
         count = len(ordered)
     return Array(ordered, count or ordered[-1] + 1, int(limit) if limit else None)

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pretrainkit.config.launch import LaunchConfig
 from pretrainkit.jobs.pbs import Pbs
 from pretrainkit.jobs.scheduler import Allocation, Scheduler
 from pretrainkit.jobs.sge import GridEngine
 from pretrainkit.jobs.slurm import Slurm
 
 SCHEDULERS: dict[str, Scheduler] = {scheduler.name: scheduler for scheduler in (Slurm(), Pbs(), GridEngine())}
-
-
-def scheduler_of(config: LaunchConfig) -> Scheduler:
-    """The scheduler of a job. Its config must name one."""
-    return SCHEDULERS[config.executor]
+"""By the value of --executor."""
 
 
 def read_allocation(environment: Mapping[str, str]) -> Allocation | None:

@@ -17,7 +17,7 @@ from pretrainkit.jobs.container import container_of
 from pretrainkit.jobs.job import Job
 from pretrainkit.jobs.scheduler import Run, runner_of
 from pretrainkit.jobs.scripts import CODE
-from pretrainkit.jobs.secrets import is_secret, passed_on
+from pretrainkit.jobs.secrets import passed_on
 from pretrainkit.run import initial_weights
 from pretrainkit.run.checkpoints import newest_committed
 from pretrainkit.run.folder import LAUNCHER_LOCK, RANKS_LOCK, RunFolder, locked
@@ -46,9 +46,8 @@ def new_job(
 ) -> Job:
     """A job whose Python gets `words`; of the caller's environment it has the variables that concern it.
 
-    `settings` are further fields of Job. Raises RequestError for unusable mounts, images, runtimes and variables.
+    `settings` are further fields of Job. Raises RequestError for unusable mounts, images and runtimes.
     """
-    check_environment(config)
     container = container_of(config, needs=needs, on_gpu=on_gpu)
     plain, secret = passed_on(os.environ)
     return Job(
@@ -135,17 +134,6 @@ def rank_environment(run: ResolvedRun) -> dict[str, str]:
 def python_of(config: LaunchConfig, in_container: bool) -> str:
     """The job's Python: the requested one, the image's, or this one."""
     return config.python or ("python3" if in_container else sys.executable)
-
-
-def check_environment(config: LaunchConfig) -> None:
-    """Refuse tokens among the variables, which are written to run.json and scripts."""
-    secret = [name for name in config.environment if is_secret(name)]
-    if secret:
-        raise RequestError(
-            f"{', '.join(secret)}: it would be written to files and command lines",
-            action="export it before the start: tokens of your environment reach the job by a file only you can read",
-            where="--env",
-        )
 
 
 def needs_of(run: ResolvedRun) -> list[Path]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from pretrainkit.errors import RequestError
 from pretrainkit.jobs.job import Job
-from pretrainkit.jobs.registry import scheduler_of
+from pretrainkit.jobs.registry import SCHEDULERS
 from pretrainkit.units import parse_duration
 
 if TYPE_CHECKING:
@@ -71,21 +71,20 @@ def inner_scripts(job: Job) -> dict[str, str]:
     return texts
 
 
-def job_script(job: Job, script: Path, *, continues: bool, is_array: bool, index: int | None) -> str:
+def job_script(job: Job, script: Path, *, continues: bool, index: int | None) -> str:
     """The text of the script that the scheduler runs.
 
     Args:
         script: path at which it will be written.
         continues: whether it only continues a run that ran out of time.
-        is_array: whether it is submitted as a scheduler's array.
         index: the one task of job.array that it runs, where that isn't an array for the scheduler.
     """
-    scheduler = scheduler_of(job.config)
+    scheduler = SCHEDULERS[job.config.executor]
     return _render(
         f"{scheduler.name}.sh.j2",
         job=job,
         scheduler=scheduler,
-        job_id=scheduler.array_job_id if is_array else scheduler.job_id,
+        job_id=scheduler.array_job_id if job.array and index is None else scheduler.job_id,
         array_index=scheduler.array_index if index is None else index,
         continues=continues,
         requeue=scheduler.requeue(job, script) if job.config.requeue else "",

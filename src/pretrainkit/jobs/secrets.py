@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pretrainkit.logs import TOKEN_VARIABLES
+from pretrainkit.logs import is_secret
 
 
 def split_token(words: Sequence[str]) -> tuple[list[str], str | None]:
@@ -36,7 +36,6 @@ def hide_token_from_process_list() -> None:
     os.execve(sys.executable, [*before, *kept], environment)
 
 
-_SECRET_NAME = re.compile(r"TOKEN$|API_KEY|SECRET|PASSWORD|PASSWD")
 _PASSED_ON = re.compile(r"(HF|HUGGING_FACE|HUGGINGFACE|WANDB|MLFLOW|NCCL|DATASET|TRANSFORMERS|TOKENIZERS)_")
 """Variables of the submitting environment that are passed on to the job."""
 
@@ -48,11 +47,6 @@ def without_tokens(environment: Mapping[str, str]) -> dict[str, str]:
         for name, value in environment.items()
         if not is_secret(name) and not name.startswith("PRETRAINKIT_")
     }
-
-
-def is_secret(name: str) -> bool:
-    """Whether a variable of this name holds a token or password."""
-    return name in TOKEN_VARIABLES or bool(_SECRET_NAME.search(name))
 
 
 def passed_on(environment: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:

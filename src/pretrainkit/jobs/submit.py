@@ -27,7 +27,7 @@ from pretrainkit import files
 from pretrainkit.errors import PretrainkitError
 from pretrainkit.jobs import scripts
 from pretrainkit.jobs.job import Job
-from pretrainkit.jobs.registry import SCHEDULERS, scheduler_of
+from pretrainkit.jobs.registry import SCHEDULERS
 from pretrainkit.jobs.scheduler import Run, runner_of
 from pretrainkit.jobs.secrets import passed_on, write_secrets
 from pretrainkit.records import decode
@@ -84,7 +84,7 @@ class _Part:
     def submit_command(self, job: Job, after: str | None) -> list[str]:
         tasks = (self.tasks[0], self.tasks[-1]) if self.is_array else None
         script = job.folder / self.name
-        return scheduler_of(job.config).submit_command(job, script, after if self.follows else None, tasks)
+        return SCHEDULERS[job.config.executor].submit_command(job, script, after if self.follows else None, tasks)
 
 
 def next_folder(jobs_dir: Path) -> Path:
@@ -112,7 +112,7 @@ def submit(job: Job, script: Path, source_text: str) -> list[SubmittedJob]:
     Raises:
         PretrainkitError: the scheduler refused it, with its words.
     """
-    scheduler = scheduler_of(job.config)
+    scheduler = SCHEDULERS[job.config.executor]
     run = runner_of(job.config)
     # Rendering comes first: it finds what is wrong with the request before anything is written.
     parts = _parts(job)
@@ -167,15 +167,15 @@ def read_records(jobs_dir: Path) -> list[SubmittedJob]:
 def _parts(job: Job) -> list[_Part]:
     if job.array is None:
         return [_part(job, "job"), *(_part(job, "job.continue", follows=True) for _ in range(1, job.config.chain))]
-    if scheduler_of(job.config).takes_task_lists:
+    if SCHEDULERS[job.config.executor].takes_task_lists:
         return [_part(job, "job", job.array.indices)]
     return [_part(job, "job", tuple(range(first, last + 1))) for first, last in job.array.ranges]
 
 
 def _part(job: Job, stem: str, tasks: tuple[int, ...] = (), *, follows: bool = False) -> _Part:
-    scheduler = scheduler_of(job.config)
+    scheduler = SCHEDULERS[job.config.executor]
     is_array = len(tasks) > (0 if scheduler.takes_arrays_of_one else 1)
     index = tasks[0] if tasks and not is_array else None
     name = f"{stem}.{scheduler.name}.sh" if index is None else f"{stem}.task_{index}.{scheduler.name}.sh"
-    text = scripts.job_script(job, job.folder / name, continues=follows, is_array=is_array, index=index)
+    text = scripts.job_script(job, job.folder / name, continues=follows, index=index)
     return _Part(name, text, tasks, is_array, follows)

@@ -13,7 +13,7 @@ from typing import BinaryIO
 from pretrainkit import files
 from pretrainkit.config.launch import LaunchConfig
 from pretrainkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED_AFTER_SAVING
-from pretrainkit.jobs.registry import SCHEDULERS, scheduler_of
+from pretrainkit.jobs.registry import SCHEDULERS
 from pretrainkit.jobs.scheduler import Run, runner_of
 from pretrainkit.jobs.scripts import CHAIN
 from pretrainkit.jobs.submit import SubmittedJob
@@ -80,7 +80,7 @@ def announce(submitted: Sequence[SubmittedJob], config: LaunchConfig, *, follows
     for job in submitted:
         print(f"job {job.job_id}  log {job.logs[0] if len(job.logs) == 1 else f'{job.logs[0]} ...'}")
     sys.stdout.flush()
-    words = scheduler_of(config).cancel_command([job.job_id for job in submitted])
+    words = SCHEDULERS[config.executor].cancel_command([job.job_id for job in submitted])
     log.info("to cancel: %s", shlex.join(words))
     if not follows:
         return EXIT_DONE

@@ -10,16 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from pretrainkit import files
-from pretrainkit.config.resolve import RunFacts, resolve
+from pretrainkit.config.resolve import RunFacts, resolve, warnings_of
 from pretrainkit.config.schema import ResolvedRun, RunConfig
 from pretrainkit.config.validate import problems_of
-from pretrainkit.config.warnings import warnings_of
 from pretrainkit.data.dataset import read_dataset
 from pretrainkit.data.hub import local_folder
 from pretrainkit.data.tokens.tokenizer import load_tokenizer
 from pretrainkit.errors import EXIT_DONE, RequestError
 from pretrainkit.jobs.container import Container, container_of
-from pretrainkit.jobs.run_job import check_environment, needs_of, planned_job, start_job
+from pretrainkit.jobs.run_job import needs_of, planned_job, start_job
 from pretrainkit.jobs.submit import describe as describe_job
 from pretrainkit.launch.local import LaunchPlan, run_attempt
 from pretrainkit.launch.supervise import GRACE_S
@@ -62,10 +61,8 @@ def inspect_inputs(config: RunConfig) -> tuple[RunFacts, list[RequestError]]:
     )
     problems: list[RequestError] = []
     for read in (_model, _dataset, _weights):
-        try:
+        with RequestError.collected(problems):
             facts = dataclasses.replace(facts, **read(config, facts))
-        except RequestError as problem:
-            problems.append(problem)
     return facts, problems
 
 
@@ -170,7 +167,6 @@ def print_plan(config: RunConfig, *, as_json: bool) -> int:
 
 def _container(run: ResolvedRun, train_script: Path) -> Container | None:
     """The container of a local run. Raises RequestError for what it can't have."""
-    check_environment(run.config.launch)
     needs = [train_script.resolve().parents[1], *needs_of(run)]
     return container_of(run.config.launch, needs=needs, on_gpu=run.accelerator == "gpu")
 

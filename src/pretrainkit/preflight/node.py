@@ -49,8 +49,6 @@ class NodeCheckRequest:
     """Folder on the shared disk that the run writes to."""
     needed_bytes: int = 0
     """Free space that the run needs there."""
-    time_left_s: float | None = None
-    """Seconds that the job may still take; None: the scheduler is asked."""
     needed_time_s: float = 0.0
     """Less time left than this is a failure: the time that saving takes."""
     constraints: Path | None = software.CONSTRAINTS
@@ -75,7 +73,7 @@ def check_node(request: NodeCheckRequest) -> NodeReport:
         check_clock(folder),
         check_limits(),
         software.check_packages(request.constraints),
-        check_time(request.time_left_s, request.needed_time_s),
+        check_time(request.needed_time_s),
     ]
     if request.kept:
         done.append(software.check_kept(request.kept))
@@ -185,9 +183,9 @@ def check_limits() -> Finding:
 
 
 @check("time left")
-def check_time(left_s: float | None, needed_s: float) -> Finding:
-    """Whether the job has time left to do something with; asks the scheduler when `left_s` is None."""
-    left_s = time_left(os.environ) if left_s is None else left_s
+def check_time(needed_s: float) -> Finding:
+    """Whether the scheduler leaves the job the time that saving takes."""
+    left_s = time_left(os.environ)
     if left_s is None:
         return SKIPPED, "no job with a time limit"
     found = f"{format_duration(max(left_s, 0))}"

@@ -166,35 +166,30 @@ def check_imports(accelerator: str, *, timeout_s: float) -> Finding:
     """Whether the engine, and the libraries of kernels that are installed, can be imported."""
     (found,), _ = run_probes(import_all, accelerator, 1, timeout_s)
     action = "build the image again, or install with -c constraints.txt; --quick leaves this out"
-    done, failed = found.get("imports", {}), dict(found.get("failed_imports", {}))
-    if module := found.get("importing"):
-        failed[module] = str(found.get("error", "the process ended"))
-    waiting = {name: why for name, why in failed.items() if accelerator == "cpu" and _NO_DRIVER.search(why)}
+    error, outcomes = str(found.get("error", "the process ended")), found.get("imports", {})
+    done = {name: seconds for name, seconds in outcomes.items() if isinstance(seconds, float)}
+    failed = {name: why or error for name, why in outcomes.items() if name not in done}
+    waiting = [name for name, why in failed.items() if accelerator == "cpu" and _NO_DRIVER.search(why)]
     broken = [f"{name}: {why}" for name, why in failed.items() if name not in waiting]
     if broken or not done:
-        return FAILED, "; ".join(broken) or str(found.get("error", "nothing imported")), action
-    seconds = sum(float(value) for value in done.values())
-    words = f"{', '.join(done)} in {seconds:.0f} s"
-    if absent := found.get("absent"):
+        return FAILED, "; ".join(broken) or error, action
+    words = f"{', '.join(done)} in {sum(done.values()):.0f} s"
+    if absent := [name for name in OPTIONAL if name not in outcomes]:
         words += f"; not installed: {', '.join(absent)}"
     if waiting:
-        names = ", ".join(waiting)
-        return WARNING, f"{words}; not without a driver: {names}", "look again on a node with GPUs"
+        return WARNING, f"{words}; not without a driver: {', '.join(waiting)}", "look again on a node with GPUs"
     return OK, words
 
 
 def import_all(probe: Probe) -> None:
-    """Import modules one by one. A module's name is written before its import: a crash then has a name."""
-    done: dict[str, float] = {}
-    failed: dict[str, str] = {}
-    absent = [name for name in OPTIONAL if importlib.util.find_spec(name.partition(".")[0]) is None]
-    for name in (*REQUIRED, *(name for name in OPTIONAL if name not in absent)):
-        probe.report(importing=name)
+    """Import modules one by one, and report the seconds or the error of each; None before: a crash then has a name."""
+    outcomes: dict[str, float | str] = {}
+    for name in (*REQUIRED, *(name for name in OPTIONAL if importlib.util.find_spec(name.partition(".")[0]))):
+        probe.report(imports={**outcomes, name: None})
         begin_s = time.monotonic()
         try:
             importlib.import_module(name)
+            outcomes[name] = round(time.monotonic() - begin_s, 2)
         except BaseException as error:  # a library may even exit
-            failed[name] = one_line(error)
-        else:
-            done[name] = round(time.monotonic() - begin_s, 2)
-        probe.report(imports=done, failed_imports=failed, absent=absent, importing="")
+            outcomes[name] = one_line(error)
+        probe.report(imports=outcomes)

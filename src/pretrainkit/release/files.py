@@ -18,7 +18,7 @@ from pretrainkit.checkpoint.open import detect
 from pretrainkit.checkpoint.plan import CheckpointFormat
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import RequestError
-from pretrainkit.files import read_json, sha256_file
+from pretrainkit.files import hash_file, read_json
 from pretrainkit.models.registry import read_config, read_shape
 from pretrainkit.release.report import Check, ReleaseReport
 from pretrainkit.release.weights import DTYPE_FIELDS, check_weights
@@ -57,7 +57,7 @@ def verify_files(
         except Exception as error:
             report.checks.append(Check(name, False, f"{type(error).__name__}: {error}"))
     report.hashes = {
-        str(path.relative_to(released)): sha256_file(path) for path in sorted(released.rglob("*")) if path.is_file()
+        str(path.relative_to(released)): hash_file(path) for path in sorted(released.rglob("*")) if path.is_file()
     }
     return report
 
@@ -100,7 +100,7 @@ def _check_side_files(origin: Path, released: Path) -> Iterator[Check]:
         copy = released / name
         if not copy.is_file():
             problems.append(f"{name} is missing")
-        elif sha256_file(copy) != sha256_file(origin / name):
+        elif hash_file(copy) != hash_file(origin / name):
             problems.append(f"{name} differs from the source's")
     yield Check.of("tokenizer, template and generation files are the source's", problems, ", ".join(names) or "none")
 

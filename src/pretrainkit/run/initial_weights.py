@@ -132,7 +132,7 @@ def _checkpoint_fingerprint(folder: Path) -> str | None:
     """
     for name in (COMMIT_MARK, REPORT_NAME, "weights/.metadata"):
         if (folder / name).is_file():
-            return (name == REPORT_NAME and source_fingerprint(folder)) or files.sha256_file(folder / name)
+            return (name == REPORT_NAME and source_fingerprint(folder)) or files.hash_file(folder / name)
     return None
 
 
@@ -155,5 +155,5 @@ def _source_hash(folder: Path) -> str:
             status = path.stat()
             digest.update(f"{path.name} {status.st_size} {status.st_mtime_ns}\n".encode())
         elif path.is_file() and path.suffix in (".json", ".model", ".jinja", ".txt"):
-            digest.update(f"{path.name} {files.sha256_file(path)}\n".encode())
+            digest.update(f"{path.name} {files.hash_file(path)}\n".encode())
     return digest.hexdigest()

@@ -55,7 +55,7 @@ def describe(run: ResolvedRun, command_line: Sequence[str]) -> str:
     data = [
         f"data {run.dataset.data_hash}",
         *(f"  {prefix}" for prefix in run.dataset.prefixes),
-        f"tokenizer {files.sha256_file(tokenizer) if tokenizer.is_file() else 'without a tokenizer.json'}",
+        f"tokenizer {files.hash_file(tokenizer) if tokenizer.is_file() else 'without a tokenizer.json'}",
         f"  {run.hf_folder}",
         "",
     ]

@@ -7,9 +7,8 @@ import dataclasses
 import pytest
 from changed_config import changed
 
-from pretrainkit.config.resolve import RunFacts, padded_vocab_size, resolve
+from pretrainkit.config.resolve import RunFacts, padded_vocab_size, resolve, warnings_of
 from pretrainkit.config.schema import RunConfig
-from pretrainkit.config.warnings import warnings_of
 from pretrainkit.machine import MachineFacts
 
 

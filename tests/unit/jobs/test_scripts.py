@@ -17,7 +17,7 @@ import pytest
 from pretrainkit.config.load import load_config
 from pretrainkit.errors import RequestError
 from pretrainkit.jobs import scripts, submit
-from pretrainkit.jobs.container import Container, Mount
+from pretrainkit.jobs.container import Container
 from pretrainkit.jobs.job import Job, parse_array
 
 NASTY = [
@@ -174,7 +174,7 @@ def test_in_a_container_the_job_has_its_variables_and_nothing_else_of_the_host(
     executor: str, tmp_path: Path, stubs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = a_job(tmp_path / "a job", executor, *NASTY, **{"launch.environment": {"NASTY": "\n".join(NASTY)}})
-    mount = Mount(f"{tmp_path}/a job", "/x y")
+    mount = f"{tmp_path}/a job:/x y"
     job = dataclasses.replace(job, container=Container("apptainer", "/images/a b.sif", (mount,), nv=True))
     monkeypatch.setenv("PYTHONPATH", "/host/packages")
     monkeypatch.setenv("NASTY_HOST", "host")
@@ -316,7 +316,7 @@ def site_job(site: str, folder: Path, **settings: object) -> Job:
     }
     config = load_config(flags=flags)
     launch = config.launch
-    mounts = (Mount("/group/data", "/group/data"), Mount("/runs/exp", "/runs/exp"))
+    mounts = ("/group/data:/group/data", "/runs/exp:/runs/exp")
     runtime = {"slurm": "pyxis", "abci": ""}.get(site, "apptainer")
     image = {"slurm": "/images/nemo.sqsh", "slurm-apptainer": "docker://nvcr.io/nvidia/nemo:25.09"}
     return Job(

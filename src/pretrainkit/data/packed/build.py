@@ -180,7 +180,7 @@ def _write_files(plan: PackPlan, packing: Packing, pair: IndexedDataset, folder:
                     writer.write_batch(_record_batch(pa, schema, packing, ids[row - first :][:rows], row))
                 pair.release()
                 progress.add(last - first)
-        digest = files.hash_file(path, xxhash.xxh3_128())
+        digest = files.hash_file(path, xxhash.xxh3_128)
         written.append(PackedFile(path.name, path.stat().st_size, digest, end - begin))
     progress.close()
     return written

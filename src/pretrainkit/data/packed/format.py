@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from pretrainkit.data.indexed.manifest import TokenizerRecord, read_record
 from pretrainkit.errors import DataError, RequestError
-from pretrainkit.files import sha256_file
+from pretrainkit.files import hash_file
 
 FORMAT = "pretrainkit-packed-1"
 MARK = "packed.json"
@@ -230,7 +230,7 @@ class PackedDocuments:
     def data_hash(self) -> str:
         """Changes when the content does, not its place."""
         content = [entry.xxh3_128 for entry in self._set.manifest.files]
-        content = [*content, sha256_file(self._path)] if self.row_length is None else ["rows", *content]
+        content = [*content, hash_file(self._path)] if self.row_length is None else ["rows", *content]
         return hashlib.sha256(" ".join(content).encode()).hexdigest()
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> NDArray[np.int32]:

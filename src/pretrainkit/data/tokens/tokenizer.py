@@ -15,7 +15,7 @@ from typing import Any
 
 from pretrainkit.data.hub import local_folder
 from pretrainkit.errors import RequestError
-from pretrainkit.files import sha256_file
+from pretrainkit.files import hash_file
 from pretrainkit.logs import get_logger
 
 LOGGER = get_logger(__name__)
@@ -115,7 +115,7 @@ def load_tokenizer(name: Path | str, eod_token: str | None = None) -> TokenizerF
     return TokenizerFile(
         name=str(name),
         json_path=json_path,
-        sha256=sha256_file(json_path),
+        sha256=hash_file(json_path),
         largest_id=max([largest, *added.values()]),
         eod_id=id_of(eod_token or roles.get("eos_token")),
         bos_id=id_of(roles.get("bos_token")),
