@@ -21,7 +21,7 @@ from pretrainkit.megatron import kernels, patches
 from pretrainkit.megatron.dataset import EpochDataset
 from pretrainkit.megatron.document_attention import with_document_bounds
 from pretrainkit.megatron.layer_spec import torch_layer_spec
-from pretrainkit.megatron.model_config import precision_fields, recompute_fields
+from pretrainkit.megatron.model import precision_fields, recompute_fields
 from pretrainkit.models.megatron_fields import nemo_model
 from pretrainkit.run.folder import RunFolder
 from pretrainkit.run.resume_plan import CONTINUE, WEIGHTS, StartPlan

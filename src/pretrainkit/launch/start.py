@@ -30,7 +30,7 @@ from pretrainkit.run import initial_weights
 from pretrainkit.run.folder import LAUNCHER_LOCK, SOURCE_FILE, RunFolder, locked, wait_for_ranks
 from pretrainkit.run.identity import changes_since_last_start, write_run_file
 from pretrainkit.run.resource_plan import finalize_run, plan_memory
-from pretrainkit.run.resume_plan import plan_start
+from pretrainkit.run.resume_plan import MODES, plan_start
 from pretrainkit.run.source import describe
 from pretrainkit.signals import count_time_from_here
 from pretrainkit.units import format_count, format_duration
@@ -175,11 +175,9 @@ def summarize(run: ResolvedRun) -> str:
     """The run as aligned lines 'what  value', without a newline at the end."""
     config, model, parallel = run.config, run.model, run.config.parallel
     training, optimizer = config.training, config.optimizer
-    evaluation = (
-        f"every {training.val_interval} steps and at the end, {training.val_steps} batches"
-        if training.val_interval
-        else "none"
-    )
+    evaluation = "none"
+    if training.val_interval:
+        evaluation = f"every {training.val_interval} steps and at the end, {training.val_steps} batches"
     lines = {
         "experiment": run.experiment_dir,
         "model": f"{model.family}, {model.num_layers} layers, hidden size {model.hidden_size}, "
@@ -199,9 +197,7 @@ def summarize(run: ResolvedRun) -> str:
         f"decay to step {run.lr_decay_steps}, weight decay {optimizer.weight_decay:g}, clip {optimizer.clip_grad:g}",
         "seed": str(training.seed),
         "saves": "in the background" if run.async_save else "training waits for them",
-        "starts": {"random": "from random weights", "weights": "from trained weights", "continue": "continuing"}.get(
-            run.start_mode or "", "not planned"
-        ),
+        "starts": MODES.get(run.start_mode or "", "not planned"),
     }
     return "\n".join([*(f"{name:<10} {value}" for name, value in lines.items()), summarize_estimates(run)])
 

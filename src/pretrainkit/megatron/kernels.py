@@ -59,6 +59,9 @@ def choose_for(run: ResolvedRun, installed: frozenset[str]) -> Kernels:
     parallel, training = run.config.parallel, run.config.training
     ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size
     tokens = training.micro_batch_size * run.config.data.sequence_length
+    # All microbatches must be the same work on one GPU, one after another.
+    is_whole = parallel.model_parallel_size == 1 and run.recompute.granularity == "none"
+    can_be_graphed = is_whole and not run.reset_attention_mask
     overlaps = run.sequence_parallel and run.config.launch.num_gpus % parallel.tensor_model_parallel_size == 0
     return choose(
         # Only our layers have attention within documents.
@@ -68,19 +71,7 @@ def choose_for(run: ResolvedRun, installed: frozenset[str]) -> Kernels:
         precision=run.precision,
         installed=installed,
         chunk_tokens=tokens // ranks if overlaps else 0,
-        layer_work=layer_parameters(run.model) * tokens if _can_be_graphed(run) else 0,
-    )
-
-
-def _can_be_graphed(run: ResolvedRun) -> bool:
-    """Whether all microbatches are the same work on one GPU, one after another."""
-    parallel = run.config.parallel
-    return (
-        parallel.tensor_model_parallel_size == 1
-        and parallel.context_parallel_size == 1
-        and parallel.pipeline_model_parallel_size == 1
-        and run.recompute.granularity == "none"
-        and not run.reset_attention_mask
+        layer_work=layer_parameters(run.model) * tokens if can_be_graphed else 0,
     )
 
 

@@ -1,27 +1,73 @@
 """A Megatron-core model with a checkpoint's weights, to compare its logits and losses with other implementations'.
 
-It has the modules that training uses, at any tensor parallel size, without a trainer and NeMo.
+It has the modules that training uses, at any tensor parallel size, without a trainer and NeMo. Here are also the fields
+of Megatron's TransformerConfig that depend on the run; `models.megatron_fields` has the model's.
 """
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from pretrainkit.config.schema import Kernels, ModelShape
+from pretrainkit.config.schema import Kernels, ModelShape, Recompute, RopeScaling
 from pretrainkit.megatron.kernels import config_fields
 from pretrainkit.megatron.layer_spec import torch_layer_spec
-from pretrainkit.megatron.model_config import precision_fields, scaled_inverse_frequencies
 from pretrainkit.models.megatron_fields import transformer_config_fields
+
+
+def precision_fields(precision: str) -> dict[str, Any]:
+    """The fields of TransformerConfig that depend on `precision`, 'bf16' or 'fp32', and the fusions that stay off.
+
+    Megatron's fused cross entropy rounds the logits' gradient to bf16, so it is on for bf16 only.
+    """
+    bf16 = precision == "bf16"
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    return {
+        "activation_func": F.silu,
+        "bf16": bf16,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "cross_entropy_loss_fusion": bf16,
+        "apply_rope_fusion": False,
+        "masked_softmax_fusion": False,
+    }
+
+
+def recompute_fields(recompute: Recompute) -> dict[str, Any]:
+    """The fields of TransformerConfig that say which activations the backward pass computes again."""
+    if recompute.granularity == "full":
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": "block",
+            "recompute_num_layers": recompute.num_layers,
+        }
+    if recompute.granularity == "selective":
+        # Of attention nothing is gained: its kernels keep no scores.
+        return {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
+    return {}
+
+
+def scaled_inverse_frequencies(inverse_frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Llama 3.1's scaling of rotary inverse frequencies [head_dim / 2], in radians per token.
+
+    Frequencies that turn less than `low_freq_factor` times in the old context are divided by `factor`, those that
+    turn more than `high_freq_factor` times are kept, and those between are blended
+    (transformers: modeling_rope_utils._compute_llama3_parameters).
+    """
+    turns = scaling.original_max_position_embeddings * inverse_frequencies / (2 * math.pi)
+    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    kept = kept.clamp(0, 1)
+    return kept * inverse_frequencies + (1 - kept) * inverse_frequencies / scaling.factor
 
 
 def initialize(*, tensor_parallel_size: int = 1) -> None:
@@ -37,7 +83,6 @@ def build_model(
     padded_vocab_size: int,
     sequence_length: int,
     precision: str = "fp32",
-    with_transformer_engine: bool = False,
     kernels: Kernels | None = None,
 ) -> GPTModel:
     """This rank's part of the model, with random weights; `patches.apply_kernels` has been called for `kernels`."""
@@ -54,15 +99,9 @@ def build_model(
     if kernels:
         for name, value in config_fields(kernels, qk_norm=shape.qk_norm).items():
             setattr(config, name, value)
-    if with_transformer_engine:
-        spec: Any = get_gpt_layer_with_transformer_engine_spec(
-            num_experts=shape.num_experts or None, qk_layernorm=shape.qk_norm
-        )
-    else:
-        spec = torch_layer_spec(config, fused_norm=kernels is not None and kernels.norm == "triton")
     model = GPTModel(
         config,
-        transformer_layer_spec=spec,
+        transformer_layer_spec=torch_layer_spec(config, fused_norm=kernels is not None and kernels.norm == "triton"),
         vocab_size=padded_vocab_size,
         max_sequence_length=sequence_length,
         position_embedding_type="rope",

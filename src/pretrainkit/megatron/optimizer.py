@@ -54,22 +54,11 @@ class FusedAdamW(torch.optim.Optimizer):
                     self.state[param]["exp_avg_sq"] = torch.zeros_like(param)
             # The kernel increments the step, so it gets the previous one.
             steps = list(torch.full((len(params),), float(step - 1), device=params[0].device))
-            adamw(
-                params,
-                [param.grad for param in params],
-                [self.state[param]["exp_avg"] for param in params],
-                [self.state[param]["exp_avg_sq"] for param in params],
-                [],
-                steps,
-                fused=True,
-                amsgrad=False,
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
-            )
+            grads = [param.grad for param in params]
+            moments = ([self.state[param][name] for param in params] for name in ("exp_avg", "exp_avg_sq"))
+            settings = {name: group[name] for name in ("lr", "weight_decay", "eps")}
+            settings["beta1"], settings["beta2"] = group["betas"]
+            adamw(params, grads, *moments, [], steps, fused=True, amsgrad=False, maximize=False, **settings)
 
 
 def multi_tensor_l2_norm(

@@ -20,6 +20,8 @@ from pretrainkit.run.trackers import check_trackers, wandb_run_id
 
 RANDOM, WEIGHTS, CONTINUE = "random", "weights", "continue"
 """Start modes: random weights; initial weights at step 0; everything from the run's own checkpoint."""
+MODES = {RANDOM: "from random weights", WEIGHTS: "from trained weights", CONTINUE: "continuing"}
+"""The same for people."""
 
 _LAYOUTS = {
     "distributed": "optimizer.distributed true",
@@ -63,16 +65,12 @@ class StartPlan:
 
     def describe(self) -> str:
         """The plan as aligned lines 'what  value'."""
-        start, loads = {
-            RANDOM: ("from random weights", "random weights"),
-            WEIGHTS: ("from trained weights", f"the weights of {self.checkpoint}"),
-            CONTINUE: ("continuing", self.checkpoint),
-        }[self.mode]
+        loads = {RANDOM: "random weights", WEIGHTS: f"the weights of {self.checkpoint}"}.get(self.mode, self.checkpoint)
         moments = {"zero": "new", "restored": "restored", "reset": "reset: the checkpoint's moments are dropped"}
         where = f"sample {self.sample}" + ("" if self.epoch is None else f" of epoch {self.epoch + 1}")
         rate = "none left" if self.learning_rate is None else f"{self.learning_rate:.6g}"
         lines = {
-            "start": start,
+            "start": MODES[self.mode],
             "loads": loads,
             "step": f"{self.step} of {self.max_steps} done",
             "data": f"{self.consumed_samples} samples used, next is {where}",

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pretrainkit.config.schema import RopeScaling
-from pretrainkit.megatron.model_config import scaled_inverse_frequencies
+from pretrainkit.megatron.model import scaled_inverse_frequencies
 
 
 @pytest.mark.parametrize(

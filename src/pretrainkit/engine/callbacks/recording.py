@@ -70,22 +70,18 @@ class Recording(pl.Callback):
         pl_module.log = log_validation
         if self._recorder:
             evaluations = trainer.fit_loop.epoch_loop.val_loop
-            evaluations.run = self._untimed(evaluations.run, self._recorder)
+            evaluations.run = functools.partial(self._untimed, evaluations.run, self._recorder)
             self._record_mixture(trainer, self._recorder)
             self._recorder.start(trainer.global_step)
 
-    def _untimed(self, evaluate: Callable[[], Any], recorder: RunRecorder) -> Callable[[], Any]:
-        """`evaluate`, with its time kept out of the steps' time; the first one also starts DataLoader workers."""
-
-        def run() -> Any:
-            wait_for_device(self._run.accelerator)
-            began_s = time.monotonic()
-            try:
-                return evaluate()
-            finally:
-                recorder.skip_time(time.monotonic() - began_s)
-
-        return run
+    def _untimed(self, evaluate: Callable[[], Any], recorder: RunRecorder) -> Any:
+        """Evaluate, with that time kept out of the steps' time; the first one also starts DataLoader workers."""
+        wait_for_device(self._run.accelerator)
+        began_s = time.monotonic()
+        try:
+            return evaluate()
+        finally:
+            recorder.skip_time(time.monotonic() - began_s)
 
     def _record_mixture(self, trainer: pl.Trainer, recorder: RunRecorder) -> None:
         """Record the share of each dataset among the remaining samples, and the share asked for."""

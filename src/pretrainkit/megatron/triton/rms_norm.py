@@ -91,7 +91,8 @@ class RMSNormWithResidual(torch.autograd.Function):
         hidden, weight, scales = ctx.saved_tensors
         columns, rows = hidden.size(-1), scales.numel()
         block, warps = _sizes(columns)
-        programs = min(rows, _num_multiprocessors(hidden.device) * max(1, WARPS_PER_MULTIPROCESSOR // warps))
+        multiprocessors = torch.cuda.get_device_properties(hidden.device).multi_processor_count if hidden.is_cuda else 2
+        programs = min(rows, multiprocessors * max(1, WARPS_PER_MULTIPROCESSOR // warps))
         hidden_gradient = torch.empty_like(hidden)
         weight_gradients = hidden.new_empty((programs, columns), dtype=torch.float32)
         has_residual = residual_gradient is not None
@@ -106,10 +107,6 @@ def _sizes(columns: int) -> tuple[int, int]:
     """Columns that a program keeps in registers, and its number of warps."""
     block: int = triton.next_power_of_2(columns)
     return block, min(16, max(1, block // COLUMNS_PER_WARP))
-
-
-def _num_multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 def rms_norm_with_residual(hidden: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
