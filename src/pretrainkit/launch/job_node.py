@@ -56,9 +56,8 @@ log = logs.get_logger(__name__)
 
 def run_in_job(arguments: argparse.Namespace, stop: GracefulStop) -> int:
     """Run this node's ranks; the exit code is the attempt's, on all nodes. Raises PretrainkitError."""
-    environment = os.environ
-    node = int(environment.get(NODE_VARIABLE, "0"))
-    start = environment.get(START_VARIABLE, f"{os.getpid()}")
+    node = int(os.environ.get(NODE_VARIABLE, "0"))
+    start = os.environ.get(START_VARIABLE, f"{os.getpid()}")
     nodes = Rendezvous(arguments.job_dir / NODES_FOLDER / start, node, arguments.num_nodes)
     if gpus := visible_gpus(os.environ):
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", gpus)

@@ -110,9 +110,10 @@ def choose(
     )
     missing = [part for part in asked if fused_kernels != "auto" and part not in fused]
     if missing:
+        packages = " and ".join(sorted({name for part in missing for name in _NEEDS[_FUSED[part]]}))
         raise RequestError(
             f"fused {', '.join(missing)} can't be used on this machine ({accelerator}, {precision})",
-            needed=f"a GPU, {_packages(missing)}"
+            needed=f"a GPU, {packages or 'torch with CUDA'}"
             + (", bf16" if set(missing) & set(_BF16_ONLY) else "")
             + (", sequence parallelism within nodes" if "tp_comm_overlap" in missing else "")
             + (f", {_FOR_GRAPHS}" if "cuda_graphs" in missing else ""),
@@ -134,11 +135,6 @@ def choose(
     if layer_spec == "te":
         choice |= {"norm": "te", "rotary": "te", "tp_comm_overlap": "te", "cuda_graphs": PLAIN}
     return Kernels(layer_spec=layer_spec, **choice)
-
-
-def _packages(parts: list[str]) -> str:
-    names = sorted({name for part in parts for name in _NEEDS[_FUSED[part]]})
-    return " and ".join(names) or "torch with CUDA"
 
 
 def config_fields(kernels: Kernels, *, qk_norm: bool) -> dict[str, Any]:

@@ -102,8 +102,8 @@ def changes_since_last_start(run: ResolvedRun) -> Changes:
 
 
 def _check_identity(folder: RunFolder, changed: Changes, *, allowed: tuple[str, ...]) -> None:
-    identity = {name: values for name, values in changed.items() if _defines_run(name) and name not in allowed}
-    if identity:
+    fields = tuple(f"{field}." for field in IDENTITY if field not in allowed)
+    if identity := {name: values for name, values in changed.items() if f"{name}.".startswith(fields)}:
         listed = "; ".join(f"{name} was {old}, now {new}" for name, (old, new) in identity.items())
         raise RequestError(
             f"this experiment has checkpoints of another run: {listed}",
@@ -112,10 +112,6 @@ def _check_identity(folder: RunFolder, changed: Changes, *, allowed: tuple[str, 
             + ("; --allow_data_change continues with the new data" if identity.keys() <= set(DATA) else ""),
             where=str(folder.path),
         )
-
-
-def _defines_run(name: str) -> bool:
-    return any(name == field or name.startswith(f"{field}.") for field in IDENTITY)
 
 
 def _changed_weights(before: ResolvedRun, now: ResolvedRun) -> Changes:

@@ -102,13 +102,15 @@ class Recording(pl.Callback):
         step = trainer.global_step
         if not self._recorder or (step % self._run.config.training.log_interval and step != self._run.max_steps):
             return
+        on_gpu, usage = self._run.accelerator == "gpu", resource.getrusage(resource.RUSAGE_SELF)
+        peak_bytes = torch.cuda.max_memory_allocated() if on_gpu else 1024 * usage.ru_maxrss  # Linux counts in KiB
         self._recorder.train_step(
             step,
             consumed_samples=trainer.datamodule.state_dict()["consumed_samples"],
             loss=self._guard.loss,
             learning_rate=learning_rate(self._run, step - 1),
             grad_norm=self._guard.grad_norm,
-            peak_memory_gib=_peak_memory_gib(self._run.accelerator) + self._graphs.uncounted_gib,
+            peak_memory_gib=peak_bytes / 2**30 + self._graphs.uncounted_gib,
         )
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -120,10 +122,3 @@ def wait_for_device(accelerator: str) -> None:
     """Wait until the GPU has finished the step that is being recorded, so that its time is not counted elsewhere."""
     if accelerator == "gpu":
         torch.cuda.synchronize()
-
-
-def _peak_memory_gib(accelerator: str) -> float:
-    """Peak memory of this rank: allocated on its GPU by torch, or resident in the process on CPU."""
-    if accelerator == "gpu":
-        return torch.cuda.max_memory_allocated() / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # Linux counts in KiB
