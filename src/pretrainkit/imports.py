@@ -61,9 +61,3 @@ def heavy_imports() -> Iterator[None]:
         gc.freeze()
         if collects:
             gc.enable()
-
-
-def leave_out(package: str) -> None:
-    """Make `package` appear not installed to this process, which hasn't imported it yet."""
-    modules: dict[str, Any] = sys.modules
-    modules.setdefault(package, None)

@@ -3,10 +3,11 @@
 bench_training.py's fork server preloads it.
 """
 
-from pretrainkit import logs
-from pretrainkit.imports import leave_out
+import sys
 
-leave_out("transformer_engine")
+from pretrainkit import logs
+
+sys.modules["transformer_engine"] = None  # type: ignore[assignment]
 logs.configure()
 
 from pretrainkit.engine import train  # noqa: E402, F401

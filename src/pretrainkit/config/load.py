@@ -156,22 +156,18 @@ def _read_assignment(assignment: str, given: dict[str, Any]) -> _Setting:
     name = name.strip().replace("-", "_")
     if not equals:
         raise RequestError("no '='", needed="FIELD=VALUE, for example optimizer.lr=1e-4", where=where)
-    option = OPTIONS.get(name)
+    option = _find_option(name, text, where, OPTIONS)
     value: Any = text
-    if option is None or option.type is not str:
+    if option.type is not str:
         try:
             value = yaml.safe_load(text)
         except yaml.YAMLError as error:
             raise RequestError(f"{text!r} can't be read as a value", where=where) from error
     elif option.is_optional and text in ("null", ""):
         value = None
-    if option:
-        value = option.convert(value, where)
-        if name in given and option.convert(given[name], where) != value:
-            raise RequestError(
-                f"{name} is given twice, here and as {option.spelling} {given[name]}",
-                action="remove one of them",
-                where=where,
-            )
-        given[name] = value
+    value = option.convert(value, where)
+    if name in given and option.convert(given[name], where) != value:
+        found = f"{name} is given twice, here and as {option.spelling} {given[name]}"
+        raise RequestError(found, action="remove one of them", where=where)
+    given[name] = value
     return name, value, where

@@ -6,6 +6,7 @@ Must agree with `parse_and_normalize_split`, `convert_split_vector_to_split_matr
 
 from __future__ import annotations
 
+import itertools
 import math
 
 from pretrainkit.errors import RequestError
@@ -13,12 +14,12 @@ from pretrainkit.errors import RequestError
 SPLIT_NAMES = ("training", "validation", "test")
 
 
-def parse_split(split: str, where: str = "--split") -> tuple[float, float, float]:
+def parse_split(split: str) -> tuple[float, float, float]:
     """The three shares of a split like '969,30,1', normalised to a sum of 1.
 
     Raises RequestError unless there are three numbers >= 0 and the first is positive.
     """
-    needed = "three numbers, for training, validation and test, such as 969,30,1"
+    where, needed = "--split", "three numbers, for training, validation and test, such as 969,30,1"
     try:
         shares = [float(part) for part in split.split(",")]
     except ValueError:
@@ -33,9 +34,7 @@ def parse_split(split: str, where: str = "--split") -> tuple[float, float, float
 
 def split_bounds(shares: tuple[float, float, float], num_sequences: int) -> tuple[int, int, int, int]:
     """Borders b of the splits: split i holds the sequences [b[i], b[i + 1]) of a file with `num_sequences`."""
-    edges = [0.0]
-    for share in shares:
-        edges.append(edges[-1] + share)
+    edges = itertools.accumulate(shares, initial=0.0)
     first, second, third, last = (round(edge * float(num_sequences)) for edge in edges)
     return (first, second, third, last)
 

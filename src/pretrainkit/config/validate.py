@@ -40,16 +40,16 @@ def problems_of_launch(config: RunConfig) -> list[RequestError]:
     return values or list(_launch(config))
 
 
-def _values(config: RunConfig, prefixes: str | tuple[str, ...] = "") -> Iterator[RequestError]:
+def _values(config: RunConfig, prefixes: str | tuple[str, ...] = "") -> list[RequestError]:
     """Values that are missing, or that their option doesn't accept, whatever the others are."""
+    problems: list[RequestError] = []
     for option in OPTIONS.values():
         if option.name.startswith(prefixes):
-            try:
+            with RequestError.collected(problems):
                 option.check(option.value_in(config))
-            except RequestError as problem:
-                yield problem
             if option.required and not option.value_in(config):
-                yield RequestError("missing", needed=option.help, where=option.spelling)
+                problems.append(RequestError("missing", needed=option.help, where=option.spelling))
+    return problems
 
 
 def _margin(config: RunConfig) -> Iterator[RequestError]:

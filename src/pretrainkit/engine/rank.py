@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from pathlib import Path
 
 from pretrainkit import logs
 from pretrainkit.config.run_file import read_run
 from pretrainkit.errors import EXIT_DONE, EXIT_STOPPED_AFTER_SAVING, RequestError
-from pretrainkit.imports import heavy_imports, leave_out
+from pretrainkit.imports import heavy_imports
 from pretrainkit.run import resume_plan
 from pretrainkit.signals import RankStopRequests, die_with_parent
 
@@ -47,7 +48,7 @@ def run_rank(run_file: Path) -> int:
         resume_plan.prepare(run, plan)
     if run.kernels.layer_spec == "torch":
         # Importing it takes seconds, memory of the GPU, and may bring a cuDNN with which torch doesn't run attention.
-        leave_out("transformer_engine")
+        sys.modules.setdefault("transformer_engine", None)  # type: ignore[arg-type]
     with heavy_imports():
         if run.accelerator == "cpu":
             from pretrainkit.megatron import cpu

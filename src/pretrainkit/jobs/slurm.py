@@ -76,7 +76,6 @@ class Slurm(Scheduler):
             cpus_per_task=job.config.cpus_per_task,
             array=str(job.array) if job.array else None,
             signal=f"USR1@{job.warning_s}" if job.warning_s is not None else None,
-            additional_parameters=parameters,
         )
         executor.job_name = job.script_name
         requested = {name: value for name, value in vars(executor).items() if name in SlurmExecutor.SBATCH_FLAGS}

@@ -144,7 +144,10 @@ def run_ranks(probe: Probe) -> None:
     import torch
     from torch.distributed import FileStore, PrefixStore, TCPStore
 
-    device, timeout = _device(probe), timedelta(seconds=probe.timeout_s)
+    device, timeout = torch.device("cpu"), timedelta(seconds=probe.timeout_s)
+    if probe.accelerator == "gpu":
+        device = torch.device("cuda", probe.local_rank)
+        torch.cuda.set_device(device)
     if probe.address:
         store: Any = PrefixStore("preflight", TCPStore(probe.address, probe.port, is_master=False, timeout=timeout))
     else:
@@ -156,15 +159,6 @@ def run_ranks(probe: Probe) -> None:
     # The last data of this rank may still be under way: it exits when all have got theirs.
     store.set(f"done/{rank}", "")
     store.wait([f"done/{other}" for other in range(world_size)], COLLECTIVE_SHARE * timeout)
-
-
-def _device(probe: Probe) -> Any:
-    import torch
-
-    if probe.accelerator == "cpu":
-        return torch.device("cpu")
-    torch.cuda.set_device(probe.local_rank)
-    return torch.device("cuda", probe.local_rank)
 
 
 def _multiply(device: Any) -> float:
