@@ -1,4 +1,4 @@
-"""What decoder-only families share: reading a config.json, and rows of the weight table."""
+"""What decoder-only families share: fields of config.json, reading them, and rows of the weight table."""
 
 from __future__ import annotations
 
@@ -8,8 +8,67 @@ from typing import Any
 
 from pretrainkit.config.schema import ModelShape, RopeScaling
 from pretrainkit.errors import RequestError
-from pretrainkit.models.config_fields import REQUIRED_FIELDS
-from pretrainkit.models.family import Layout, Weight
+from pretrainkit.models.family import ConfigFields, Layout, Weight, names
+
+_REQUIRED_FIELDS = names("""
+    hidden_size intermediate_size max_position_embeddings num_attention_heads num_hidden_layers rms_norm_eps vocab_size
+""")
+_OPTIONAL_FIELDS = names("""
+    head_dim initializer_range num_key_value_heads rope_parameters rope_scaling rope_theta tie_word_embeddings
+""")
+_METADATA = names("""
+    architectures auto_map dtype is_llama_config model_type torch_dtype transformers.js_config transformers_version
+    unsloth_fixed unsloth_version
+""")
+_GENERATION = names("""
+    bad_words_ids begin_suppress_tokens diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size
+    exponential_decay_length_penalty length_penalty max_length min_length no_repeat_ngram_size num_beam_groups num_beams
+    num_return_sequences output_scores prefix remove_invalid_values repetition_penalty return_dict_in_generate
+    suppress_tokens temperature tokenizer_class top_k top_p typical_p
+""")
+_OTHER_TASKS = names("""
+    cross_attention_hidden_size finetuning_task id2label label2id output_attentions output_hidden_states problem_type
+    return_dict task_specific_params tf_legacy_loss tie_encoder_decoder torchscript use_bfloat16 use_cache
+""")
+_DROPOUT = names("attention_dropout hidden_dropout embd_pdrop resid_pdrop")
+
+DECODER_FIELDS = ConfigFields(
+    read=_REQUIRED_FIELDS | _OPTIONAL_FIELDS,
+    fixed={
+        "hidden_act": ("silu",),
+        "quantization_config": (None,),
+        "pretraining_tp": (1, None),
+        "is_decoder": (None, True, False),
+        "add_cross_attention": (None, False),
+        "chunk_size_feed_forward": (0,),
+        "pruned_heads": ({},),
+        "is_encoder_decoder": (False,),
+        "attn_logit_softcapping": (None,),
+        "final_logit_softcapping": (None,),
+        "rope_interleaved": (False,),
+        "partial_rotary_factor": (1.0, 1),
+    },
+    ignored=_METADATA | _GENERATION | _OTHER_TASKS | _DROPOUT,
+)
+"""Fields of every family: `read_decoder` reads them, or they don't affect a forward pass without dropout.
+
+Private fields (`_name_or_path`) and ids of special tokens (`eos_token_id`) are ignored by their form.
+"""
+
+QWEN_FIELDS = ConfigFields(
+    fixed={"use_sliding_window": (False, None)},
+    ignored=names("sliding_window max_window_layers layer_types use_mrope"),  # no effect without use_sliding_window
+)
+"""Fields of Qwen2 and Qwen3 in addition to those of every decoder."""
+
+QWEN_MOE_FIELDS = QWEN_FIELDS | ConfigFields(
+    read=names("num_experts num_experts_per_tok moe_intermediate_size norm_topk_prob router_aux_loss_coef"),
+    fixed={"decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},  # experts in every layer
+    ignored=names("output_router_logits"),
+)
+"""Fields of Qwen's mixtures of experts in addition to those of every decoder."""
+
+_MLP_NORM = "model.layers.{layer}.post_attention_layernorm"
 
 
 def read_qwen_moe(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -27,27 +86,29 @@ def read_qwen_moe(config: Mapping[str, Any]) -> dict[str, Any]:
     return {ours: config[theirs] for theirs, ours in names.items() if theirs in config}
 
 
-def check_sliding_window(config: Mapping[str, Any]) -> None:
-    """Raise RequestError for a window that is shorter than the context."""
-    window = config.get("sliding_window")
-    if window is not None and window < config.get("max_position_embeddings", 0):
+def read_decoder(
+    family: str,
+    config: Mapping[str, Any],
+    *,
+    default_head_dim: int | None = None,
+    has_sliding_window: bool = False,
+    **extra: Any,
+) -> ModelShape:
+    """A ModelShape from the fields that all decoder families share; `extra` adds fields.
+
+    Without `head_dim` in the config and `default_head_dim`, the hidden size is divided by the number of heads.
+    With `has_sliding_window`, a window that is shorter than the context is refused.
+    """
+    window, context = config.get("sliding_window"), config.get("max_position_embeddings", 0)
+    if has_sliding_window and window is not None and window < context:
         raise RequestError(
             f"sliding_window = {window} is not supported",
             where="config.json",
             needed="null, or at least max_position_embeddings",
             action="if you train at sequences up to the window, set max_position_embeddings to it",
         )
-
-
-def read_decoder(
-    family: str, config: Mapping[str, Any], *, default_head_dim: int | None = None, **extra: Any
-) -> ModelShape:
-    """A ModelShape from the fields that all decoder families share; `extra` adds or replaces fields.
-
-    Without `head_dim` in the config and `default_head_dim`, the hidden size is divided by the number of heads.
-    """
     theta, scaling = read_rope(config)
-    missing = {name for name in REQUIRED_FIELDS | {"num_key_value_heads"} if config.get(name) is None}
+    missing = {name for name in _REQUIRED_FIELDS | {"num_key_value_heads"} if config.get(name) is None}
     missing |= {"rope_theta"} if theta is None else set()
     if family == "llama":  # its first configs lacked these; the defaults of other families differ from Llama's
         missing -= {"num_key_value_heads", "rope_theta"}
@@ -57,30 +118,30 @@ def read_decoder(
             needed="the config.json that belongs to the model's weights",
         )
     heads = config["num_attention_heads"]
-    shared: dict[str, Any] = {
-        "family": family,
-        "num_layers": config["num_hidden_layers"],
-        "hidden_size": config["hidden_size"],
-        "ffn_hidden_size": config["intermediate_size"],
-        "num_attention_heads": heads,
-        "num_query_groups": config.get("num_key_value_heads") or heads,
-        "head_dim": config.get("head_dim") or default_head_dim or config["hidden_size"] // heads,
-        "vocab_size": config["vocab_size"],
-        "max_position_embeddings": config["max_position_embeddings"],
-        "rope_theta": float(theta or 10000.0),
-        "rms_norm_eps": config["rms_norm_eps"],
-        "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
-        "rope_scaling": scaling,
-        "initializer_range": config.get("initializer_range", 0.02),
-    }
-    shape = ModelShape(**{**shared, **extra})
-    if shape.num_attention_heads % shape.num_query_groups:
+    groups = config.get("num_key_value_heads") or heads
+    if heads % groups:
         raise RequestError(
-            f"{heads} attention heads don't divide into {shape.num_query_groups} key/value heads",
+            f"{heads} attention heads don't divide into {groups} key/value heads",
             where="config.json",
             needed="num_attention_heads a multiple of num_key_value_heads",
         )
-    return shape
+    return ModelShape(
+        family,
+        num_layers=config["num_hidden_layers"],
+        hidden_size=config["hidden_size"],
+        ffn_hidden_size=config["intermediate_size"],
+        num_attention_heads=heads,
+        num_query_groups=groups,
+        head_dim=config.get("head_dim") or default_head_dim or config["hidden_size"] // heads,
+        vocab_size=config["vocab_size"],
+        max_position_embeddings=context,
+        rope_theta=float(theta or 10000.0),
+        rms_norm_eps=config["rms_norm_eps"],
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        rope_scaling=scaling,
+        initializer_range=config.get("initializer_range", 0.02),
+        **extra,
+    )
 
 
 def read_rope(config: Mapping[str, Any]) -> tuple[float | None, RopeScaling | None]:
@@ -160,36 +221,31 @@ def gated_mlp(
     )
 
 
-def mlp_norm(shape: ModelShape, megatron: str = "decoder.layers.{layer}.mlp.linear_fc1.layer_norm_weight") -> Weight:
-    """The norm before the MLP; part of `linear_fc1` in a dense layer, `pre_mlp_layernorm` before experts."""
-    return norm(megatron, "model.layers.{layer}.post_attention_layernorm", shape.hidden_size)
-
-
 def dense_weights(shape: ModelShape) -> tuple[Weight, ...]:
     """The complete table of a dense decoder."""
-    return (embedding(shape), *attention(shape), mlp_norm(shape), *gated_mlp(shape), *head(shape))
+    mlp_norm = norm("decoder.layers.{layer}.mlp.linear_fc1.layer_norm_weight", _MLP_NORM, shape.hidden_size)
+    return (embedding(shape), *attention(shape), mlp_norm, *gated_mlp(shape), *head(shape))
 
 
 def moe_weights(
     shape: ModelShape,
     *,
-    router: str,
-    experts: str,
+    block: str = "model.layers.{layer}.mlp.",
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     more: tuple[Weight, ...] = (),
 ) -> tuple[Weight, ...]:
-    """The complete table of a decoder with experts in every layer; `router` and `experts` are Hugging Face's names."""
-    ours = "decoder.layers.{layer}."
+    """The complete table of a decoder with experts in every layer; `block` and `names` are Hugging Face's."""
+    ours, theirs = "decoder.layers.{layer}.", block + "experts.{expert}."
+    experts = gated_mlp(
+        shape, ours + "mlp.experts.experts.", theirs, ffn_hidden_size=shape.expert_ffn_hidden_size, names=names
+    )
+    router_shape = (shape.num_experts, shape.hidden_size)
     return (
         embedding(shape),
         *attention(shape),
-        mlp_norm(shape, ours + "pre_mlp_layernorm.weight"),
-        Weight(ours + "mlp.router.weight", (router,), Layout.REPLICATED, ((shape.num_experts, shape.hidden_size),)),
-        *gated_mlp(shape, ours + EXPERTS, experts, ffn_hidden_size=shape.expert_ffn_hidden_size, names=names),
+        norm(ours + "pre_mlp_layernorm.weight", _MLP_NORM, shape.hidden_size),
+        Weight(ours + "mlp.router.weight", (block + "gate.weight",), Layout.REPLICATED, (router_shape,)),
+        *experts,  # stacked in megatron-core's distributed checkpoints
         *more,
         *head(shape),
     )
-
-
-EXPERTS = "mlp.experts.experts."
-"""Name of the stacked experts of a layer in megatron-core's distributed checkpoints."""

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from functools import partial
 
-from pretrainkit.config.schema import ModelShape
-from pretrainkit.models.decoder import check_sliding_window, dense_weights, read_decoder
+from pretrainkit.models.decoder import dense_weights, read_decoder
 from pretrainkit.models.family import ConfigFields, Family, NemoClasses, names
-
-
-def read_shape(config: Mapping[str, Any]) -> ModelShape:
-    """The shape that a Mistral config.json describes."""
-    check_sliding_window(config)
-    return read_decoder("mistral", config)
-
 
 FAMILY = Family(
     name="mistral",
     architectures=("MistralForCausalLM",),
     fields=ConfigFields(read=names("sliding_window")),
-    shape=read_shape,
+    shape=partial(read_decoder, "mistral", has_sliding_window=True),
     weights=dense_weights,
     nemo=NemoClasses(
         model="nemo.collections.llm.gpt.model.mistral:MistralModel",

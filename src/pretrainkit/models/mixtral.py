@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from pretrainkit.config.schema import ModelShape
-from pretrainkit.models.decoder import check_sliding_window, moe_weights, read_decoder
-from pretrainkit.models.family import ConfigFields, Family, NemoClasses, Weight, names
+from pretrainkit.models.decoder import moe_weights, read_decoder
+from pretrainkit.models.family import ConfigFields, Family, NemoClasses, names
 
 
 def read_shape(config: Mapping[str, Any]) -> ModelShape:
     """The shape that a Mixtral config.json describes; `intermediate_size` is that of one expert."""
-    check_sliding_window(config)
     return read_decoder(
         "mixtral",
         config,
+        has_sliding_window=True,
         num_experts=config.get("num_local_experts", 8),
         experts_per_token=config.get("num_experts_per_tok", 2),
-        expert_ffn_hidden_size=config["intermediate_size"],
+        expert_ffn_hidden_size=config.get("intermediate_size", 0),
         router_aux_loss_coef=config.get("router_aux_loss_coef", 0.001),
-    )
-
-
-def weights(shape: ModelShape) -> tuple[Weight, ...]:
-    """Mixtral's table."""
-    block = "model.layers.{layer}.block_sparse_moe."
-    return moe_weights(
-        shape, router=block + "gate.weight", experts=block + "experts.{expert}.", names=("w1", "w3", "w2")
     )
 
 
@@ -40,7 +33,7 @@ FAMILY = Family(
         ignored=names("output_router_logits"),
     ),
     shape=read_shape,
-    weights=weights,
+    weights=partial(moe_weights, block="model.layers.{layer}.block_sparse_moe.", names=("w1", "w3", "w2")),
     nemo=NemoClasses(
         model="nemo.collections.llm.gpt.model.mixtral:MixtralModel",
         config="nemo.collections.llm.gpt.model.mixtral:MixtralConfig",

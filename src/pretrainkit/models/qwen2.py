@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from pretrainkit.models.config_fields import QWEN_FIELDS
-from pretrainkit.models.decoder import dense_weights, read_decoder
+from pretrainkit.models.decoder import QWEN_FIELDS, dense_weights, read_decoder
 from pretrainkit.models.family import Family, NemoClasses
 
 FAMILY = Family(

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pretrainkit.config.schema import ModelShape
-from pretrainkit.models.config_fields import QWEN_MOE_FIELDS
-from pretrainkit.models.decoder import gated_mlp, moe_weights, read_decoder, read_qwen_moe
+from pretrainkit.models.decoder import QWEN_MOE_FIELDS, gated_mlp, moe_weights, read_decoder, read_qwen_moe
 from pretrainkit.models.family import ConfigFields, Family, Layout, Weight, names
 
 
@@ -29,8 +28,7 @@ def weights(shape: ModelShape) -> tuple[Weight, ...]:
         *gated_mlp(shape, ours, theirs + ".", ffn_hidden_size=shape.shared_expert_ffn_hidden_size),
         Weight(ours + "gate_weight", (theirs + "_gate.weight",), Layout.REPLICATED, ((1, shape.hidden_size),)),
     )
-    mlp = "model.layers.{layer}.mlp."
-    return moe_weights(shape, router=mlp + "gate.weight", experts=mlp + "experts.{expert}.", more=shared)
+    return moe_weights(shape, more=shared)
 
 
 FAMILY = Family(

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from pretrainkit.config.schema import ModelShape
-from pretrainkit.models.config_fields import QWEN_MOE_FIELDS
-from pretrainkit.models.decoder import moe_weights, read_decoder, read_qwen_moe
-from pretrainkit.models.family import ConfigFields, Family, NemoClasses, Weight
+from pretrainkit.models.decoder import QWEN_MOE_FIELDS, moe_weights, read_decoder, read_qwen_moe
+from pretrainkit.models.family import ConfigFields, Family, NemoClasses
 
 
 def read_shape(config: Mapping[str, Any]) -> ModelShape:
@@ -16,18 +15,12 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
     return read_decoder("qwen3_moe", config, default_head_dim=128, qk_norm=True, **read_qwen_moe(config))
 
 
-def weights(shape: ModelShape) -> tuple[Weight, ...]:
-    """Qwen3-MoE's table."""
-    mlp = "model.layers.{layer}.mlp."
-    return moe_weights(shape, router=mlp + "gate.weight", experts=mlp + "experts.{expert}.")
-
-
 FAMILY = Family(
     name="qwen3_moe",
     architectures=("Qwen3MoeForCausalLM",),
     fields=QWEN_MOE_FIELDS | ConfigFields(fixed={"attention_bias": (False,)}),
     shape=read_shape,
-    weights=weights,
+    weights=moe_weights,
     nemo=NemoClasses(
         model="nemo.collections.llm.gpt.model.qwen3:Qwen3Model",
         config="nemo.collections.llm.gpt.model.qwen3:Qwen3MoEConfig",

@@ -13,7 +13,7 @@ from typing import Any
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import RequestError
 from pretrainkit.models import llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
-from pretrainkit.models.config_fields import DECODER_FIELDS
+from pretrainkit.models.decoder import DECODER_FIELDS
 from pretrainkit.models.family import Family
 
 FAMILIES: tuple[Family, ...] = tuple(

@@ -294,7 +294,7 @@ def test_router_bias_is_never_cast(
         ((8,),),
         keep_dtype=True,
     )
-    family = replace(qwen3_moe.FAMILY, weights=lambda shape: (*qwen3_moe.weights(shape), bias))
+    family = replace(qwen3_moe.FAMILY, weights=lambda shape: (*qwen3_moe.FAMILY.weights(shape), bias))
     monkeypatch.setattr(registry, "FAMILIES", (family,))
     source = shutil.copytree(make_model("qwen3-moe"), tmp_path / "hf")
     tensors = load_file(source / "model.safetensors")

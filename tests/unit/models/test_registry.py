@@ -87,6 +87,7 @@ def test_llama3_rope_is_read_in_every_spelling(folder: Callable[..., Path], rope
         ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "mystery": 1}}, ["mystery"]),
         ({"residual_multiplier": 0.22}, ["residual_multiplier", "--ignore-config-fields"]),
         ({"num_hidden_layers": "absent"}, ["num_hidden_layers"]),
+        ({"architectures": ["MixtralForCausalLM"], "intermediate_size": "absent"}, ["intermediate_size"]),
         ({"num_key_value_heads": 3}, ["8", "3"]),
         ({"architectures": ["MistralForCausalLM"], "num_key_value_heads": "absent"}, ["num_key_value_heads", "theta"]),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 128}, ["sliding_window", "128"]),
