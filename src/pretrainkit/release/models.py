@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pretrainkit.checkpoint.convert import Report, convert, default_target, find_hf_folder
 from pretrainkit.checkpoint.formats import hf
+from pretrainkit.checkpoint.formats.torch_dist import GlobalTensor, read_metadata
 from pretrainkit.checkpoint.open import detect
 from pretrainkit.checkpoint.parallel import Parallelism
 from pretrainkit.checkpoint.plan import CheckpointFormat, Options
@@ -28,7 +29,7 @@ from pretrainkit.imports import heavy_imports
 from pretrainkit.logs import get_logger
 from pretrainkit.models.registry import read_shape
 from pretrainkit.release import prompts
-from pretrainkit.release.report import Check
+from pretrainkit.release.report import Check, collect
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +43,7 @@ LOGIT_TOLERANCE_RELATIVE = 1e-5
 LOSS_TOLERANCE = 1e-4
 """Largest difference of held-out losses, nats per token."""
 _RESULT = "result.json"
+_EMBEDDING = "embedding.word_embeddings.weight"
 
 
 @dataclass(frozen=True)
@@ -66,12 +68,7 @@ def check_models(
     source: Path, released: Path, *, hf_folder: Path | None = None, options: RunOptions | None = None
 ) -> list[Check]:
     """Run both models on the same tokens and compare logits and losses; any error is a failed check."""
-    checks: list[Check] = []
-    try:
-        checks.extend(_compare(source, released, hf_folder, options or RunOptions()))
-    except Exception as error:  # a doubt fails the gate
-        checks.append(Check("the models run", False, f"{type(error).__name__}: {error}"))
-    return checks
+    return collect("the models run", _compare(source, released, hf_folder, options or RunOptions()))
 
 
 def convert_and_check(source: Path, target: Path, options: Options) -> tuple[Report, list[Check]]:
@@ -104,10 +101,10 @@ def _compare(source: Path, released: Path, hf_folder: Path | None, options: RunO
         base = _run_transformers(options.base, folder, None, keep_logits=False) if options.base else None
         yield Check("transformers loads the release offline, with every weight", True, "no key missing or left over")
         conversion = Options(CheckpointFormat.NEMO, hf_folder, ignore_config_fields=options.ignore_config_fields)
-        model = _megatron_model(source, folder, shape, dtype, conversion)
+        weights, embedding = _megatron_weights(source, folder, conversion)
         for size in _tensor_parallel_sizes(shape):
             logger.info("running the Megatron model at TP=%d", size)
-            result = _run_megatron(model, size, folder)
+            result = _run_megatron(size, weights, embedding, shape, dtype, folder)
             yield from _judge(result, losses, names, size, dtype)
     text = f"{losses['held_out']:.4f} nats per token released"
     if base is not None:
@@ -126,16 +123,20 @@ def _judge(
 ) -> Iterator[Check]:
     rounded = result["rounded"] or losses["rounded"]
     note = f", weights rounded to {str(dtype).removeprefix('torch.')}" if rounded else ""
-    bounds = [LOGIT_TOLERANCE + LOGIT_TOLERANCE_RELATIVE * largest for largest in result["largest"]]
-    worst = max(range(len(names)), key=lambda i: result["difference"][i] / bounds[i])
-    difference, largest = result["difference"][worst], result["largest"][worst]
+    compared = [
+        {**prompt, "name": name, "bound": LOGIT_TOLERANCE + LOGIT_TOLERANCE_RELATIVE * prompt["largest"]}
+        for name, prompt in zip(names, result["prompts"], strict=True)
+    ]
+    worst = max(compared, key=lambda prompt: prompt["difference"] / prompt["bound"])
     yield Check(
         f"logits at TP={size} are those of transformers",
-        difference <= bounds[worst],
-        f"largest difference {difference:.1e} at logits up to {largest:.1f} ({names[worst]}),"
-        f" bound {bounds[worst]:.1e}, fp32{note}",
+        worst["difference"] <= worst["bound"],
+        "largest difference {difference:.1e} at logits up to {largest:.1f} ({name}), bound {bound:.1e}, fp32".format(
+            **worst
+        )
+        + note,
     )
-    agreed, asked = sum(result["agreed"]), sum(result["asked"])
+    agreed, asked = (sum(prompt[count] for prompt in compared) for count in ("agreed", "asked"))
     yield Check(f"most likely tokens at TP={size}", agreed == asked, f"{agreed} of {asked} the same")
     gap = abs(result["held_out"] - losses["held_out"])
     yield Check(
@@ -221,34 +222,19 @@ def _loss(logits: Any, tokens: Any) -> float:
     return float(F.cross_entropy(logits[0, :-1].float(), tokens[0, 1:]))
 
 
-@dataclass(frozen=True)
-class _MegatronModel:
-    """The model that ranks load and run."""
+def _megatron_weights(source: Path, scratch: Path, conversion: Options) -> tuple[Path, GlobalTensor]:
+    """A folder in the torch_dist format with the weights of a checkpoint, and the embedding in it.
 
-    weights: Path
-    """Folder in the torch_dist format."""
-    prefix: str
-    """What precedes the name of every tensor in it."""
-    num_rows: int
-    """Rows of the stored embedding."""
-    shape: ModelShape
-    dtype: torch.dtype | None
-    """The weights are rounded to it."""
-
-
-def _megatron_model(
-    source: Path, scratch: Path, shape: ModelShape, dtype: torch.dtype | None, conversion: Options
-) -> _MegatronModel:
-    """The model of a checkpoint; a classic one or a Hugging Face folder is converted to NeMo's format for it."""
-    from pretrainkit.checkpoint.formats.torch_dist import read_metadata
-
+    A classic checkpoint or a Hugging Face folder is converted to NeMo's format for it.
+    """
     found = detect(source)
     if found.format in (CheckpointFormat.HF, CheckpointFormat.TORCH):
         convert(source, scratch / "nemo", conversion)
         found = detect(scratch / "nemo")
-    tensors, embedding = read_metadata(found.weights), "embedding.word_embeddings.weight"
-    name = next(name for name in tensors if name.endswith(embedding) and "optim" not in name)
-    return _MegatronModel(found.weights, name.removesuffix(embedding), tensors[name].shape[0], shape, dtype)
+    tensors = read_metadata(found.weights).values()
+    return found.weights, next(
+        tensor for tensor in tensors if tensor.name.endswith(_EMBEDDING) and "optim" not in tensor.name
+    )
 
 
 def _prepare_ranks() -> None:
@@ -257,25 +243,34 @@ def _prepare_ranks() -> None:
     multiprocessing.forkserver.ensure_running()
 
 
-def _run_megatron(model: _MegatronModel, size: int, scratch: Path) -> dict[str, Any]:
-    """Run the Megatron model on `size` ranks.
+def _run_megatron(
+    size: int, weights: Path, embedding: GlobalTensor, shape: ModelShape, dtype: torch.dtype | None, scratch: Path
+) -> dict[str, Any]:
+    """Run the Megatron model on `size` ranks, its weights rounded to `dtype`.
 
-    Gives the differences to the kept logits by prompt, the held-out loss, and whether rounding changed anything.
+    Gives the comparison with the kept logits by prompt, the held-out loss, and whether rounding changed anything.
     """
     from torch.multiprocessing.spawn import ProcessException, start_processes
 
-    _prepare_ranks()
     try:
-        start_processes(_rank, (size, model, scratch), size, start_method="forkserver")
+        start_processes(_rank, (size, weights, embedding, shape, dtype, scratch), size, start_method="forkserver")
     except ProcessException as error:
         logger.error("%s", error)
         raise CheckpointError(
-            f"the Megatron model failed on rank {error.error_index} of {size}", where=str(model.weights)
+            f"the Megatron model failed on rank {error.error_index} of {size}", where=str(weights)
         ) from error
     return read_json(scratch / _RESULT)
 
 
-def _rank(rank: int, size: int, source: _MegatronModel, scratch: Path) -> None:
+def _rank(
+    rank: int,
+    size: int,
+    weights: Path,
+    embedding: GlobalTensor,
+    shape: ModelShape,
+    dtype: torch.dtype | None,
+    scratch: Path,
+) -> None:
     import torch
 
     from pretrainkit.megatron.preloaded_cpu import megatron_model
@@ -285,33 +280,31 @@ def _rank(rank: int, size: int, source: _MegatronModel, scratch: Path) -> None:
     megatron_model.initialize(tensor_parallel_size=size)
     tokens = torch.load(scratch / "tokens.pt")
     model = megatron_model.load_model(
-        source.weights,
-        source.shape,
-        key_prefix=source.prefix,
-        padded_vocab_size=padded_vocabulary(source.num_rows, 1, size),
+        weights,
+        shape,
+        key_prefix=embedding.name.removesuffix(_EMBEDDING),
+        padded_vocab_size=padded_vocabulary(embedding.shape[0], 1, size),
         sequence_length=tokens["held_out"].shape[1],
     )
-    rounded = _round_weights(model, source.dtype)
-    result: dict[str, Any] = {"difference": [], "largest": [], "agreed": [], "asked": [], "rounded": rounded}
+
+    def padded_logits(tokens: torch.Tensor) -> torch.Tensor:
+        """Logits of tokens [1, S]; padded for the call, since experts under TP need S to be a multiple of TP."""
+        padded = torch.nn.functional.pad(tokens, (0, -tokens.shape[1] % size))
+        return megatron_model.logits(model, padded, vocab_size=shape.vocab_size)[:, : tokens.shape[1]]
+
+    rounded, compared = _round_weights(model, dtype), []
     for i, prompt in enumerate(tokens["prompts"]):
-        expected = torch.load(scratch / f"logits_{i}.pt")
-        logits = _padded_logits(model, prompt, source.shape, size)
-        result["difference"].append(float((logits - expected).abs().max()))
-        result["largest"].append(float(expected.abs().max()))
-        result["agreed"].append(int((logits.argmax(-1) == expected.argmax(-1)).sum()))
-        result["asked"].append(prompt.shape[1])
-    losses = [_loss(_padded_logits(model, row[None], source.shape, size), row[None]) for row in tokens["held_out"]]
-    result["held_out"] = sum(losses) / len(losses)
+        expected, logits = torch.load(scratch / f"logits_{i}.pt"), padded_logits(prompt)
+        compared.append(
+            {
+                "difference": float((logits - expected).abs().max()),
+                "largest": float(expected.abs().max()),
+                "agreed": int((logits.argmax(-1) == expected.argmax(-1)).sum()),
+                "asked": prompt.shape[1],
+            }
+        )
+    losses = [_loss(padded_logits(row[None]), row[None]) for row in tokens["held_out"]]
     if rank == 0:
+        result = {"prompts": compared, "held_out": sum(losses) / len(losses), "rounded": rounded}
         write_json(scratch / _RESULT, result)
     torch.distributed.destroy_process_group()
-
-
-def _padded_logits(model: Any, tokens: Any, shape: ModelShape, size: int) -> Any:
-    """Logits of tokens [1, S]; padded at the end for the call, since experts under TP need S to be a multiple of TP."""
-    import torch.nn.functional as F
-
-    from pretrainkit.megatron import model as megatron_model
-
-    length = tokens.shape[1]
-    return megatron_model.logits(model, F.pad(tokens, (0, -length % size)), vocab_size=shape.vocab_size)[:, :length]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,16 @@ class Check:
             return Check(name, True, fine)
         more = f" and {len(problems) - _LISTED_PROBLEMS} more" if len(problems) > _LISTED_PROBLEMS else ""
         return Check(name, False, "; ".join(problems[:_LISTED_PROBLEMS]) + more)
+
+
+def collect(name: str, checks: Iterable[Check]) -> list[Check]:
+    """The checks that a generator yields. Any exception in it is a doubt: a check `name` that failed."""
+    done: list[Check] = []
+    try:
+        done.extend(checks)
+    except Exception as error:
+        done.append(Check(name, False, f"{type(error).__name__}: {error}"))
+    return done
 
 
 @dataclass
