@@ -17,8 +17,7 @@ from pathlib import Path
 
 import torch
 
-from pretrainkit.checkpoint.fingerprint import REPORT_NAME, weights_fingerprint
-from pretrainkit.checkpoint.formats.hf_files import HF_SOURCE
+from pretrainkit.checkpoint.formats.hf_files import HF_SOURCE, REPORT_NAME, weights_fingerprint
 from pretrainkit.checkpoint.formats.megatron_lm import required_flags
 from pretrainkit.checkpoint.lazy_tensor import LazyTensor
 from pretrainkit.checkpoint.mapping import TensorMapping, tensor_mappings

@@ -120,7 +120,7 @@ def _streaming_model(folder: Path, rounded: Any, stack: ExitStack) -> Any:
         from accelerate.hooks import attach_align_device_hook
         from transformers import AutoConfig, AutoModelForCausalLM
 
-    from pretrainkit.checkpoint.formats.safetensors import open_by_package
+    from pretrainkit.checkpoint.formats.hf import open_by_package
 
     read, names = open_by_package(folder, stack)
     config = AutoConfig.from_pretrained(folder, local_files_only=True)

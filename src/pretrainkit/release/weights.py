@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pretrainkit.checkpoint.formats.safetensors import open_by_package
+from pretrainkit.checkpoint.formats.hf import open_by_package
 from pretrainkit.checkpoint.mapping import tensor_mappings
 from pretrainkit.checkpoint.open import DetectedCheckpoint, open_reader
 from pretrainkit.config.schema import ModelShape

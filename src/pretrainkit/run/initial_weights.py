@@ -8,8 +8,7 @@ import shutil
 from pathlib import Path
 
 from pretrainkit import files
-from pretrainkit.checkpoint.fingerprint import REPORT_NAME, source_fingerprint, weights_fingerprint
-from pretrainkit.checkpoint.formats.hf_files import HF_SOURCE
+from pretrainkit.checkpoint.formats.hf_files import HF_SOURCE, REPORT_NAME, weights_fingerprint
 from pretrainkit.config.run_file import read_run
 from pretrainkit.config.schema import InitialWeights, ModelShape, ResolvedRun
 from pretrainkit.errors import RequestError
@@ -132,7 +131,9 @@ def _checkpoint_fingerprint(folder: Path) -> str | None:
     """
     for name in (COMMIT_MARK, REPORT_NAME, "weights/.metadata"):
         if (folder / name).is_file():
-            return (name == REPORT_NAME and source_fingerprint(folder)) or files.hash_file(folder / name)
+            # A report has one of the weights that were converted, unless they were cast.
+            of_source = files.read_object(folder / name).get("source_fingerprint") if name == REPORT_NAME else None
+            return of_source or files.hash_file(folder / name)
     return None
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pretrainkit.checkpoint.fingerprint import REPORT_NAME, weights_fingerprint
+from pretrainkit.checkpoint.formats.hf_files import REPORT_NAME, weights_fingerprint
 from pretrainkit.config.load import load_config
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import CheckpointError, RequestError

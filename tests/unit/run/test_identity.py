@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pretrainkit.checkpoint.fingerprint import REPORT_NAME
+from pretrainkit.checkpoint.formats.hf_files import REPORT_NAME
 from pretrainkit.config.resolve import RunFacts, resolve
 from pretrainkit.config.run_file import read_run
 from pretrainkit.config.schema import ResolvedRun

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrainkit.checkpoint.fingerprint import REPORT_NAME, weights_fingerprint
-from pretrainkit.checkpoint.formats.hf_files import HF_SOURCE
+from pretrainkit.checkpoint.formats.hf_files import HF_SOURCE, REPORT_NAME, weights_fingerprint
 from pretrainkit.data import hub
 from pretrainkit.errors import RequestError
 from pretrainkit.models.registry import read_shape

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from pretrainkit import files
-from pretrainkit.checkpoint.fingerprint import REPORT_NAME, weights_fingerprint
+from pretrainkit.checkpoint.formats.hf_files import REPORT_NAME, weights_fingerprint
 from pretrainkit.config.load import load_config
 from pretrainkit.config.run_file import read_run
 from pretrainkit.config.schema import ResolvedRun

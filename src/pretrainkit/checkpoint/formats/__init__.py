@@ -2,7 +2,7 @@
 
 | module | format |
 |---|---|
-| `hf`, `hf_files`, `safetensors` | Hugging Face folder |
+| `hf`, `hf_files` | Hugging Face folder |
 | `nemo` | context of a NeMo 2 checkpoint; its weights are torch_dist |
 | `torch_dist`, `torch_dist_writer` | megatron-core's distributed checkpoint |
 | `torch_legacy`, `torch_legacy_writer`, `torch_save` | Megatron-LM's checkpoint per rank |

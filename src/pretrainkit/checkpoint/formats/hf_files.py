@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Collection
@@ -19,7 +20,11 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 HF_SOURCE = "hf_source"
 """Folder inside a Megatron checkpoint with the model's config.json and side files."""
+REPORT_NAME = "conversion.json"
+"""File in a converted checkpoint with the report of its conversion."""
 GENERATION_CONFIG = "generation_config.json"
+_SAMPLES, _SAMPLE_BYTES = 64, 4096
+"""What the fingerprint of a weight file reads of it besides the header."""
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
 _SIDE_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py", ".md", ".vocab", ".bpe")
@@ -45,6 +50,25 @@ def weight_files(folder: Path) -> list[Path]:
             action=f"move {SINGLE_NAME}, or {INDEX_NAME} with its files, away",
         )
     return [folder / name for name in sorted(names)]
+
+
+def weights_fingerprint(folder: Path) -> str:
+    """A hash of the sizes, headers and samples of a folder's weight files.
+
+    It distinguishes models, including retrained ones, but may miss a few changed values, unlike a hash of all bytes.
+    """
+    digest = hashlib.sha256()
+    for path in weight_files(folder):
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            header_bytes = min(size, 8 + int.from_bytes(file.read(8), "little"))
+            digest.update(f"{size} ".encode())
+            file.seek(0)
+            digest.update(file.read(header_bytes))
+            for sample in range(_SAMPLES):
+                file.seek(header_bytes + (size - header_bytes) * sample // _SAMPLES)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def is_weight_file(path: Path) -> bool:

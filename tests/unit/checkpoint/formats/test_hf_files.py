@@ -10,10 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pretrainkit.checkpoint.fingerprint import weights_fingerprint
-from pretrainkit.checkpoint.formats.hf import locate_tensors
-from pretrainkit.checkpoint.formats.hf_files import INDEX_NAME, weight_files
-from pretrainkit.checkpoint.formats.safetensors import open_by_package
+from pretrainkit.checkpoint.formats.hf import locate_tensors, open_by_package
+from pretrainkit.checkpoint.formats.hf_files import INDEX_NAME, weight_files, weights_fingerprint
 from pretrainkit.errors import RequestError
 
 

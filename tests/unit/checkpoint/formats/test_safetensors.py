@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pretrainkit.checkpoint.formats.safetensors import DTYPES, described, read_header, write_safetensors
+from pretrainkit.checkpoint.formats.hf import DTYPES, described, read_header, write_safetensors
 from pretrainkit.checkpoint.lazy_tensor import LazyTensor
 from pretrainkit.errors import CheckpointError
 
