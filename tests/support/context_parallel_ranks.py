@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pretrainkit.megatron.cp_attention import attend_across_ranks
+from pretrainkit.megatron.attention import attend_across_ranks
 
 BATCH, QUERY_HEADS, KEY_HEADS = 2, 4, 2
 

@@ -284,7 +284,7 @@ def document_losses_rank(rank: int, world_size: int, *, hf_folder: Path, checkpo
     """Write the losses [b, s] of a batch of rows beside it, and of each of its documents alone."""
     import torch
 
-    from pretrainkit.megatron import document_attention
+    from pretrainkit.megatron import attention
     from pretrainkit.megatron import model as megatron_model
     from pretrainkit.models.registry import read_shape
 
@@ -294,7 +294,7 @@ def document_losses_rank(rank: int, world_size: int, *, hf_folder: Path, checkpo
     model = megatron_model.load_model(
         checkpoint / "weights", shape, padded_vocab_size=shape.vocab_size, sequence_length=batch["tokens"].size(1)
     )
-    bounds = document_attention.document_bounds(batch["position_ids"])
+    bounds = attention.document_bounds(batch["position_ids"])
     with torch.no_grad():
         together = model(batch["tokens"], batch["position_ids"], bounds, labels=batch["labels"])
         alone = []

@@ -18,8 +18,8 @@ from nemo.collections.common.tokenizers.huggingface.auto_tokenizer import AutoTo
 from pretrainkit.config.schema import Kernels, ResolvedRun
 from pretrainkit.data.shards.urls import names_shards
 from pretrainkit.megatron import kernels, patches
+from pretrainkit.megatron.attention import with_document_bounds
 from pretrainkit.megatron.dataset import EpochDataset
-from pretrainkit.megatron.document_attention import with_document_bounds
 from pretrainkit.megatron.layer_spec import torch_layer_spec
 from pretrainkit.megatron.model import precision_fields, recompute_fields
 from pretrainkit.models.megatron_fields import nemo_model

@@ -1,23 +1,36 @@
 """Causal self-attention on torch's scaled_dot_product_attention, correct under TP, SP, PP and CP.
 
 It replaces Transformer Engine's DotProductAttention in Megatron's layer spec. No S x S mask is built: torch selects its
-flash or cuDNN kernel for causal attention. Attention that is reset at document boundaries is in document_attention,
-attention under context parallelism in cp_attention.
+flash or cuDNN kernel for causal attention.
+
+Attention within documents: the bounds of a microbatch's documents are passed as one int32 tensor [n + 1] in place of
+Megatron's attention mask, through every pipeline stage: document i has tokens bounds[i] to bounds[i + 1] of the
+microbatch's concatenated sequences, and no document crosses the end of a sequence. Rotary positions count within the
+sequence and are not reset at document boundaries: attention depends on differences of positions only, which are the
+same.
+
+Context parallelism: a sequence is split into 2n chunks for n ranks, and rank r has chunks r and 2n-1-r (Megatron's
+load-balanced split). Attention among a rank's two chunks is plain causal attention, which needs no other rank's keys:
+it runs while those arrive. All queries attend to the first chunk of a rank j < r, and none to its second; only the
+second chunk's queries attend to a rank j > r, and to both its chunks. So no block needs a mask, and each is one call of
+torch's fastest kernel. Blocks are merged by their log-sum-exp; the backward pass gets the merged one, as in ring
+attention (Liu et al. 2023, arXiv:2310.01889).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
+from torch import Tensor, distributed
 
-from pretrainkit.megatron.cp_attention import attend_across_ranks
-from pretrainkit.megatron.document_attention import attend_within_documents
+from pretrainkit.megatron.attention_kernels import AttentionBlock, block_kernel
 
 
 class ScaledDotProductAttention(MegatronModule):
@@ -61,8 +74,8 @@ class ScaledDotProductAttention(MegatronModule):
     ) -> Tensor:  # [s, b, h * d]
         """Attend to all earlier tokens or, with `attention_mask`, to those of the same document.
 
-        `attention_mask` is None or the bounds of the microbatch's documents (see document_attention); a mask of
-        another shape, such as that of Megatron's inference code, is ignored: attention is always causal.
+        `attention_mask` is None or the bounds of the microbatch's documents; a mask of another shape, such as that of
+        Megatron's inference code, is ignored: attention is always causal.
         """
         if packed_seq_params is not None or attention_bias is not None:
             raise NotImplementedError("packed sequences and attention biases need Transformer Engine")
@@ -72,12 +85,147 @@ class ScaledDotProductAttention(MegatronModule):
             return attend_within_documents(query, key, value, attention_mask, self.softmax_scale)
         if self.cp_group.size() > 1:
             return attend_across_ranks(query, key, value, self.cp_group, self.softmax_scale).flatten(2)
-        out = F.scaled_dot_product_attention(
-            query.permute(1, 2, 0, 3),  # [b, h, s, d]
-            key.permute(1, 2, 0, 3),  # [b, g, s, d]
-            value.permute(1, 2, 0, 3),
-            is_causal=True,
-            scale=self.softmax_scale,
-            enable_gqa=query.size(2) != key.size(2),
+        q, k, v = map(_heads_first, (query, key, value))
+        has_groups = q.size(1) != k.size(1)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=has_groups)
+        return _tokens_first(out).flatten(2)
+
+
+def document_bounds(position_ids: Tensor) -> Tensor:
+    """Bounds [n + 1], int32, of the documents in position ids [b, s]: a document starts where the position is 0."""
+    begins = torch.nonzero(position_ids.reshape(-1) == 0).flatten()
+    return F.pad(begins, (0, 1), value=position_ids.numel()).to(torch.int32)
+
+
+def with_document_bounds(data_step: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's data step, with the bounds of each microbatch's documents as its attention mask.
+
+    They are computed on the CPU before the batch is copied to the device, which avoids a device synchronization.
+    """
+
+    def data_step_with_bounds(batches: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
+        batch = next(batches)
+        sample = batch[0] if isinstance(batch, tuple) else batch
+        sample["attention_mask"] = document_bounds(sample["position_ids"])
+        return data_step(iter([batch]), *args, **kwargs)
+
+    return data_step_with_bounds
+
+
+def attend_within_documents(
+    query: Tensor,  # [s, b, h, d]
+    key: Tensor,  # [s, b, g, d], h a multiple of g
+    value: Tensor,  # [s, b, g, d]
+    bounds: Tensor,  # [n + 1], int32, on the same device
+    scale: float | None = None,
+) -> Tensor:  # [s, b, h * d]
+    """Each token attends to the tokens of its own document up to itself."""
+    length, batch = query.shape[:2]
+    q, k, v = (part.transpose(0, 1).flatten(0, 1) for part in (query, key, value))  # [b * s, heads, d]
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        out = _flash(q, k, v, bounds, length, scale)
+    else:
+        out = _one_by_one(q, k, v, bounds, scale)
+    return out.unflatten(0, (batch, length)).transpose(0, 1).flatten(2)
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float | None) -> Tensor:
+    """All documents in one call of the flash kernel; `longest` is no less than the longest, which need not be known."""
+    out: Tensor = torch.ops.aten._flash_attention_forward(
+        query, key, value, bounds, bounds, longest, longest, 0.0, True, False, scale=scale
+    )[0]
+    return out
+
+
+def _one_by_one(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float | None) -> Tensor:
+    """One call per document, for what the flash kernel doesn't support: fp32 and CPU."""
+    lengths = bounds.diff().tolist()
+    outs = []
+    for q, k, v in zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True):  # [l, heads, d]
+        q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (q, k, v))  # [1, heads, l, d]
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.size(1) != k.size(1))
+        outs.append(out.squeeze(0).transpose(0, 1))
+    return torch.cat(outs)
+
+
+def attend_across_ranks(
+    query: Tensor,  # [s, b, h, d]: s tokens on this rank, an even number
+    key: Tensor,  # [s, b, g, d], h a multiple of g
+    value: Tensor,  # [s, b, g, d]
+    group: distributed.ProcessGroup,
+    scale: float | None = None,
+) -> Tensor:  # [s, b, h, d]
+    """Each token attends to itself and to all earlier tokens of the sequence."""
+    out: Tensor = _AcrossRanks.apply(query, key, value, group, scale)
+    return out
+
+
+class _AcrossRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        context: Any, query: Tensor, key: Tensor, value: Tensor, group: distributed.ProcessGroup, scale: float | None
+    ) -> Tensor:
+        own_kv = torch.stack((key, value))
+        all_kv = own_kv.new_empty((group.size(), *own_kv.shape))  # [n, 2, s, b, g, d]
+        pending = distributed.all_gather_into_tensor(all_kv.flatten(0, 1), own_kv, group=group, async_op=True)
+        block = _block(query, *own_kv, causal=True, scale=scale)
+        kernel = block_kernel(block)
+        out, lse, rng_state = kernel.forward(block)
+        pending.wait()
+        merged = out.float()
+        for first, kv in _others(all_kv, group.rank()):
+            out, new_lse, _ = kernel.forward(_block(query[first:], *kv.flatten(1, 2), causal=False, scale=scale))
+            old_lse = lse[:, :, first:]
+            merged[:, :, first:].lerp_(out.float(), torch.sigmoid(new_lse - old_lse).unsqueeze(-1))
+            torch.logaddexp(old_lse, new_lse, out=old_lse)
+        out = _tokens_first(merged.to(query.dtype))
+        context.save_for_backward(query, all_kv, out, lse)
+        context.kernel, context.rng_state, context.group, context.scale = kernel, rng_state, group, scale
+        return out
+
+    @staticmethod
+    def backward(context: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, all_kv, out, lse = context.saved_tensors
+        rank = context.group.rank()
+
+        def gradients(first: int, kv: Tensor, *, causal: bool) -> list[Tensor]:
+            """Gradients of the queries from `first` on, and of the keys and values [2, t, b, g, d] they attend to."""
+            block = _block(query[first:], *kv, causal=causal, scale=context.scale)
+            outs = _heads_first(grad[first:]), _heads_first(out[first:]), lse[:, :, first:].contiguous()
+            return [_tokens_first(tensor) for tensor in context.kernel.backward(block, *outs, context.rng_state)]
+
+        grad_query, grad_all_kv = torch.zeros_like(query), torch.zeros_like(all_kv)
+        for (first, kv), (_, grad_kvs) in zip(_others(all_kv, rank), _others(grad_all_kv, rank), strict=True):
+            queries, *grads = gradients(first, kv.flatten(1, 2), causal=False)
+            grad_query[first:] += queries
+            for target, values in zip(grad_kvs, grads, strict=True):
+                target.copy_(values.unflatten(0, target.shape[:2]))
+        grad_kv = torch.empty_like(all_kv[0])  # the other ranks' share of the gradients of this rank's keys and values
+        pending = distributed.reduce_scatter_tensor(
+            grad_kv, grad_all_kv.flatten(0, 1), group=context.group, async_op=True
         )
-        return out.permute(2, 0, 1, 3).flatten(2)
+        queries, keys, values = gradients(0, all_kv[rank], causal=True)
+        grad_query += queries
+        pending.wait()
+        return grad_query, grad_kv[0] + keys, grad_kv[1] + values, None, None
+
+
+def _block(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float | None) -> AttentionBlock:
+    return AttentionBlock(_heads_first(query), _heads_first(key), _heads_first(value), causal, scale)
+
+
+def _others(all_kv: Tensor, rank: int) -> list[tuple[int, Tensor]]:
+    """Views of the other ranks' keys and values: the first query that attends to them, and [2, ranks, t, b, g, d]."""
+    half = all_kv.size(2) // 2
+    views = [(0, all_kv[:rank, :, :half]), (half, all_kv[rank + 1 :])]
+    return [(first, kv.transpose(0, 1)) for first, kv in views if kv.size(0)]
+
+
+def _heads_first(tensor: Tensor) -> Tensor:
+    """[s, b, heads, d] as [b, heads, s, d]."""
+    return tensor.permute(1, 2, 0, 3)
+
+
+def _tokens_first(tensor: Tensor) -> Tensor:
+    """[b, heads, s, d] as [s, b, heads, d]."""
+    return tensor.permute(2, 0, 1, 3)

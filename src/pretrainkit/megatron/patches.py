@@ -138,40 +138,35 @@ NEMO_ON_CPU = (
 
 _TE_OR_APEX = "without Transformer Engine and apex Megatron takes torch.optim.AdamW, whose state it can't reshard"
 _SLOW_CLIPPING = "without Transformer Engine and apex Megatron waits for the GPU at each tensor"
+_OPTIMIZER = "megatron.core.optimizer"
 OPTIMIZER = (
-    Patch("megatron.core.optimizer:Adam", ours("optimizer:FusedAdamW"), _TE_OR_APEX),
-    Patch("megatron.core.optimizer:USING_PYTORCH_OPTIMIZER", value(False), _TE_OR_APEX),
-    Patch("megatron.core.optimizer.distrib_optimizer:Adam", ours("optimizer:FusedAdamW"), _TE_OR_APEX),
-    Patch("megatron.core.optimizer.distrib_optimizer:HAVE_APEX_OR_TE", value(True), _TE_OR_APEX),
-    Patch("megatron.core.optimizer.distrib_optimizer:USING_APEX_OPTIMIZER", value(True), _TE_OR_APEX),
-    Patch("megatron.core.optimizer.clip_grads:l2_norm_impl", ours("optimizer:multi_tensor_l2_norm"), _SLOW_CLIPPING),
-    Patch(
-        "megatron.core.optimizer.clip_grads:multi_tensor_scale_impl",
-        ours("optimizer:multi_tensor_scale"),
-        _SLOW_CLIPPING,
-    ),
+    Patch(f"{_OPTIMIZER}:Adam", ours("optimizer:FusedAdamW"), _TE_OR_APEX),
+    Patch(f"{_OPTIMIZER}:USING_PYTORCH_OPTIMIZER", value(False), _TE_OR_APEX),
+    Patch(f"{_OPTIMIZER}.distrib_optimizer:Adam", ours("optimizer:FusedAdamW"), _TE_OR_APEX),
+    Patch(f"{_OPTIMIZER}.distrib_optimizer:HAVE_APEX_OR_TE", value(True), _TE_OR_APEX),
+    Patch(f"{_OPTIMIZER}.distrib_optimizer:USING_APEX_OPTIMIZER", value(True), _TE_OR_APEX),
+    Patch(f"{_OPTIMIZER}.clip_grads:l2_norm_impl", ours("optimizer:multi_tensor_l2_norm"), _SLOW_CLIPPING),
+    Patch(f"{_OPTIMIZER}.clip_grads:multi_tensor_scale_impl", ours("optimizer:multi_tensor_scale"), _SLOW_CLIPPING),
 )
 """What Megatron would take from Transformer Engine or apex."""
 
 OPTIMIZER_GATHER = (
     Patch(
-        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.get_parameter_state_dp_zero",
+        f"{_OPTIMIZER}.distrib_optimizer:DistributedOptimizer.get_parameter_state_dp_zero",
         wrapped_by("optimizer:gathering_on_gpu"),
         "for fully_reshardable checkpoints Megatron copies the state five times on the CPU",
     ),
 )
 
 _ROPE_BY_TE = "Megatron has fused rotary embeddings by Transformer Engine alone"
+_ROPE, _ATTENTION = "megatron.core.models.common.embeddings.rope_utils", "megatron.core.transformer.attention"
+_BY_APEX, _LINEAR = "Megatron looks for apex's extension", "megatron.core.tensor_parallel.layers"
 KERNELS = {
     ("rotary", "triton"): (
+        Patch(f"{_ROPE}:fused_apply_rotary_pos_emb", ours("triton.rotary:rotate_heads"), _ROPE_BY_TE),
+        Patch(f"{_ATTENTION}:HAVE_FUSED_QKV_ROPE", value(True), _ROPE_BY_TE),
         Patch(
-            "megatron.core.models.common.embeddings.rope_utils:fused_apply_rotary_pos_emb",
-            ours("triton.rotary:rotate_heads"),
-            _ROPE_BY_TE,
-        ),
-        Patch("megatron.core.transformer.attention:HAVE_FUSED_QKV_ROPE", value(True), _ROPE_BY_TE),
-        Patch(
-            "megatron.core.transformer.attention:apply_fused_qkv_rotary_pos_emb",
+            f"{_ATTENTION}:apply_fused_qkv_rotary_pos_emb",
             ours("triton.rotary:rotate_qkv"),
             _ROPE_BY_TE,
             may_be_undefined=True,
@@ -192,19 +187,10 @@ KERNELS = {
         ),
     ),
     ("weight_gradient", "gemm"): (
+        Patch(f"{_LINEAR}:fused_weight_gradient_mlp_cuda", ours("wgrad:WgradGemm"), _BY_APEX, may_be_undefined=True),
+        Patch(f"{_LINEAR}:_grad_accum_fusion_available", value(True), _BY_APEX),
         Patch(
-            "megatron.core.tensor_parallel.layers:fused_weight_gradient_mlp_cuda",
-            ours("wgrad:WgradGemm"),
-            "Megatron looks for apex's extension",
-            may_be_undefined=True,
-        ),
-        Patch(
-            "megatron.core.tensor_parallel.layers:_grad_accum_fusion_available",
-            value(True),
-            "Megatron looks for apex's extension",
-        ),
-        Patch(
-            "megatron.core.tensor_parallel.layers:F",
+            f"{_LINEAR}:F",
             ours("wgrad:functional"),
             "an embedding's gradient has no fused accumulation; F.embedding is all that the module takes from F",
         ),

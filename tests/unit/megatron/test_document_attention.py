@@ -5,8 +5,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from pretrainkit.megatron.attention import attend_within_documents, document_bounds, with_document_bounds
 from pretrainkit.megatron.dataset import reset_positions, row_sample
-from pretrainkit.megatron.document_attention import attend_within_documents, document_bounds, with_document_bounds
 
 
 def test_bounds_lie_where_positions_begin_anew() -> None:
