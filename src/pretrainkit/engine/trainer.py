@@ -26,14 +26,11 @@ from pretrainkit.models.megatron_fields import nemo_model
 from pretrainkit.run.folder import RunFolder
 from pretrainkit.run.resume_plan import CONTINUE, WEIGHTS, StartPlan
 
-DataStep = Callable[..., dict[str, torch.Tensor]]
-"""Takes the next microbatch from a data loader's iterator."""
 
-
-def build_model(run: ResolvedRun, chosen: Kernels, *, wrap_data_step: Callable[[DataStep], DataStep]) -> llm.GPTModel:
+def build_model(run: ResolvedRun, chosen: Kernels, *, wrap_data_step: Callable[[Any], Any]) -> llm.GPTModel:
     """NeMo's model object; it builds Megatron's modules later, on every rank that rank's part.
 
-    `wrap_data_step` gets Megatron's data step and returns the one to use.
+    `wrap_data_step` gets Megatron's data step, which takes a microbatch from a loader's iterator; gives one like it.
     """
     nemo = nemo_model(run.model)
     fields: dict[str, Any] = {
