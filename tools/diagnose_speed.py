@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pretrainkit.cli import Parser, run_command
-from pretrainkit.diagnosis.spec import PROBES
+from pretrainkit.diagnosis.spec import PROBES, Spec
 from pretrainkit.errors import EXIT_DONE, RequestError
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -87,13 +87,15 @@ def command(arguments: argparse.Namespace) -> int:
             baselines=arguments.baselines,
             tokenizer=arguments.tokenizer,
             data=arguments.data,
-            budget_s=arguments.budget_s,
             longest_s=arguments.longest_s,
-            only=probes("--probes", arguments.probes),
-            excluded=probes("--without", arguments.without),
+            spec=Spec(
+                budget_s=arguments.budget_s,
+                only=probes("--probes", arguments.probes),
+                excluded=probes("--without", arguments.without),
+                time_checkpoint=arguments.time_checkpoint,
+                compile=arguments.compile,
+            ),
             quick=arguments.quick,
-            time_checkpoint=arguments.time_checkpoint,
-            compile=arguments.compile,
             keep=arguments.keep,
         )
     )

@@ -1,10 +1,10 @@
-"""What can be checked without measuring: the tokenizer, the special tokens of batches, debug settings."""
+"""What can be checked without measuring: the tokenizer, the special tokens of batches, debug settings, the machine."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,11 @@ DEBUG_VARIABLES: dict[str, tuple[str, str]] = {
 LEFT_BY_DEFAULT = ("Llama", "CodeLlama", "Cohere", "Gemma", "XLNet", "CpmAnt")
 """Tokenizer classes of transformers that pad at the left where their files don't say."""
 ENOUGH_ROWS = 4
+PAD_RIGHT = 'tokenizer.padding_side = "right"'
+LOW_CLOCK = 0.9
+"""A GPU at work below this share of its highest clock is held back."""
+BUSY_MACHINE = 0.15
+"""Share of the machine's cores that others may use without being told of."""
 _SPECIAL_COUNTS = ("ended_rows", "unended_rows", "ends", "masked_ends", "double_bos")
 _CUDA_ONLY = ("CUDA_", "NCCL_", "NVIDIA_", "TORCH_NCCL_", "PYTORCH_NO_CUDA_")
 
@@ -52,9 +57,15 @@ class Check:
     found: str
     change: str = ""
 
-    def to_json(self) -> dict[str, str]:
-        """All fields."""
-        return asdict(self)
+
+def warning(what: str, found: str, change: str = "") -> Check:
+    """What costs time or spoils training."""
+    return Check(what, WARN, found, change)
+
+
+def rated(what: str, is_bad: object, found: str, change: str = "") -> Check:
+    """A warning with its change where something is bad; fine otherwise."""
+    return Check(what, WARN, found, change) if is_bad else Check(what, FINE, found)
 
 
 def debug_variables(variables: dict[str, str], *, on_gpu: bool) -> dict[str, str]:
@@ -71,36 +82,26 @@ def debug_variables(variables: dict[str, str], *, on_gpu: bool) -> dict[str, str
 def check_environment(variables: dict[str, str], *, on_gpu: bool) -> list[Check]:
     """Debug settings in the environment."""
     found = debug_variables(variables, on_gpu=on_gpu)
-    if not found:
-        return [Check("debug variables", FINE, "none is set")]
     return [
-        Check("debug variable", WARN, f"{name}={value}: {DEBUG_VARIABLES[name][1]}", f"unset {name}")
+        warning("debug variable", f"{name}={value}: {DEBUG_VARIABLES[name][1]}", f"unset {name}")
         for name, value in found.items()
-    ]
+    ] or [Check("debug variables", FINE, "none is set")]
 
 
 def check_tokenizer(folder: Path) -> list[Check]:
     """A Hugging Face tokenizer's files: padding and the special tokens of documents."""
     config = read_object(folder / "tokenizer_config.json")
     roles = {**read_object(folder / "special_tokens_map.json"), **config}
-    names = {role: _content(roles.get(role)) for role in ("pad_token", "eos_token", "bos_token")}
+    pad, eos, bos = (_content(roles.get(role)) for role in ("pad_token", "eos_token", "bos_token"))
     if not config and not (folder / "tokenizer.json").is_file():
         return [Check("tokenizer", TOLD, f"no files of one in {folder}")]
-    checks = []
-    checks.append(_padding_side(config, names["pad_token"]))
-    checks += _padding_token(names)
-    if names["eos_token"] is None:
-        checks.append(
-            Check("end of documents", WARN, "the tokenizer has no EOS token", "--eod-token of tools/preprocess_data.py")
-        )
+    checks = [_padding_side(config, pad), _padding_token(pad, eos)]
+    if eos is None:
+        change = "--eod-token of tools/preprocess_data.py"
+        checks.append(warning("end of documents", "the tokenizer has no EOS token", change))
     post = json.dumps(read_object(folder / "tokenizer.json").get("post_processor"))
-    adds_bos = bool(names["bos_token"]) and json.dumps(names["bos_token"])[1:-1] in post
-    if adds_bos or config.get("add_bos_token"):
-        checks.append(
-            Check(
-                "BOS", TOLD, f"the tokenizer puts {names['bos_token']} before each text: a text that holds it has two"
-            )
-        )
+    if (bos and json.dumps(bos)[1:-1] in post) or config.get("add_bos_token"):
+        checks.append(Check("BOS", TOLD, f"the tokenizer puts {bos} before each text: a text that holds it has two"))
     return checks
 
 
@@ -110,23 +111,20 @@ def _padding_side(config: dict[str, Any], pad: str | None) -> Check:
         return Check("padding side", FINE, "right")
     if pad is None:
         return Check("padding side", TOLD, "left, but it has no padding token")
-    found = "left: a model in training sees padding first"
-    return Check("padding side", WARN, found, 'tokenizer.padding_side = "right"')
+    return warning("padding side", "left: a model in training sees padding first", PAD_RIGHT)
 
 
-def _padding_token(names: dict[str, str | None]) -> list[Check]:
-    pad, eos = names["pad_token"], names["eos_token"]
-    if pad is not None and pad == eos:
-        return [
-            Check(
-                "padding token",
-                WARN,
-                f"PAD = EOS ({pad}): a collator that masks padding by its id (DataCollatorForLanguageModeling) takes "
-                "every end of a document out of the loss, and the model never learns to stop",
-                "mask by attention_mask, or add a padding token of its own; packed data needs none",
-            )
-        ]
-    return [Check("padding token", FINE if pad else TOLD, f"{pad}, not EOS" if pad else "none: packed data needs none")]
+def _padding_token(pad: str | None, eos: str | None) -> Check:
+    if pad is None:
+        return Check("padding token", TOLD, "none: packed data needs none")
+    if pad != eos:
+        return Check("padding token", FINE, f"{pad}, not EOS")
+    return warning(
+        "padding token",
+        f"PAD = EOS ({pad}): a collator that masks padding by its id (DataCollatorForLanguageModeling) takes "
+        "every end of a document out of the loss, and the model never learns to stop",
+        "mask by attention_mask, or add a padding token of its own; packed data needs none",
+    )
 
 
 def check_batches(batches: list[Any], tokenizer: dict[str, Any] | None) -> list[Check]:
@@ -138,31 +136,52 @@ def check_batches(batches: list[Any], tokenizer: dict[str, Any] | None) -> list[
         count.update({name: batch.get(name, 0) for name in _SPECIAL_COUNTS})
     checks = []
     if tokenizer.get("padding_side") == "left":
-        checks.append(Check("padding side", WARN, "left, in the program", 'tokenizer.padding_side = "right"'))
+        checks.append(warning("padding side", "left, in the program", PAD_RIGHT))
     pad, eos = tokenizer.get("pad_token_id"), tokenizer.get("eos_token_id")
     if pad is not None and pad == eos:
         found = f"PAD = EOS (id {pad}) in the program: ends of documents may be masked"
         if count["ends"]:
             found = f"PAD = EOS (id {pad}) in the program: {count['masked_ends']} of {count['ends']} EOS are masked"
         is_harmless = count["ends"] and not count["masked_ends"]
-        change = "" if is_harmless else "mask by attention_mask, not by id"
-        checks.append(Check("padding token", FINE if is_harmless else WARN, found, change))
+        checks.append(rated("padding token", not is_harmless, found, "mask by attention_mask, not by id"))
     elif count["masked_ends"]:
         found = f"{count['masked_ends']} of {count['ends']} EOS are masked: the model doesn't learn to stop there"
-        checks.append(Check("EOS in the loss", WARN, found, "labels of EOS = its id"))
+        checks.append(warning("EOS in the loss", found, "labels of EOS = its id"))
     rows = count["ended_rows"] + count["unended_rows"]
     if rows:
         found = f"{count['unended_rows']} of {rows} padded rows don't end with EOS"
         many = rows >= ENOUGH_ROWS and count["unended_rows"] > rows / 2
-        change = "append tokenizer.eos_token_id to each document" if many else ""
-        checks.append(Check("ends of documents in batches", WARN if many else FINE, found, change))
+        change = "append tokenizer.eos_token_id to each document"
+        checks.append(rated("ends of documents in batches", many, found, change))
     if count["double_bos"]:
         found = f"{count['double_bos']} rows begin with two BOS"
-        checks.append(Check("BOS in batches", WARN, found, "take BOS out of the text, or add_special_tokens=False"))
+        checks.append(warning("BOS in batches", found, "take BOS out of the text, or add_special_tokens=False"))
     return checks
 
 
+def check_machine(machine: dict[str, Any]) -> list[Check]:
+    """Clocks of the GPUs at work, and who else used GPUs and cores meanwhile."""
+    found = [] if machine["gpus"] else [Check("GPU clock and sharing", TOLD, "no GPU is seen")]
+    for gpu in machine["gpus"]:
+        if gpu["clock_mhz"] is None or not gpu["highest_clock_mhz"]:
+            continue
+        text = f"GPU {gpu['index']} at {gpu['clock_mhz']:.0f} of {gpu['highest_clock_mhz']:.0f} MHz while at work"
+        text += f", {gpu['power_w']:.0f} of {gpu['power_limit_w']:.0f} W, {gpu['temperature_c']:.0f} C"
+        held_back = gpu["clock_mhz"] < LOW_CLOCK * gpu["highest_clock_mhz"]
+        change = "look at power limit, cooling and nvidia-smi -q -d PERFORMANCE"
+        found.append(rated("GPU clock", held_back, text, change))
+    if machine["gpu_processes_of_others"]:
+        names = ", ".join(item.get("name", "?") for item in machine["gpu_processes_of_others"])
+        text = f"other processes compute on it: {names}"
+        found.append(warning("sharing of the GPU", text, "take a GPU of its own"))
+    others = machine["cpu_used_by_others"]
+    if others is not None:
+        text = f"others used {others:.0%} of the machine's {machine['cores']} cores"
+        change = "diagnose on a quiet machine for narrow intervals"
+        found.append(rated("sharing of the CPU", others > BUSY_MACHINE, text, change))
+    return found
+
+
 def _content(token: Any) -> str | None:
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token if isinstance(token, str) else None
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
-from pretrainkit.diagnosis.checks import FINE, TOLD, WARN, Check
+from pretrainkit.diagnosis.checks import TOLD, Check, rated, warning
 from pretrainkit.errors import DataError, RequestError
 from pretrainkit.units import format_bytes, format_count
 
 LOOKED_AT_DOCUMENTS = 2000
 LOOKED_AT_BYTES = 64 << 20
-SMALL_FILE_BYTES, MANY_FILES = 1 << 20, 1000
+SMALL_FILE_BYTES, MANY_FILES, MOST_FILES = 1 << 20, 1000, 200_000
 NETWORK_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p")
 PARALLEL_FILE_SYSTEMS = ("lustre", "gpfs", "beegfs", "ceph", "fuse.ceph")
 
@@ -26,7 +28,7 @@ def check_data(path: str) -> list[Check]:
     try:
         checks = _format_checks(place)
     except (DataError, RequestError) as error:
-        checks = [Check("data", WARN, str(error))]
+        checks = [warning("data", str(error))]
     return [*checks, *check_place(place if place.exists() else place.parent)]
 
 
@@ -40,24 +42,20 @@ def _format_checks(place: Path) -> list[Check]:
         padding = record.num_padding / max(record.num_tokens + record.num_padding, 1)
         return [
             _amount("packed Arrow", record.num_sequences, "sequences", record.num_tokens),
-            Check("padding in the data", FINE if padding < 0.05 else WARN, f"{padding:.1%} of the tokens"),
+            rated("padding in the data", padding >= 0.05, f"{padding:.1%} of the tokens"),
         ]
     if is_shard_folder(place):
         shards = open_shards(place)
         return [_amount("WebDataset token shards", shards.num_samples, "samples", shards.num_tokens)]
     if place.is_dir() and not any(place.glob("*.idx")):
-        return [_raw_folder(place)]
+        endings = sorted({path.suffix or "no ending" for path in place.rglob("*") if path.is_file()})
+        found = f"a folder of {', '.join(endings) or 'nothing'}: no prepared token ids"
+        return [warning("data format", found, "tools/preprocess_data.py or tools/pack_dataset.py prepares them once")]
     if place.is_file() and place.suffix not in (".bin", ".idx"):
-        rows = _count_lines(place) if place.suffix in (".jsonl", ".json", ".txt") else None
-        return [
-            *([Check("amount of data", TOLD, rows)] if rows else []),
-            Check(
-                "data format",
-                WARN,
-                f"{place.name}: text, {format_bytes(place.stat().st_size)}; it must be tokenized while training",
-                "tools/preprocess_data.py makes .bin/.idx of it once",
-            ),
-        ]
+        has_lines = place.suffix in (".jsonl", ".json", ".txt")
+        rows = [Check("amount of data", TOLD, _count_lines(place))] if has_lines else []
+        found = f"{place.name}: text, {format_bytes(place.stat().st_size)}; it must be tokenized while training"
+        return [*rows, warning("data format", found, "tools/preprocess_data.py makes .bin/.idx of it once")]
     return _pair_checks(place)
 
 
@@ -71,16 +69,6 @@ def _count_lines(path: Path) -> str:
         return f"text: {format_count(lines)} rows"
     rows = format_count(round(lines * size / len(looked)))
     return f"text: about {rows} rows (from its first {format_bytes(len(looked))})"
-
-
-def _raw_folder(folder: Path) -> Check:
-    endings = sorted({path.suffix or "no ending" for path in folder.rglob("*") if path.is_file()})
-    return Check(
-        "data format",
-        WARN,
-        f"a folder of {', '.join(endings) or 'nothing'}: no prepared token ids",
-        "tools/preprocess_data.py or tools/pack_dataset.py prepares them once",
-    )
 
 
 def _pair_checks(place: Path) -> list[Check]:
@@ -102,24 +90,18 @@ def _document_ends(name: str, documents: list[Any], eod: int | None, bos: int | 
     """Whether documents end with EOD and begin with one BOS at most."""
     documents = [ids for ids in documents if len(ids)]
     checks = []
-    if eod is None:
-        last = [int(ids[-1]) for ids in documents]
-        eod = (
-            max(set(last), key=last.count) if last and last.count(max(set(last), key=last.count)) == len(last) else None
-        )
-        if eod is None:
-            checks.append(
-                Check("ends of documents", WARN, f"{name}: documents end with different tokens: no EOD", "--append-eod")
-            )
-    else:
-        missing = sum(int(ids[-1]) != eod for ids in documents)
+    ends = [int(ids[-1]) for ids in documents]
+    if eod is not None:
+        missing = sum(end != eod for end in ends)
         found = f"{name}: {missing} of {len(documents)} documents that were looked at don't end with EOD ({eod})"
-        checks.append(Check("ends of documents", WARN if missing else FINE, found, "--append-eod" if missing else ""))
+        checks.append(rated("ends of documents", missing, found, "--append-eod"))
+    elif len(set(ends)) != 1:
+        found = f"{name}: documents end with different tokens: no EOD"
+        checks.append(warning("ends of documents", found, "--append-eod"))
     twice = sum(len(ids) > 1 and bos is not None and int(ids[0]) == int(ids[1]) == bos for ids in documents)
     if twice:
-        checks.append(
-            Check("BOS", WARN, f"{name}: {twice} documents begin with two BOS", "take BOS out of the text, or --no-bos")
-        )
+        found = f"{name}: {twice} documents begin with two BOS"
+        checks.append(warning("BOS", found, "take BOS out of the text, or --no-bos"))
     return checks
 
 
@@ -136,53 +118,24 @@ def _amount(form: str, rows: int, unit: str, tokens: int) -> Check:
 def check_place(place: Path) -> list[Check]:
     """The file system that data lies on, and whether it is cut into too many small files."""
     kind = file_system(place)
-    checks = []
-    if kind in NETWORK_FILE_SYSTEMS:
-        checks.append(
-            Check("file system", WARN, f"{place} lies on {kind}", "copy it to a local or parallel file system")
-        )
-    elif kind in PARALLEL_FILE_SYSTEMS:
-        checks.append(
-            Check("file system", TOLD, f"{place} lies on {kind}: large files want striping (lfs setstripe -c 8)")
-        )
+    found = f"{place} lies on {kind}"
+    if kind in PARALLEL_FILE_SYSTEMS:
+        checks = [Check("file system", TOLD, f"{found}: large files want striping (lfs setstripe -c 8)")]
     else:
-        checks.append(Check("file system", FINE, f"{place} lies on {kind}"))
+        is_slow = kind in NETWORK_FILE_SYSTEMS
+        checks = [rated("file system", is_slow, found, "copy it to a local or parallel file system")]
     if place.is_dir():
-        sizes = [entry.stat().st_size for entry in _files(place)]
+        paths = (Path(folder, name) for folder, _, names in os.walk(place) for name in names)
+        sizes = [path.stat().st_size for path in islice(filter(Path.is_file, paths), MOST_FILES)]
         small = sum(size < SMALL_FILE_BYTES for size in sizes)
-        many = small > MANY_FILES
         found = f"{len(sizes)} files, {small} of them under 1 MiB, {format_bytes(sum(sizes))} in all"
-        checks.append(
-            Check(
-                "number of files", WARN if many else FINE, found, "join them: token shards or .bin/.idx" if many else ""
-            )
-        )
+        checks.append(rated("number of files", small > MANY_FILES, found, "join them: token shards or .bin/.idx"))
     return checks
-
-
-def _files(folder: Path, most: int = 200_000) -> Iterable[os.DirEntry[str]]:
-    waiting, seen = [str(folder)], 0
-    while waiting and seen < most:
-        with os.scandir(waiting.pop()) as entries:
-            for entry in entries:
-                if entry.is_dir(follow_symlinks=False):
-                    waiting.append(entry.path)
-                elif entry.is_file():
-                    seen += 1
-                    yield entry
 
 
 def file_system(place: Path) -> str:
     """The type of the file system that a path lies on, such as ext4, lustre or nfs4."""
-    best, kind = "", "unknown"
-    try:
-        mounts = Path("/proc/self/mounts").read_text().splitlines()
-    except OSError:
-        return kind
-    real = str(place.resolve())
-    for line in mounts:
-        _, point, name, *_ = line.split(" ")
-        point = point.replace("\\040", " ")
-        if (real == point or real.startswith(point.rstrip("/") + "/")) and len(point) >= len(best):
-            best, kind = point, name
-    return kind
+    real = place.resolve()
+    around = [mount for mount in psutil.disk_partitions(all=True) if real.is_relative_to(mount.mountpoint)]
+    # Of two that are mounted in one place the later one is seen.
+    return max(reversed(around), key=lambda mount: len(mount.mountpoint)).fstype if around else "unknown"

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from pretrainkit.diagnosis.statistics import (
-    Interval,
-    Rounds,
-    noise_of,
-    saved_share,
-    typical_s,
-    undisturbed_s,
-    whole,
-)
+from pretrainkit.diagnosis.statistics import Interval, Rounds, noise_of, saved_share, typical_s, undisturbed_s, whole
 
 WORTH_TELLING = 0.02
 """A smaller share is 'fine'."""
@@ -36,10 +28,13 @@ class Shown:
     noise: float
     """Share that couldn't be told from nothing in these windows."""
     rounds: int
-    is_certain: bool
-    """The saving is larger than the noise, and was seen a second time."""
     doubt: str
-    """Why it isn't."""
+    """Why the saving isn't certain; empty when it is larger than the noise, and was seen a second time."""
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether there is no doubt."""
+        return not self.doubt
 
     def to_json(self) -> dict[str, Any]:
         """All fields."""
@@ -51,6 +46,21 @@ class Shown:
             "is_certain": self.is_certain,
             "doubt": self.doubt,
         }
+
+
+def shown_by(probe: str, before_s: Rounds, after_s: Rounds) -> Shown:
+    """What rounds without and with a change show by themselves."""
+    share, noise, doubt = saved_share(before_s, after_s), noise_of(before_s), ""
+    if share.low <= 0:
+        doubt = "the windows don't agree that it saves time"
+    elif share.value < noise:
+        doubt = f"less than the machine's noise ({noise:.0%})"
+    return Shown(probe, share, noise, len(before_s), doubt)
+
+
+def step_s(window: dict[str, Any]) -> float:
+    """Seconds of a step of a window."""
+    return float(window["wall_s"] / window["steps"])
 
 
 class Evidence:
@@ -73,7 +83,7 @@ class Evidence:
     @property
     def as_is_step_s(self) -> Interval:
         """Seconds of a step as it is."""
-        return typical_s([[window["wall_s"] / window["steps"]] for window in self.as_is()])
+        return typical_s([[step_s(window)] for window in self.as_is()])
 
     @property
     def replay_share(self) -> float:
@@ -87,13 +97,8 @@ class Evidence:
     @property
     def noise(self) -> float:
         """Share that windows of one and the same setting differ by."""
-        own = [
-            noise_of([window["steps_s"] for window in windows]) for windows in self._same_setting() if len(windows) >= 4
-        ]
-        return min(own, default=1.0)
-
-    def _same_setting(self) -> list[list[dict[str, Any]]]:
-        return [self.windows("as_is", is_changed=False), self.windows("data", is_changed=False)]
+        same = (self.windows(probe, is_changed=False) for probe in ("as_is", "data"))
+        return min(noise_of([window["steps_s"] for window in windows]) for windows in same)
 
     def shown(self, probe: str) -> Shown | None:
         """What a probe has shown; None when it wasn't made."""
@@ -104,25 +109,18 @@ class Evidence:
         again = [window for window in windows if window["round"] >= self._confirmed_after and is_of_kept_batches]
         first = [window for window in windows if window not in again]
         used = again or first
-        before, after = self._normalised(probe, used)
-        share, noise = saved_share(before, after), self._noise_of(probe, before)
+        found = shown_by(probe, *self._normalised(probe, used))
         doubt = ""
-        if share.low <= 0:
-            doubt = "the windows don't agree that it saves time"
-        elif share.value < noise:
-            doubt = f"less than the machine's noise ({noise:.0%})"
+        if found.doubt:
+            doubt = found.doubt
         elif again and first and saved_share(*self._normalised(probe, first)).value <= 0:
             doubt = "seen once of two times"
         elif not again and is_of_kept_batches:
             doubt = "not measured a second time"
-        elif self._lacks_witness(probe, used, share):
+        elif self._lacks_witness(probe, used, found.share):
             doubt = "the CPU time is the same: something else on the machine took the time"
         factor = self.replay_share if is_of_kept_batches else 1.0
-        return Shown(probe, share.scaled(factor), noise, len(used), not doubt, doubt)
-
-    def _noise_of(self, probe: str, before: Rounds) -> float:
-        """Of the windows before the change; they are measured as often as those with it."""
-        return noise_of(before)
+        return replace(found, share=found.share.scaled(factor), doubt=doubt)
 
     def _normalised(self, probe: str, windows: list[dict[str, Any]], *, cpu: bool = False) -> tuple[Rounds, Rounds]:
         """Seconds before and after for the same work, whatever the change puts into one micro batch."""
@@ -144,7 +142,7 @@ class Evidence:
             work_after = window["micro_batches"] * switches[probe][unit]
             ratios.append(work_before / work_after if work_before and work_after else 1.0)
         after = [
-            [(step_s + more_s / len(steps)) * ratio for step_s in steps]
+            [(seconds + more_s / len(steps)) * ratio for seconds in steps]
             for steps, ratio, more_s in zip(after, ratios, extra_s, strict=True)
         ]
         return before, after

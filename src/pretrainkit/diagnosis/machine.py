@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-import resource
 import shutil
 import subprocess
 import threading
 import time
-from pathlib import Path
+from collections import defaultdict
+from itertools import chain
 from typing import Any
+
+import psutil
 
 GPU_FIELDS = (
     *("index", "name", "clocks.sm", "clocks.max.sm", "utilization.gpu", "memory.used", "memory.total"),
@@ -49,22 +51,18 @@ class Watch:
         """What was seen: per GPU the clocks at work, other processes; of the CPUs the share that others used."""
         elapsed_s = self._end_s - self._begin_s
         cores = os.cpu_count() or 1
-        others = None
-        if self._busy_s is not None and self._end_busy_s is not None:
-            busy_s = self._end_busy_s - self._busy_s - (self._end_own_s - self._own_s)
-            others = max(0.0, min(1.0, busy_s / (elapsed_s * cores)))
+        busy_s = self._end_busy_s - self._busy_s - (self._end_own_s - self._own_s)
         return {
             "cores": cores,
-            "cpu_used_by_others": others,
+            "cpu_used_by_others": max(0.0, min(1.0, busy_s / (elapsed_s * cores))),
             "gpus": self._gpus(),
             "gpu_processes_of_others": self._others,
         }
 
     def _gpus(self) -> list[dict[str, Any]]:
-        by_index: dict[Any, list[dict[str, Any]]] = {}
-        for samples in self._gpu_samples:
-            for sample in samples:
-                by_index.setdefault(sample["index"], []).append(sample)
+        by_index = defaultdict(list)
+        for sample in chain.from_iterable(self._gpu_samples):
+            by_index[sample["index"]].append(sample)
         found = []
         for samples in by_index.values():
             at_work = [item for item in samples if _number(item["utilization.gpu"]) >= BUSY]
@@ -97,9 +95,8 @@ def _nvidia_smi(*arguments: str) -> list[list[str]]:
         done = subprocess.run(
             ["nvidia-smi", *arguments, "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=20
         )
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    if done.returncode:
+        done.check_returncode()
+    except (OSError, subprocess.SubprocessError):
         return []
     return [[word.strip() for word in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
 
@@ -115,17 +112,12 @@ def other_gpu_processes() -> list[dict[str, str]]:
     return [dict(zip(("pid", "name", "memory_mib"), row, strict=False)) for row in rows]
 
 
-def _busy_s() -> float | None:
+def _busy_s() -> float:
     """CPU seconds that all processes of the machine have used."""
-    try:
-        words = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
-    except OSError:
-        return None
-    user, nice, system, _, _, irq, softirq, steal = map(int, words[:8])
-    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+    times = psutil.cpu_times()
+    return sum(getattr(times, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq", "steal"))
 
 
 def _own_s() -> float:
     """CPU seconds of this process and of its children that have ended."""
-    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+    return sum(os.times()[:4])

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import json
 import os
 import signal
 import subprocess
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pretrainkit
+from pretrainkit import files
 from pretrainkit.diagnosis.machine import Watch
 from pretrainkit.diagnosis.program import Program
 from pretrainkit.diagnosis.session import uploads
@@ -66,7 +66,7 @@ class Starter:
             self.starts.append(folder)
             folder.mkdir(parents=True)
             asked = dataclasses.replace(self.spec, folder=str(folder), excluded=excluded, **spec)
-            asked.write(folder / "spec.json")
+            files.write_json(folder / "spec.json", dataclasses.asdict(asked))
             late = ""
             with Watch() as watch:
                 try:
@@ -131,20 +131,20 @@ class Starter:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End the program and all that it has started and that is still in its session."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        for number in (signal.SIGTERM, signal.SIGKILL):
             os.killpg(process.pid, number)
-        except (ProcessLookupError, PermissionError):
-            break
-        end_s = time.monotonic() + GRACE_S
-        while time.monotonic() < end_s and process.poll() is None:
-            time.sleep(0.05)
+            files.wait_until(lambda: process.poll() is not None, timeout_s=GRACE_S, poll_s=0.05)
     process.wait()
 
 
+def _written(folder: Path) -> list[dict[str, Any]]:
+    """What ranks have written, by rank."""
+    return sorted(map(files.read_json, folder.glob("rank_*.json")), key=lambda rank: int(rank["rank"]))
+
+
 def _read_ranks(folder: Path) -> list[dict[str, Any]]:
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("rank_*.json")]
-    ranks: list[dict[str, Any]] = sorted(found, key=lambda rank: rank["rank"])
+    ranks = _written(folder)
     for rank in ranks:
         rank["worker_samples"] = read_workers(folder, rank["rank"])
     return ranks if not ranks or len(ranks) == ranks[0]["world_size"] else []
@@ -163,7 +163,7 @@ def _tail(folder: Path) -> str:
 
 def _failed(program: Program, folder: Path, exit_code: int, has_trained: bool) -> PretrainkitError:
     tail = _tail(folder)
-    seen = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("rank_*.json")]
+    seen = _written(folder)
     if seen and len(seen) < seen[0]["world_size"] and exit_code == 0:
         return PretrainkitError(
             f"{len(seen)} of {seen[0]['world_size']} ranks were seen",

@@ -141,17 +141,6 @@ def _scratch_run(run: ResolvedRun, scratch: Path, changes: dict[str, Any]) -> Pa
     changed = dataclasses.replace(
         run, config=config, experiment_dir=str(folder), initial_weights=None, max_steps=LONGEST_STEPS
     )
-    changed = dataclasses.replace(changed, kernels=choose_for(changed, installed_libraries()))
-    folder.mkdir(parents=True)
     run_file = RunFolder(folder).run_file
-    write_run(run_file, changed)
+    write_run(run_file, dataclasses.replace(changed, kernels=choose_for(changed, installed_libraries())))
     return run_file
-
-
-def larger_micro_batch(run: ResolvedRun) -> dict[str, Any] | None:
-    """The change to a run with twice the micro batch and the same global batch, if there is one."""
-    training = run.config.training
-    doubled = 2 * training.micro_batch_size
-    if training.global_batch_size % (doubled * run.data_parallel_size):
-        return None
-    return {"micro_batch_size": doubled}

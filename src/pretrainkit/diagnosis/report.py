@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import asdict
+from statistics import median_high
 from typing import TYPE_CHECKING, Any
 
 from pretrainkit.diagnosis.causes import Findings, own_times
@@ -39,13 +41,13 @@ def build(
         "options": [cause.to_json() for cause in findings.options],
         "uncertain": findings.uncertain,
         "fine": findings.fine,
-        "checks": [check.to_json() for check in static],
+        "checks": [asdict(check) for check in static],
         "noise": ranks[0].noise,
         "ranks": [
             {
                 "rank": rank.rank["rank"],
                 "host": rank.rank["host"],
-                "own_step_s": _middle(own_times(rank)),
+                "own_step_s": median_high(times) if (times := own_times(rank)) else None,
                 "phases": _phases(rank.rank),
             }
             for rank in ranks
@@ -59,10 +61,6 @@ def build(
         "machine": machine,
         "notes": notes,
     }
-
-
-def _middle(values: list[float]) -> float | None:
-    return sorted(values)[len(values) // 2] if values else None
 
 
 def _phases(rank: dict[str, Any]) -> dict[str, float]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from pretrainkit import files, records
 
 UNSET_VARIABLE = "PRETRAINKIT_DIAGNOSIS_UNSET"
 """Environment variable with names, divided by commas, that the program finds unset and can't set."""
@@ -29,7 +29,7 @@ FULL, SPEED_ONLY = "full", "speed_only"
 class Spec:
     """One measurement of one training program."""
 
-    folder: str
+    folder: str = ""
     """Where each rank writes rank_K.json; absolute."""
     plan: str = FULL
     source: str = "script"
@@ -55,7 +55,6 @@ class Spec:
     """Let the program save once at the end; only a run of this project can be told to."""
     compile: bool | None = None
     """Probe torch.compile; None: on CUDA alone, where it needs no C++ compiler."""
-
     old_temporary: tuple[str, ...] = ()
     """What temporary folders held before: the program may not change it."""
 
@@ -63,16 +62,8 @@ class Spec:
         """Whether a probe is to be made."""
         return probe not in self.excluded and (not self.only or probe in self.only)
 
-    def write(self, path: Path) -> None:
-        """Write the file that `read_spec` reads."""
-        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
-
 
 def read_spec() -> Spec | None:
     """The spec that this process was started with, if any."""
     path = os.environ.get(SPEC_VARIABLE)
-    if not path:
-        return None
-    value: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
-    fields: dict[str, Any] = {name: tuple(item) if isinstance(item, list) else item for name, item in value.items()}
-    return Spec(**fields)
+    return records.decode(Spec, files.read_json(Path(path))) if path else None
