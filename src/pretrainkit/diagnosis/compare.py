@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+from statistics import median_high
 from typing import Any
 
+from pretrainkit import files
 from pretrainkit.config.run_file import read_run
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import RequestError
@@ -22,7 +23,7 @@ def read_baselines(folder: Path) -> list[dict[str, Any]]:
     found = []
     for path in sorted(folder.glob("*.json")):
         try:
-            value = json.loads(path.read_text(encoding="utf-8"))
+            value = files.read_json(path)
             found += [{**value, **measured, "file": path.name} for measured in value.pop("measured")]
         except (ValueError, KeyError, TypeError) as error:
             raise RequestError(f"not a baseline: {error}", where=str(path), needed="model, device, measured") from error
@@ -49,15 +50,11 @@ def against_baseline(run: ResolvedRun, speed: dict[str, Any], folder: Path) -> d
         return abs(item["micro_batch_size"] - training.micro_batch_size) - item["tokens_per_second"] / 1e9
 
     nearest = min(same, key=distance)
-    now = speed["effective_tokens_per_second"]["value"]
+    names = ("name", "file", "layers", "micro_batch_size", "global_batch_size", "versions", "tokens_per_second")
     return {
-        **{
-            name: nearest[name]
-            for name in ("name", "file", "layers", "micro_batch_size", "global_batch_size", "versions")
-        },
-        "tokens_per_second": nearest["tokens_per_second"],
+        **{name: nearest[name] for name in names},
         "mfu": nearest.get("mfu"),
-        "ratio": now / nearest["tokens_per_second"],
+        "ratio": speed["effective_tokens_per_second"]["value"] / nearest["tokens_per_second"],
     }
 
 
@@ -76,26 +73,21 @@ def against_experiment(run: ResolvedRun, folder: Path, other_folder: Path) -> di
             "no step was recorded", where=str(RunFolder((folder, other_folder)[rates.index(None)]).metrics)
         )
     own_rate, other_rate = (float(rate or 0.0) for rate in rates)
-    own_tokens, other_tokens = tokens_of(run), tokens_of(other)
+    own_tokens, other_tokens = (float(one.max_steps * one.tokens_per_step) for one in (run, other))
+
+    def pair(this: float, of_other: float) -> dict[str, float]:
+        return {"this": this, "other": of_other, "ratio": this / of_other}
+
     return {
         "experiment": str(other_folder),
-        "tokens": {"this": own_tokens, "other": other_tokens, "ratio": own_tokens / other_tokens},
+        "tokens": pair(own_tokens, other_tokens),
         "dataset_tokens": {"this": run.dataset.num_tokens, "other": other.dataset.num_tokens},
         "dataset_documents": {"this": run.dataset.num_documents, "other": other.dataset.num_documents},
-        "tokens_per_second": {"this": own_rate, "other": other_rate, "ratio": own_rate / other_rate},
-        "total_time_s": {
-            "this": own_tokens / own_rate,
-            "other": other_tokens / other_rate,
-            "ratio": own_tokens / own_rate / (other_tokens / other_rate),
-        },
+        "tokens_per_second": pair(own_rate, other_rate),
+        "total_time_s": pair(own_tokens / own_rate, other_tokens / other_rate),
         "verdict": verdict(own_tokens / other_tokens, other_rate / own_rate),
         "changed": {name: list(values) for name, values in changes(other, run).items()},
     }
-
-
-def tokens_of(run: ResolvedRun) -> float:
-    """Tokens that a run trains on in all."""
-    return float(run.max_steps * run.tokens_per_step)
 
 
 def verdict(more_tokens: float, slower: float) -> str:
@@ -128,7 +120,7 @@ def agreement(experiment: Path | None, scratch: Path, windows: list[list[int]], 
         for first, count in windows
         if all(step in by_step for step in range(first, first + count))
     ]
-    middle = sorted(recorded)[len(recorded) // 2] if recorded else None
+    middle = median_high(recorded) if recorded else None
     before = None
     if experiment is not None and RunFolder(experiment).metrics.is_file():
         before = read_history(experiment).summary["tokens_per_second"]

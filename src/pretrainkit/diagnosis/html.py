@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from html import escape
+from itertools import zip_longest
 from typing import Any
 
 from pretrainkit.diagnosis import pictures
@@ -100,11 +102,15 @@ def _causes(causes: list[dict[str, Any]], kind: str) -> str:
     )
 
 
-def table(head: list[str], rows: list[list[str]]) -> str:
-    """An HTML table; its cells are plain text."""
+def table(head: list[str], rows: list[list[str]], states: Sequence[str] = ()) -> str:
+    """An HTML table; its cells are plain text, the first one of a row may have a state for its colour."""
     top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
     lines = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows)
-    return f"<table><tr>{top}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+    coloured = (
+        line.replace("<td>", f'<td class="{state}">', 1) if state else line
+        for line, state in zip_longest(lines, states, fillvalue="")
+    )
+    return f"<table><tr>{top}</tr>{''.join(f'<tr>{line}</tr>' for line in coloured)}</table>"
 
 
 def _functions(made: dict[str, Any]) -> str:
@@ -118,20 +124,12 @@ def _padding(padding: dict[str, Any]) -> str:
 
 
 def _checks(made: dict[str, Any]) -> str:
-    rows = [
-        f'<tr><td class="{"warn" if check["state"] == WARN else "fine"}">{escape(check["what"])}</td>'
-        f"<td>{escape(check['found'])}</td><td>{escape(check['change'])}</td></tr>"
-        for check in made["checks"]
-    ]
-    rows += [
-        f'<tr><td class="fine">{escape(item["what"])}</td><td>{escape(item["found"])}</td><td></td></tr>'
-        for item in made["fine"]
-    ]
-    rows += [
-        f"<tr><td>{escape(item['what'])}</td><td>{escape(item['found'])}</td><td>uncertain</td></tr>"
-        for item in made["uncertain"]
-    ]
-    return f"<table><tr><th>what</th><th>found</th><th>change</th></tr>{''.join(rows)}</table>"
+    checked, fine, uncertain = made["checks"], made["fine"], made["uncertain"]
+    rows = [[check["what"], check["found"], check["change"]] for check in checked]
+    rows += [[item["what"], item["found"], ""] for item in fine]
+    rows += [[item["what"], item["found"], "uncertain"] for item in uncertain]
+    states = ["warn" if check["state"] == WARN else "fine" for check in checked] + ["fine"] * len(fine)
+    return table(["what", "found", "change"], rows, states)
 
 
 def _comparisons(made: dict[str, Any]) -> str:

@@ -7,8 +7,8 @@ import shutil
 import subprocess
 import threading
 import time
-from collections import defaultdict
-from itertools import chain
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import psutil
@@ -22,65 +22,53 @@ BUSY = 50.0
 """Per cent of GPU use from which on a sample counts as 'at work': clocks fall when there is nothing to do."""
 
 
-class Watch:
-    """Polls the machine for as long as the block lasts."""
+@contextmanager
+def watched() -> Iterator[dict[str, Any]]:
+    """Poll the machine while the block runs; what was seen is in the dict that it gives when the block has ended.
 
-    def __init__(self) -> None:
-        self._ended = threading.Event()
-        self._gpu_samples: list[list[dict[str, Any]]] = []
-        self._thread = threading.Thread(target=self._poll, name="machine watch", daemon=True)
+    Per GPU it holds the clocks at work, processes of others, and the share of the CPUs that others used.
+    """
+    ended, samples, seen = threading.Event(), list[dict[str, Any]](), dict[str, Any]()
 
-    def __enter__(self) -> Watch:
-        self._begin_s, self._busy_s, self._own_s = time.monotonic(), _busy_s(), _own_s()
-        self._others = other_gpu_processes()
-        if shutil.which("nvidia-smi"):
-            self._thread.start()
-        return self
+    def poll() -> None:
+        while not ended.wait(POLL_S):
+            samples.extend(_query_gpus())
 
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        if self._thread.is_alive():
-            self._thread.join()
-        self._end_s, self._end_busy_s, self._end_own_s = time.monotonic(), _busy_s(), _own_s()
-
-    def _poll(self) -> None:
-        while not self._ended.wait(POLL_S):
-            self._gpu_samples.append(_query_gpus())
-
-    def result(self) -> dict[str, Any]:
-        """What was seen: per GPU the clocks at work, other processes; of the CPUs the share that others used."""
-        elapsed_s = self._end_s - self._begin_s
-        cores = os.cpu_count() or 1
-        busy_s = self._end_busy_s - self._busy_s - (self._end_own_s - self._own_s)
-        return {
+    thread = threading.Thread(target=poll, name="machine watch", daemon=True)
+    others, cores = other_gpu_processes(), os.cpu_count() or 1
+    begin_s, begin_busy_s = time.monotonic(), _busy_s()
+    if shutil.which("nvidia-smi"):
+        thread.start()
+    try:
+        yield seen
+    finally:
+        ended.set()
+        if thread.is_alive():
+            thread.join()
+        share = (_busy_s() - begin_busy_s) / ((time.monotonic() - begin_s) * cores)
+        indexes = dict.fromkeys(sample["index"] for sample in samples)
+        seen |= {
             "cores": cores,
-            "cpu_used_by_others": max(0.0, min(1.0, busy_s / (elapsed_s * cores))),
-            "gpus": self._gpus(),
-            "gpu_processes_of_others": self._others,
+            "cpu_used_by_others": max(0.0, min(1.0, share)),
+            "gpus": [_gpu([item for item in samples if item["index"] == index]) for index in indexes],
+            "gpu_processes_of_others": others,
         }
 
-    def _gpus(self) -> list[dict[str, Any]]:
-        by_index = defaultdict(list)
-        for sample in chain.from_iterable(self._gpu_samples):
-            by_index[sample["index"]].append(sample)
-        found = []
-        for samples in by_index.values():
-            at_work = [item for item in samples if _number(item["utilization.gpu"]) >= BUSY]
-            clocks = [_number(item["clocks.sm"]) for item in at_work]
-            found.append(
-                {
-                    "index": samples[0]["index"],
-                    "name": samples[0]["name"],
-                    "samples_at_work": len(at_work),
-                    "clock_mhz": sum(clocks) / len(clocks) if clocks else None,
-                    "highest_clock_mhz": _number(samples[0]["clocks.max.sm"]),
-                    "power_w": max((_number(item["power.draw"]) for item in samples), default=None),
-                    "power_limit_w": _number(samples[0]["power.limit"]),
-                    "temperature_c": max(_number(item["temperature.gpu"]) for item in samples),
-                    "memory_used_mib": max(_number(item["memory.used"]) for item in samples),
-                }
-            )
-        return found
+
+def _gpu(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    """One GPU's clock at work, and its extremes."""
+    clocks = [_number(item["clocks.sm"]) for item in samples if _number(item["utilization.gpu"]) >= BUSY]
+    return {
+        "index": samples[0]["index"],
+        "name": samples[0]["name"],
+        "samples_at_work": len(clocks),
+        "clock_mhz": sum(clocks) / len(clocks) if clocks else None,
+        "highest_clock_mhz": _number(samples[0]["clocks.max.sm"]),
+        "power_w": max(_number(item["power.draw"]) for item in samples),
+        "power_limit_w": _number(samples[0]["power.limit"]),
+        "temperature_c": max(_number(item["temperature.gpu"]) for item in samples),
+        "memory_used_mib": max(_number(item["memory.used"]) for item in samples),
+    }
 
 
 def _number(text: str) -> float:
@@ -113,11 +101,7 @@ def other_gpu_processes() -> list[dict[str, str]]:
 
 
 def _busy_s() -> float:
-    """CPU seconds that all processes of the machine have used."""
+    """CPU seconds that all processes of the machine have used, but for this one and its children that have ended."""
     times = psutil.cpu_times()
-    return sum(getattr(times, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq", "steal"))
-
-
-def _own_s() -> float:
-    """CPU seconds of this process and of its children that have ended."""
-    return sum(os.times()[:4])
+    used = sum(getattr(times, name, 0.0) for name in ("user", "nice", "system", "irq", "softirq", "steal"))
+    return used - sum(os.times()[:4])

@@ -13,9 +13,9 @@ from typing import Any
 
 import pretrainkit
 from pretrainkit import files
-from pretrainkit.diagnosis.machine import Watch
+from pretrainkit.diagnosis.machine import watched
 from pretrainkit.diagnosis.program import Program
-from pretrainkit.diagnosis.session import uploads
+from pretrainkit.diagnosis.session import guard
 from pretrainkit.diagnosis.session.sampler import read_workers
 from pretrainkit.diagnosis.spec import SPEC_VARIABLE, UNSET_VARIABLE, Spec
 from pretrainkit.errors import EXIT_FAILED, EXIT_STOPPED_AFTER_SAVING, PretrainkitError
@@ -68,7 +68,7 @@ class Starter:
             asked = dataclasses.replace(self.spec, folder=str(folder), excluded=excluded, **spec)
             files.write_json(folder / "spec.json", dataclasses.asdict(asked))
             late = ""
-            with Watch() as watch:
+            with watched() as machine:
                 try:
                     exit_code = self._run(folder, unset, changes or {})
                 except subprocess.TimeoutExpired:
@@ -76,14 +76,14 @@ class Starter:
             ranks = _read_ranks(folder)
             tried = {path.read_text() for path in folder.glob("trying_*")} - {""}
             if ranks and all(rank.get("ended") for rank in ranks):
-                return Measured(ranks, watch.result(), folder, "", tuple(set(excluded) - set(self.spec.excluded)))
+                return Measured(ranks, machine, folder, "", tuple(set(excluded) - set(self.spec.excluded)))
             has_windows = bool(ranks) and all("windows" in rank for rank in ranks)
             if has_windows and (late or (exit_code == 0 and not tried)):
                 if late and tried:
                     late += f", while {', '.join(sorted(tried))} was tried"
                 why = late or "it has come to its own end: more of its steps are needed"
                 log.warning("the program ended before all was measured: %s", why)
-                return Measured(ranks, watch.result(), folder, why)
+                return Measured(ranks, machine, folder, why)
             if late:
                 raise PretrainkitError(
                     f"the program took longer than {self.longest_s:.0f} s",
@@ -110,7 +110,7 @@ class Starter:
         if self.program.kind != "experiment":  # a run of this project is started without trackers
             trackers = folder / "trackers"
             trackers.mkdir()
-            environment |= uploads.offline(environment, trackers)
+            environment |= guard.offline(environment, trackers)
         if unset:
             environment[UNSET_VARIABLE] = ",".join(unset)
         command = self.program.start_command(folder, changes)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from pretrainkit import files, records
+from pretrainkit import records
 
 UNSET_VARIABLE = "PRETRAINKIT_DIAGNOSIS_UNSET"
 """Environment variable with names, divided by commas, that the program finds unset and can't set."""
@@ -66,4 +67,4 @@ class Spec:
 def read_spec() -> Spec | None:
     """The spec that this process was started with, if any."""
     path = os.environ.get(SPEC_VARIABLE)
-    return records.decode(Spec, files.read_json(Path(path))) if path else None
+    return records.decode(Spec, json.loads(Path(path).read_text(encoding="utf-8"))) if path else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 from pretrainkit.config.schema import ResolvedRun
@@ -16,20 +15,17 @@ def speed_of(evidence: Evidence, run: ResolvedRun | None) -> dict[str, Any]:
     """The speed of all ranks together, with intervals from windows of the program as it is."""
     rank = evidence.rank
     step_s = evidence.as_is_step_s
-    padding = padding_of(rank)
-    per_batch = rank.get("kept") or {}
     per_step = evidence.micro_batches_per_step
     world_size = rank["world_size"]
     if run is not None:
         samples = float(run.config.training.global_batch_size)
         tokens = real_tokens = samples * run.config.data.sequence_length
     else:
-        seen = rank["observed"]["batches"]
-        count = max(len(seen), 1)
         # Of the window that was looked at, which has the batches as they come.
-        per_batch = {name: sum(item[name] for item in seen) / count for name in ("samples", "tokens", "real_tokens")}
+        seen = rank["observed"]["batches"]
+        batches = per_step * world_size / max(len(seen), 1)
         samples, tokens, real_tokens = (
-            per_batch[name] * per_step * world_size for name in ("samples", "tokens", "real_tokens")
+            sum(item[name] for item in seen) * batches for name in ("samples", "tokens", "real_tokens")
         )
     flops = flops_per_token(rank, run)
     peak = peak_flops(rank["facts"]["device"])
@@ -42,7 +38,7 @@ def speed_of(evidence: Evidence, run: ResolvedRun | None) -> dict[str, Any]:
         "tokens_per_step": tokens,
         "samples_per_step": samples,
         "micro_batches_per_step": per_step,
-        "padding": padding,
+        "padding": padding_of(rank),
         "flops_per_token": flops,
         "mfu": rate.scaled(flops / world_size / peak).to_json() if flops and peak and tokens else None,
         "peak_memory_gib": rank.get("peak_memory_gib"),
@@ -74,20 +70,23 @@ def padding_of(rank: dict[str, Any]) -> dict[str, Any] | None:
     if not seen:
         return None
     lengths = [length for batch in seen for length in batch["lengths"]]
-    real, longest = sum(lengths), max(lengths)
-    shapes = Counter(tuple(batch["shape"]) for batch in seen)
     ordered, size = sorted(lengths), seen[0]["shape"][0]
-    grouped = sum(max(ordered[i : i + size]) * len(ordered[i : i + size]) for i in range(0, len(ordered), size))
+    groups = [ordered[i : i + size] for i in range(0, len(ordered), size)]
+
+    def share(tokens: int) -> float:
+        return 1 - sum(lengths) / max(tokens, 1)
+
+    as_it_is = share(sum(batch["tokens"] for batch in seen))
     return {
-        "share": 1 - real / sum(batch["tokens"] for batch in seen),
+        "share": as_it_is,
         "batches": len(seen),
-        "distinct_shapes": len(shapes),
+        "distinct_shapes": len({tuple(batch["shape"]) for batch in seen}),
         "compiled_frames": rank["observed"]["compiled_frames"],
         "policies": {
-            "as it is": 1 - real / sum(batch["tokens"] for batch in seen),
-            "longest of the batch": 1 - real / sum(max(batch["lengths"]) * len(batch["lengths"]) for batch in seen),
-            "fixed length": 1 - real / max(longest * len(lengths), 1),
-            "grouped by length": 1 - real / max(grouped, 1),
+            "as it is": as_it_is,
+            "longest of the batch": share(sum(max(batch["lengths"]) * len(batch["lengths"]) for batch in seen)),
+            "fixed length": share(max(lengths) * len(lengths)),
+            "grouped by length": share(sum(group[-1] * len(group) for group in groups)),
             "packed": 0.0,
         },
         "lengths": lengths[:5000],

@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from pretrainkit.diagnosis.session.uploads import offline
+from pretrainkit.diagnosis.session.guard import offline
 
 # The endpoint is a port that nobody listens on, so that a commit which is sent fails.
 PROGRAM = """
 import os
 os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"
-from pretrainkit.diagnosis.session import uploads
-uploads.hold_back_commits()
+from pretrainkit.diagnosis.session import guard
+guard.hold_back_commits()
 import huggingface_hub
 from huggingface_hub import HfApi
-uploads.hold_back_commits()
-uploads.hold_back_commits()
+guard.hold_back_commits()
+guard.hold_back_commits()
 api = huggingface_hub.HfApi(token="hf_none")
 print(api.upload_file(path_or_fileobj=b"x", path_in_repo="a", repo_id="someone/model"))
 operations = [huggingface_hub.CommitOperationAdd("a", b"x")]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
+from statistics import median_high
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 
 from pretrainkit.diagnosis.session.streams import OtherLoader, time_epoch_starts
-from pretrainkit.diagnosis.session.switch import ignoring_errors
 
 if TYPE_CHECKING:
     from pretrainkit.diagnosis.session.child import Session
@@ -27,7 +27,7 @@ def loader_settings(session: Session, loader: Any) -> dict[str, dict[str, Any]]:
     settings: dict[str, dict[str, Any]] = {
         f"workers_{count}": {"num_workers": count}
         for count in WORKERS
-        if count != loader.num_workers and count <= most and count
+        if count not in (0, loader.num_workers) and count <= most
     }
     if loader.num_workers:
         settings["prefetch"] = {"prefetch_factor": 4 * (loader.prefetch_factor or 2)}
@@ -38,17 +38,15 @@ def loader_settings(session: Session, loader: Any) -> dict[str, dict[str, Any]]:
 
 def measure_alone(session: Session) -> None:
     """Write down the loader's own speed with several settings, and the time of each attention kernel."""
-    result: dict[str, Any] = {"attention_alone": session.attention_alone}
-    with ignoring_errors(session.notes, "the loader alone"):
-        if session.loop.loader is not None and session.spec.wants("loader_alone"):
-            result["loader_alone"] = _loaders(session, session.loop.loader)
-    loader = session.loop.loader
-    if session.spec.wants("persistent_workers") and loader is not None and loader.num_workers:
-        with ignoring_errors(session.notes, "the start of an epoch"):
-            if not loader.persistent_workers:
-                new, kept = time_epoch_starts(loader, EPOCH_STARTS)
-                result["epoch_starts"] = {"new_s": new, "kept_s": kept}
-    session.write(**result)
+    loader, wants = session.loop.loader, session.spec.wants
+    session.write(attention_alone=session.attention_alone)
+    if loader is not None and wants("loader_alone"):
+        with session.ignoring_errors("the loader alone"):
+            session.write(loader_alone=_loaders(session, loader))
+    if loader is not None and wants("persistent_workers") and loader.num_workers and not loader.persistent_workers:
+        with session.ignoring_errors("the start of an epoch"):
+            new, kept = time_epoch_starts(loader, EPOCH_STARTS)
+            session.write(epoch_starts={"new_s": new, "kept_s": kept})
 
 
 def _loaders(session: Session, loader: Any) -> list[dict[str, Any]]:
@@ -66,14 +64,14 @@ def _loaders(session: Session, loader: Any) -> list[dict[str, Any]]:
     for name, changed in tried.items():
         other = OtherLoader(loader, **changed)
         begin_s = time.perf_counter()
-        other.next_batch()
+        next(other)
         first_s = time.perf_counter() - begin_s
         # The queue that filled meanwhile is no measure of the loader's speed.
         for _ in range(min(other.depth, MOST_BATCHES)):
-            other.next_batch()
+            next(other)
         count, begin_s = 0, time.perf_counter()
         while count < MOST_BATCHES and (count < 2 or time.perf_counter() - begin_s < LONGEST_LOADER_S / len(tried) * 2):
-            other.next_batch()
+            next(other)
             count += 1
         elapsed_s = time.perf_counter() - begin_s
         other.close()
@@ -117,4 +115,4 @@ def _time_attention(session: Session, query: Any, key: Any, value: Any) -> float
         out.sum().backward()
         session.synchronize()
         times.append(time.perf_counter() - begin_s)
-    return sorted(times)[len(times) // 2]
+    return median_high(times)

@@ -20,8 +20,7 @@ IGNORED_LABEL = -100
 def copied(batch: Any) -> Any:
     """New containers around the same tensors: a loop may take things out of the ones it gets."""
     if isinstance(batch, dict) or (isinstance(batch, Mapping) and hasattr(batch, "data")):
-        items = {name: copied(value) for name, value in batch.items()}
-        return items if type(batch) is dict else _like(batch, items)
+        return _like(batch, {name: copied(value) for name, value in batch.items()})
     if type(batch) in (list, tuple):
         return type(batch)(copied(value) for value in batch)
     return batch
@@ -66,11 +65,10 @@ def real_tokens(batch: Any) -> torch.Tensor | None:
     ids = token_ids(batch)
     if ids is None:
         return None
-    mask = batch.get("attention_mask")
-    if torch.is_tensor(mask) and mask.shape == ids.shape:
+    mask, labels = _of_tokens(batch, "attention_mask"), _of_tokens(batch, "labels")
+    if mask is not None:
         return mask.bool()
-    labels = batch.get("labels")
-    if torch.is_tensor(labels) and labels.shape == ids.shape:
+    if labels is not None:
         learnt = labels != IGNORED_LABEL
         # Only ignored labels that go on to the end of the row are padding; prompts are ignored, too.
         return learnt.flip(1).cumsum(1).flip(1) > 0
@@ -91,10 +89,11 @@ def special_tokens(batch: Any, *, eos_id: int | None, bos_id: int | None) -> dic
     ended_rows, unended_rows: rows with padding, whose document is there to its end, with and without EOS as last token.
     ends, masked_ends: EOS tokens, and those that the loss ignores. double_bos: rows that begin with two BOS.
     """
-    ids, mask = token_ids(batch), _mask(batch)
-    if ids is None or mask is None:
+    # By the attention mask alone: labels may hide the tokens that are asked for.
+    ids, attended, labels = token_ids(batch), _of_tokens(batch, "attention_mask"), _of_tokens(batch, "labels")
+    if ids is None or attended is None:
         return {}
-    labels: Any = batch.get("labels")
+    mask = attended.bool()
     counts = {"ended_rows": 0, "unended_rows": 0, "ends": 0, "masked_ends": 0, "double_bos": 0}
     if eos_id is not None:
         is_end = (ids == eos_id) & mask
@@ -102,7 +101,7 @@ def special_tokens(batch: Any, *, eos_id: int | None, bos_id: int | None) -> dic
             if not all(row_mask) and any(row_mask):
                 last = len(row_mask) - 1 - row_mask[::-1].index(True)
                 counts["ended_rows" if row[last] else "unended_rows"] += 1
-        if torch.is_tensor(labels) and labels.shape == ids.shape:
+        if labels is not None:
             counts |= {"ends": int(is_end.sum()), "masked_ends": int((is_end & (labels == IGNORED_LABEL)).sum())}
     if bos_id is not None and bos_id != eos_id and ids.shape[1] > 1:
         first = mask.int().argmax(1)  # padding may be at the left
@@ -112,11 +111,11 @@ def special_tokens(batch: Any, *, eos_id: int | None, bos_id: int | None) -> dic
     return counts
 
 
-def _mask(batch: Any) -> torch.Tensor | None:
-    """[b, s] bool from the attention mask alone: labels may hide the tokens that are asked for."""
+def _of_tokens(batch: Any, name: str) -> torch.Tensor | None:
+    """The tensor [b, s] of a name that belongs to the batch's token ids, if it has one."""
     ids = token_ids(batch)
-    mask: Any = batch.get("attention_mask") if ids is not None else None
-    return mask.bool() if ids is not None and torch.is_tensor(mask) and mask.shape == ids.shape else None
+    value: Any = batch.get(name) if ids is not None else None
+    return value if ids is not None and torch.is_tensor(value) and value.shape == ids.shape else None
 
 
 def measure(batch: Any) -> dict[str, Any]:
@@ -133,6 +132,13 @@ def measure(batch: Any) -> dict[str, Any]:
         "shape": list(ids.shape),
         "lengths": lengths,
     }
+
+
+def mean_work(seen: list[Any]) -> dict[str, float]:
+    """Mean samples, tokens and real tokens of a batch of several."""
+    facts = [measure(batch) for batch in seen]
+    names = ("samples", "tokens", "real_tokens")
+    return {name: sum(fact[name] for fact in facts) / max(len(facts), 1) for name in names}
 
 
 def can_be_packed(batch: Any) -> bool:
@@ -154,7 +160,7 @@ def packed(batch: Any) -> Any:
     def arrange(tensor: torch.Tensor) -> torch.Tensor:
         return tensor[real][: rows * width].reshape(rows, width)
 
-    return _like_mapping(batch, {name: arrange(value) for name, value in batch.items()})
+    return _like(batch, {name: arrange(value) for name, value in batch.items()})
 
 
 def merged(batches: list[Any]) -> Any:
@@ -169,7 +175,7 @@ def merged(batches: list[Any]) -> Any:
             else merged([batch[name] for batch in batches])
             for name, value in first.items()
         }
-        return _like_mapping(first, values)
+        return _like(first, values)
     if isinstance(first, (list, tuple)):
         return type(first)(merged(list(parts)) for parts in zip(*batches, strict=True))
     return first
@@ -190,7 +196,3 @@ def _concatenated(tensors: list[torch.Tensor], fill: int) -> torch.Tensor:
         width = max(tensor.shape[1] for tensor in tensors)
         tensors = [F.pad(tensor, (0, width - tensor.shape[1]), value=fill) for tensor in tensors]
     return torch.cat(tensors)
-
-
-def _like_mapping(batch: Any, items: dict[str, Any]) -> Any:
-    return items if type(batch) is dict else _like(batch, items)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
+import multiprocessing
 import os
+import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,7 @@ import torch
 from pretrainkit.diagnosis.session import batches
 from pretrainkit.diagnosis.session.loop import Loop
 from pretrainkit.diagnosis.session.phases import PhaseClock
-from pretrainkit.diagnosis.session.streams import Source, Stream
+from pretrainkit.diagnosis.session.streams import Stream
 from pretrainkit.diagnosis.spec import Spec, read_spec
 
 LARGEST_SET_BYTES = 2 << 30
@@ -57,12 +61,12 @@ class Session:
         self.stop_looking_for_modules: Callable[[], None] = lambda: None
         self.is_watching_reads = False
         # What probes switch:
-        self.source: Source | None = None
+        self.source: Iterator[Any] | None = None
         self.silenced: frozenset[str] = frozenset()
         self.stale_reads = False
         self.no_recomputation = False
-        self.attention_context: Callable[[], Any] | None = None
-        self.forward_context: Callable[[], Any] | None = None
+        self.attention_context: Callable[[], Any] = contextlib.nullcontext
+        self.forward_context: Callable[[], Any] = contextlib.nullcontext
         # Of the window that is measured:
         self.recorded: list[Any] | None = None
         self.measure_batches = False
@@ -87,12 +91,11 @@ class Session:
 
     def stream(self, loader: Any, make_iterator: Callable[[], Any]) -> Stream:
         """What the loop gets for iter(loader)."""
-        from pretrainkit.diagnosis.session import guard, hooks, uploads
+        from pretrainkit.diagnosis.session import guard, hooks
 
         hooks.install_late(self)
         if self.guard is not None:
             guard.install_late(self.guard)
-            uploads.hold_back_commits()
         return Stream(self, loader, make_iterator)
 
     def got(self, batch: Any) -> None:
@@ -103,13 +106,6 @@ class Session:
         if self.measure_batches:
             with self.clock.phase("data"):
                 self.batch_facts.append(batches.measure(batch) | batches.special_tokens(batch, **self.special_ids))
-
-    def forward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run an outermost module."""
-        if self.forward_context is None:
-            return call(*args, **kwargs)
-        with self.forward_context():
-            return call(*args, **kwargs)
 
     def before_backward(self) -> None:
         """A backward pass begins."""
@@ -133,9 +129,9 @@ class Session:
         self._backward_since_step = 0
         self.step += 1
         if self._plan is None:
-            from pretrainkit.diagnosis.session.plan import make_plan
+            from pretrainkit.diagnosis.session.plan import Plan
 
-            self._plan = make_plan(self)
+            self._plan = Plan(self).follow()
             next(self._plan)
         try:
             self._plan.send(spent)
@@ -181,9 +177,7 @@ class Session:
 
     def write(self, **parts: Any) -> None:
         """Add to this rank's result and put it on disk whole."""
-        if "ended" not in self._result:
-            self._result |= {"rank": self.rank, "world_size": self.world_size, "host": socket.gethostname()}
-        self._result |= parts
+        self._result |= {"rank": self.rank, "world_size": self.world_size, "host": socket.gethostname(), **parts}
         path = Path(self.spec.folder) / f"rank_{self.rank}.json"
         temporary = path.with_suffix(".tmp")
         temporary.write_text(json.dumps(self._result, default=str), encoding="utf-8")
@@ -203,11 +197,16 @@ class Session:
         """Say which change is being tried, so that a program that it breaks tells."""
         (Path(self.spec.folder) / f"trying_{self.rank}").write_text(probe, encoding="utf-8")
 
+    @contextlib.contextmanager
+    def ignoring_errors(self, what: str) -> Iterator[None]:
+        """Let a side measurement fail without ending the program."""
+        try:
+            yield
+        except Exception as error:
+            self.notes.append(f"{what}: {type(error).__name__}: {error}")
+
     def time_the_checkpoint(self) -> None:
         """Ask a run of this project to save and end, and write down how long saving took."""
-        import atexit
-        import signal
-
         self.clock.end_step()
         atexit.register(lambda: self.write(checkpoint_s=self.clock.end_step().get("checkpoint", 0.0)))
         self._ends_by_itself = True
@@ -218,8 +217,6 @@ class Session:
         self.write(ended=True, notes=self.notes)
         if self._ends_by_itself:
             return
-        import multiprocessing
-
         for worker in multiprocessing.active_children():
             worker.terminate()
         if self.world_size > 1 and torch.distributed.is_initialized():

@@ -1,5 +1,6 @@
-"""Keeps a diagnosed program from changing files that were there before: what it writes goes to a scratch folder.
+"""Keeps a diagnosed program from changing files that were there before, and from sending anything.
 
+What it writes goes to a scratch folder, trackers are offline, and nothing is committed to a model hub.
 Devices, caches, and what is new in temporary folders are left alone. A file that was redirected is read, asked for and
 changed where it went, by every process of the program that has torch.
 """
@@ -16,9 +17,14 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+
+from pretrainkit.logs import get_logger
+
+log = get_logger(__name__)
 
 _CACHES = ("HF_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCH_HOME")
 _COMPILERS = ("torchinductor_", "triton_", "torch_compile_debug")
@@ -39,6 +45,14 @@ def old_temporary_entries() -> tuple[str, ...]:
         with contextlib.suppress(OSError), os.scandir(folder) as entries:
             found += [entry.path for entry in entries if not entry.name.startswith(_COMPILERS)]
     return tuple(found)
+
+
+def offline(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """Variables that make trackers write to `folder` in place of their server; what is off already stays off."""
+    variables = {"MLFLOW_TRACKING_URI": (folder / "mlflow").as_uri(), "WANDB_DIR": str(folder)}
+    if environment.get("WANDB_MODE") not in ("disabled", "offline", "dryrun"):
+        variables["WANDB_MODE"] = "offline"
+    return variables
 
 
 class Redirection:
@@ -127,6 +141,7 @@ SAVE_TO_FOLDERS = (
 
 def install_late(moved: Redirection) -> None:
     """Redirect the savers of packages that the program has imported by now; harmless when called again."""
+    hold_back_commits()
     for module_name, class_name in SAVE_TO_FOLDERS:
         owner: Any = getattr(sys.modules.get(module_name), class_name, None)
         save = getattr(owner, "save_pretrained", None)
@@ -138,6 +153,26 @@ def install_late(moved: Redirection) -> None:
 
         guarded.is_guarded = True  # type: ignore[attr-defined]
         owner.save_pretrained = guarded
+
+
+def hold_back_commits() -> None:
+    """Let commits to a Hugging Face hub from this process do nothing; harmless when called again."""
+    hub: Any = sys.modules.get("huggingface_hub.hf_api")
+    if hub is None or hasattr(hub.HfApi.create_commit, "is_held_back"):
+        return
+
+    def create_commit(self: Any, repo_id: str, *_: Any, run_as_future: bool = False, **__: Any) -> Any:
+        log.warning("a diagnosis doesn't upload: the commit to %s is left out", repo_id)
+        url = f"{self.endpoint}/{repo_id}/commit/0"
+        info = hub.CommitInfo(commit_url=url, commit_message="", commit_description="", oid="0")
+        if not run_as_future:
+            return info
+        future: Future[Any] = Future()
+        future.set_result(info)
+        return future
+
+    create_commit.is_held_back = True  # type: ignore[attr-defined]
+    hub.HfApi.create_commit = create_commit
 
 
 def install(folder: Path, old_temporary: Iterable[str] = ()) -> Redirection:

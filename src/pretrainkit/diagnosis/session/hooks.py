@@ -78,18 +78,13 @@ def install_late(session: Session) -> None:
 
 def _time(session: Session, owner: Any, name: str, phase: str) -> None:
     original = getattr(owner, name)
-    clock = session.clock
 
     @functools.wraps(original)
     def timed(*args: Any, **kwargs: Any) -> Any:
         if name in session.silenced:
             return None
-        entered = clock.enter(phase)
-        try:
+        with session.clock.phase(phase):
             return original(*args, **kwargs)
-        finally:
-            if entered:
-                clock.leave()
 
     timed.is_timed = True  # type: ignore[attr-defined]
     try:
@@ -140,13 +135,13 @@ def _watch_optimizers(session: Session) -> None:
     def before(optimizer: Any, args: Any, kwargs: Any) -> Any:
         session.before_optimizer(optimizer)
         clock.enter(phases.OPTIMIZER)
-        arguments, options = list(args), dict(kwargs)
         # Lightning runs the whole step inside a closure.
-        for store, key in ((arguments, 1), (options, "closure")):
-            closure = store[key] if (key in options if isinstance(key, str) else len(arguments) > key) else None  # type: ignore[index]
-            if callable(closure):
-                store[key] = _as_phase(session, closure, phases.OTHER)  # type: ignore[index]
-        return tuple(arguments), options
+        in_closure = clock.phase(phases.OTHER)
+        if len(args) > 1 and callable(args[1]):
+            args = (args[0], in_closure(args[1]), *args[2:])
+        if callable(kwargs.get("closure")):
+            kwargs = {**kwargs, "closure": in_closure(kwargs["closure"])}
+        return args, kwargs
 
     def after(optimizer: Any, args: Any, kwargs: Any) -> None:
         clock.leave()
@@ -154,14 +149,6 @@ def _watch_optimizers(session: Session) -> None:
 
     register_optimizer_step_pre_hook(before)
     register_optimizer_step_post_hook(after)
-
-
-def _as_phase(session: Session, function: Callable[..., Any], phase: str) -> Callable[..., Any]:
-    def timed(*args: Any, **kwargs: Any) -> Any:
-        with session.clock.phase(phase):
-            return function(*args, **kwargs)
-
-    return timed
 
 
 def _watch_modules(session: Session) -> None:
@@ -178,8 +165,8 @@ def _watch_modules(session: Session) -> None:
         if not any(known is module for known in session.seen_modules):
             session.seen_modules.append(module)
         try:
-            with session.clock.phase(phases.FORWARD):
-                return session.forward(call, module, *args, **kwargs)
+            with session.clock.phase(phases.FORWARD), session.forward_context():
+                return call(module, *args, **kwargs)
         finally:
             depth -= 1
 
@@ -197,8 +184,8 @@ def _watched_forward(session: Session, forward: Callable[..., Any]) -> Callable[
     def watched(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        with session.clock.phase(phases.FORWARD):
-            return session.forward(forward, *args, **kwargs)
+        with session.clock.phase(phases.FORWARD), session.forward_context():
+            return forward(*args, **kwargs)
 
     return watched
 
@@ -219,10 +206,8 @@ def _watch_attention(session: Session) -> None:
                 is_causal=bool(kwargs.get("is_causal", args[2] if len(args) > 2 else False)),
                 dropout=float(kwargs.get("dropout_p", args[1] if len(args) > 1 else 0.0)),
             )
-        if session.attention_context is not None:
-            with session.attention_context():
-                return attend(query, key, value, *args, **kwargs)
-        return attend(query, key, value, *args, **kwargs)
+        with session.attention_context():
+            return attend(query, key, value, *args, **kwargs)
 
     F.scaled_dot_product_attention = watched
 
@@ -240,9 +225,8 @@ def _watched_read(session: Session, read: Callable[..., Any], name: str) -> Call
 
     @functools.wraps(read)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        if not session.is_watching_reads or session.clock.current not in (phases.OTHER, phases.LOGGING):
-            return read(*args, **kwargs)
-        if not session.is_main_thread():
+        is_between = session.is_watching_reads and session.clock.current in (phases.OTHER, phases.LOGGING)
+        if not is_between or not session.is_main_thread():
             return read(*args, **kwargs)
         where = session.loop.saw_read(name)
         if session.stale_reads and where in known:

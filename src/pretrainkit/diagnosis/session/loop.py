@@ -121,15 +121,7 @@ class Silenced:
             if type(function) is FunctionType and function.__code__ is code and not code.co_freevars
         ]
 
-    def __len__(self) -> int:
-        return len(self._functions)
-
-    def on(self) -> None:
-        """Replace their bodies."""
-        for function, _ in self._functions:
-            function.__code__ = _STUB
-
-    def off(self) -> None:
-        """Give them back."""
+    def turn(self, is_on: bool) -> None:
+        """Replace their bodies, or give them back."""
         for function, code in self._functions:
-            function.__code__ = code
+            function.__code__ = _STUB if is_on else code

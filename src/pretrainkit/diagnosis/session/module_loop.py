@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import importlib
 import sys
+from operator import methodcaller
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 
 def load(name: str) -> Any:
@@ -26,33 +28,20 @@ def load(name: str) -> Any:
 def run(parts: Any) -> None:
     """Train until the process is ended."""
     device = next(parts.model.parameters()).device
-    step = getattr(parts, "step", None)
+    step, move = getattr(parts, "step", None), methodcaller("to", device, non_blocking=True)
     while True:
         for batch in parts.loader:
             parts.optimizer.zero_grad()
-            loss = step(batch) if step else _loss(parts.model, _moved(batch, device))
+            loss = step(batch) if step else _loss(parts.model, tree_map_only(torch.Tensor, move, batch))
             loss.backward()
             parts.optimizer.step()
 
 
-def _moved(batch: Any, device: torch.device) -> Any:
-    if torch.is_tensor(batch):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
-        return {name: _moved(value, device) for name, value in batch.items()}
-    if isinstance(batch, (list, tuple)):
-        return type(batch)(_moved(value, device) for value in batch)
-    return batch
-
-
 def _loss(model: Any, batch: Any) -> Any:
-    output = (
-        model(**batch)
-        if isinstance(batch, dict)
-        else model(*batch)
-        if isinstance(batch, (list, tuple))
-        else model(batch)
-    )
+    if isinstance(batch, dict):
+        output = model(**batch)
+    else:
+        output = model(*batch) if isinstance(batch, (list, tuple)) else model(batch)
     return output if torch.is_tensor(output) else output["loss"] if isinstance(output, dict) else output[0]
 
 

@@ -14,17 +14,17 @@ from __future__ import annotations
 import random
 import resource
 import time
-from collections.abc import Generator
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pretrainkit.diagnosis.session import alone, facts, switches
+from pretrainkit.diagnosis.session import alone, batches, facts, switches
 from pretrainkit.diagnosis.session.profile import profile_steps
 from pretrainkit.diagnosis.session.sampler import Sampler
-from pretrainkit.diagnosis.session.streams import OtherLoader, Replay, depth_of
-from pretrainkit.diagnosis.session.switch import SetUp, Switch, ignoring_errors, work_of
-from pretrainkit.diagnosis.session.windows import Steps, Window, measure, warm_up
+from pretrainkit.diagnosis.session.streams import OtherLoader, depth_of, replay
+from pretrainkit.diagnosis.session.switches import Switch
+from pretrainkit.diagnosis.session.windows import Measuring, Steps, Window, measure, warm_up
 from pretrainkit.diagnosis.spec import SPEED_ONLY
 from pretrainkit.diagnosis.statistics import Interval, saved_share, whole
 
@@ -37,11 +37,6 @@ WATCHED_WINDOWS = 4
 """Length, in windows, of the look at the program as it is: enough samples of its stack."""
 LONGEST_SETTLING = 16
 """Steps that are let pass, at most, until a loader's queue is in its usual state."""
-
-
-def make_plan(session: Session) -> Steps:
-    """The plan that the spec asks for."""
-    return Plan(session).follow()
 
 
 class Plan:
@@ -62,34 +57,29 @@ class Plan:
         session = self._session
         self._steps = yield from warm_up(session)
         if self._spec.plan == SPEED_ONLY:
-            yield from self._speed_only()
+            for number in range(self._spec.rounds):
+                self._add((yield from self._measure("as_is", number)))
+            self._save(environment=facts.environment())
             return
         yield from self._observe()
         yield from profile_steps(session)
         yield from self._data()
         if session.loop.attention:
-            with ignoring_errors(session.notes, "attention alone"):
+            with session.ignoring_errors("attention alone"):
                 session.attention_alone = alone.time_attention(session)
-        built = switches.build(session, self._kept)
-        chosen = [item for item in built.values() if isinstance(item, Switch)]
-        self._why_not |= {name: item for name, item in built.items() if isinstance(item, str)}
-        for switch in chosen:
-            self._details[switch.name] = {"detail": switch.detail, **work_of(switch.seen or self._kept)}
+        chosen, why_not = switches.build(session, self._kept)
+        self._why_not |= why_not
+        for name, switch in chosen.items():
+            self._details[name] = {"detail": switch.detail, **batches.mean_work(switch.seen or self._kept)}
         yield from self._compute(chosen, self._spec.rounds)
-        again = session.agree([switch.name for switch in chosen if self._seems_to_save(switch.name)])
-        yield from self._compute([item for item in chosen if item.name in again], self._spec.confirming_rounds)
+        again = session.agree([name for name in chosen if self._seems_to_save(name)])
+        yield from self._compute({name: chosen[name] for name in chosen if name in again}, self._spec.confirming_rounds)
         yield from self._loaders()
         yield from self._ranks()
         self._save(peak_memory_gib=_peak_memory_gib(session))
         alone.measure_alone(session)
         if self._spec.time_checkpoint and self._spec.source == "experiment":
             session.time_the_checkpoint()
-
-    def _speed_only(self) -> Steps:
-        for number in range(self._spec.rounds):
-            window = yield from self._as_is("as_is", number, self._settling())
-            self._add(window)
-        self._save(environment=facts.environment())
 
     def _observe(self) -> Steps:
         """A look at the program as it is, for what no A/B tells: shapes, functions, the order of phases."""
@@ -101,19 +91,16 @@ class Plan:
         session.clock.events = []
         if session.on_gpu:
             session.clock.synchronize = torch.cuda.synchronize
-        steps = WATCHED_WINDOWS * self._steps
         recompiled = facts.num_compiled_frames()
         with Sampler(session.clock) as sampler:
-            window = yield from measure(
-                session, "observed", is_changed=False, number=0, steps=steps, settle_steps=self._settling()
-            )
+            window = yield from self._measure("observed", 0, steps=WATCHED_WINDOWS * self._steps)
         session.clock.synchronize = None
         events, session.clock.events = session.clock.events, None
         session.observed = {name: seconds / window.wall_s for name, seconds in window.phases_s.items()}
         session.measure_batches = session.is_watching_reads = False
         session.write(
             observed={
-                **window.to_json(),
+                **asdict(window),
                 "samples": sampler.result(),
                 "events": [(phase, round(begin, 6), round(end, 6)) for phase, begin, end in events[-400:]],
                 "batches": session.batch_facts,
@@ -133,10 +120,10 @@ class Plan:
         for number in range(self._spec.rounds + self._spec.confirming_rounds):
             if number >= 4 and not session.agree(self._has_time()):
                 break
-            if number >= self._spec.rounds and not session.agree(self._may_save("data")):
+            if number >= self._spec.rounds and not session.agree(self._saved("data").high > WORTH_CONFIRMING):
                 break
             session.recorded = []
-            before = yield from self._as_is("data", number, self._settling())
+            before = yield from self._measure("data", number)
             recorded, session.recorded = session.recorded, None
             self._add(before)
             self._kept = recorded[-before.micro_batches :] or self._kept
@@ -144,27 +131,22 @@ class Plan:
                 if number + 1 >= self._spec.rounds:
                     break
                 continue
-            session.source = Replay(self._kept) if self._kept else None
-            after = yield from measure(
-                session, "data", is_changed=True, number=number, steps=self._steps, settle_steps=1
-            )
-            session.source = None
-            self._add(after, before=before)
+            self._add((yield from self._kept_window("data", Switch(), number)), before=before)
         self._save()
 
-    def _compute(self, chosen: list[Switch], rounds: int) -> Steps:
+    def _compute(self, chosen: dict[str, Switch], rounds: int) -> Steps:
         """Kept batches as it is, and with one change each; neighbours in time are compared."""
         session = self._session
         order = random.Random(0)
-        first = len(self._pairs.get(chosen[0].name, ())) if chosen else 0
+        first = len(self._pairs.get(next(iter(chosen)), ())) if chosen else 0
         for number in range(first, first + rounds):
             if not chosen or (number - first >= 4 and not session.agree(self._has_time())):
                 break
             before = yield from self._kept_window("as_is", None, number)
             self._add(before)
-            for switch in order.sample(chosen, len(chosen)):
-                session.mark(switch.name)
-                changed = yield from self._kept_window(switch.name, switch, number)
+            for name in order.sample(list(chosen), len(chosen)):
+                session.mark(name)
+                changed = yield from self._kept_window(name, chosen[name], number)
                 session.mark("")
                 after = yield from self._kept_window("as_is", None, number)
                 self._add(changed, before=before)
@@ -172,19 +154,24 @@ class Plan:
                 before = after
             self._save()
 
-    def _kept_window(self, name: str, switch: Switch | None, number: int) -> Generator[None, dict[str, float], Window]:
-        settle_steps = switch.settle_steps if switch and number == 0 else 1
-        with SetUp(self._session, switch, self._kept):
-            return (
-                yield from measure(
-                    self._session,
-                    name,
-                    is_changed=switch is not None,
-                    number=number,
-                    steps=self._steps,
-                    settle_steps=settle_steps,
-                )
-            )
+    def _kept_window(self, name: str, switch: Switch | None, number: int) -> Measuring:
+        """A window over kept batches, as it is or with a change."""
+        seen = (switch and switch.seen) or self._kept
+        self._session.source = replay(seen) if seen else None
+        if switch is None:
+            window = yield from self._measure(name, number, settle_steps=1)
+        else:
+            window = yield from self._changed(name, switch, number)
+        self._session.source = None
+        return window
+
+    def _changed(self, name: str, switch: Switch, number: int) -> Measuring:
+        """A window with a change."""
+        switch.turn(True)
+        settle_steps = switch.settle_steps if number == 0 else 1
+        window = yield from self._measure(name, number, is_changed=True, settle_steps=settle_steps)
+        switch.turn(False)
+        return window
 
     def _loaders(self) -> Steps:
         """The loader's settings, one changed at a time, in the running loop."""
@@ -201,13 +188,10 @@ class Plan:
                 continue
             session.mark(name)
             for number in range(self._spec.rounds):
-                before = yield from self._as_is(name, number, self._settling())
-                other = OtherLoader(loader, **changed)
-                session.source = other
-                settle = min(LONGEST_SETTLING, 1 + other.depth // self._micro_batches(before))
-                after = yield from measure(
-                    session, name, is_changed=True, number=number, steps=self._steps, settle_steps=settle
-                )
+                before = yield from self._measure(name, number)
+                session.source = other = OtherLoader(loader, **changed)
+                settle_steps = min(LONGEST_SETTLING, 1 + other.depth // max(1, before.micro_batches // before.steps))
+                after = yield from self._measure(name, number, is_changed=True, settle_steps=settle_steps)
                 session.source = None
                 other.close()
                 self._add(before)
@@ -222,41 +206,37 @@ class Plan:
         session = self._session
         if session.world_size == 1:
             return
-        built = switches.no_gradient_exchange(session)
-        rounds = self._spec.rounds + 2
-        for number in range(rounds):
-            before = yield from self._as_is("no_gradient_exchange", number, self._settling())
+        name, built = "no_gradient_exchange", switches.no_gradient_exchange(session)
+        for number in range(self._spec.rounds + 2):
+            before = yield from self._measure(name, number)
             self._add(before)
             if isinstance(built, Switch):
-                built.on()
-                after = yield from measure(
-                    session, built.name, is_changed=True, number=number, steps=self._steps, settle_steps=1
-                )
-                built.off()
-                self._add(after, before=before)
+                self._add((yield from self._changed(name, built, number)), before=before)
         if isinstance(built, str):
-            self._why_not["no_gradient_exchange"] = built
+            self._why_not[name] = built
         self._save()
 
-    def _as_is(self, name: str, number: int, settle_steps: int) -> Generator[None, dict[str, float], Window]:
+    def _measure(
+        self, name: str, number: int, *, is_changed: bool = False, steps: int = 0, settle_steps: int = 0
+    ) -> Measuring:
+        """A window, by default of the usual length and after a loader's queue is in its usual state."""
+        session, loader = self._session, self._session.loop.loader
+        if not settle_steps:
+            per_step = max(1, session.micro_batches // max(self._steps, 1))
+            settle_steps = min(LONGEST_SETTLING, 1 + (depth_of(loader) if loader is not None else 0) // per_step)
         return (
             yield from measure(
-                self._session, name, is_changed=False, number=number, steps=self._steps, settle_steps=settle_steps
+                session,
+                name,
+                is_changed=is_changed,
+                number=number,
+                steps=steps or self._steps,
+                settle_steps=settle_steps,
             )
         )
 
-    def _settling(self) -> int:
-        loader = self._session.loop.loader
-        depth = depth_of(loader) if loader is not None else 0
-        per_step = max(1, self._session.micro_batches // max(self._steps, 1))
-        return min(LONGEST_SETTLING, 1 + depth // per_step)
-
-    @staticmethod
-    def _micro_batches(window: Window) -> int:
-        return max(1, window.micro_batches // window.steps)
-
     def _add(self, window: Window, before: Window | None = None) -> None:
-        record = window.to_json()
+        record = asdict(window)
         if before is not None:
             record |= {
                 "before_s": before.steps_s,
@@ -271,7 +251,7 @@ class Plan:
         if len(pairs) < 2:
             return False
         before, after = zip(*pairs, strict=True)
-        detail, kept = self._details[name], work_of(self._kept)
+        detail, kept = self._details[name], batches.mean_work(self._kept)
         unit = "real_tokens" if kept["real_tokens"] else "samples"
         # Per micro batch; both windows have as many of them.
         ratio = detail[unit] / kept[unit] if kept[unit] else 1.0
@@ -282,19 +262,15 @@ class Plan:
         before, after = zip(*self._pairs[name], strict=True)
         return saved_share(whole(before), whole(after))
 
-    def _may_save(self, name: str) -> bool:
-        return self._saved(name).high > WORTH_CONFIRMING
-
     def _has_time(self) -> bool:
         return time.perf_counter() - self._begin_s < self._spec.budget_s
 
     def _save(self, **more: Any) -> None:
-        kept_work = work_of(self._kept)
         self._session.write(
             windows=self._windows,
             why_not=self._why_not,
             switches=self._details,
-            kept=kept_work,
+            kept=batches.mean_work(self._kept),
             steps_per_window=self._steps,
             epochs_begun=self._session.epochs_begun,
             **more,

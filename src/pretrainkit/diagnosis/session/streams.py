@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch.utils.data
 
@@ -15,24 +16,9 @@ if TYPE_CHECKING:
     from pretrainkit.diagnosis.session.child import Session
 
 
-class Source(Protocol):
-    """Where batches come from for a while, in place of the loader."""
-
-    def next_batch(self) -> Any:
-        """The next one; it never ends."""
-
-
-class Replay:
-    """Batches that were seen before, again and again: data without the cost of reading it."""
-
-    def __init__(self, seen: list[Any]) -> None:
-        self._seen, self._position = seen, 0
-
-    def next_batch(self) -> Any:
-        """The next of them, in containers of its own."""
-        batch = batches.copied(self._seen[self._position % len(self._seen)])
-        self._position += 1
-        return batch
+def replay(seen: list[Any]) -> Iterator[Any]:
+    """Batches that were seen before, again and again, in containers of their own: data without the cost of reading."""
+    return map(batches.copied, itertools.cycle(seen))
 
 
 class OtherLoader:
@@ -40,26 +26,23 @@ class OtherLoader:
 
     def __init__(self, loader: Any, **changed: Any) -> None:
         self._loader = clone(loader, **changed)
-        self._iterator: Iterator[Any] | None = None
+        self._iterator: Iterator[Any] = iter(())
+        self.depth = depth_of(self._loader)
+        """Batches that its workers fetch ahead."""
 
-    def next_batch(self) -> Any:
-        """The next batch."""
-        if self._iterator is None:
-            self._iterator = iter_plain(self._loader)
+    def __iter__(self) -> OtherLoader:
+        return self
+
+    def __next__(self) -> Any:
         try:
             return next(self._iterator)
         except StopIteration:
-            self._iterator = iter_plain(self._loader)
+            self._iterator = self._loader._get_iterator()  # no hook sees it
             return next(self._iterator)
-
-    @property
-    def depth(self) -> int:
-        """Batches that its workers fetch ahead."""
-        return depth_of(self._loader)
 
     def close(self) -> None:
         """End its workers."""
-        shutdown, self._iterator = getattr(self._iterator, "_shutdown_workers", None), None
+        shutdown = getattr(self._iterator, "_shutdown_workers", None)
         if shutdown:
             shutdown()
 
@@ -95,18 +78,13 @@ def clone(loader: Any, **changed: Any) -> Any:
     return torch.utils.data.DataLoader(loader.dataset, **settings)
 
 
-def iter_plain(loader: Any) -> Iterator[Any]:
-    """An iterator of a loader that no hook sees."""
-    return iter(loader._get_iterator())
-
-
 def time_epoch_starts(loader: Any, repeats: int) -> tuple[list[float], list[float]]:
     """Seconds until the first batch of an epoch, with new workers and with those of the last one."""
     new, kept = [], []
     for _ in range(repeats):
         other = OtherLoader(loader)
         begin_s = time.perf_counter()
-        other.next_batch()
+        next(other)
         new.append(time.perf_counter() - begin_s)
         other.close()
     persistent = clone(loader, persistent_workers=True)
@@ -145,7 +123,7 @@ class Stream:
             if is_trained_on:
                 session.loop.saw("data")
             if is_trained_on and session.source is not None:
-                batch = session.source.next_batch()
+                batch = next(session.source)
             else:
                 batch = self._next(again=is_trained_on)
         if is_trained_on:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Generator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from pretrainkit.diagnosis.session import phases
@@ -35,14 +35,12 @@ class Window:
     """CPU time of the process, all its threads."""
     phases_s: dict[str, float]
 
-    def to_json(self) -> dict[str, Any]:
-        """All fields."""
-        return asdict(self)
+
+Measuring = Generator[None, dict[str, float], Window]
+"""Steps that give a window."""
 
 
-def measure(
-    session: Session, probe: str, *, is_changed: bool, number: int, steps: int, settle_steps: int
-) -> Generator[None, dict[str, float], Window]:
+def measure(session: Session, probe: str, *, is_changed: bool, number: int, steps: int, settle_steps: int) -> Measuring:
     """Let `settle_steps` pass, then time `steps`."""
     for _ in range(settle_steps):
         yield
