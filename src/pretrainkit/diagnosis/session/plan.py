@@ -224,16 +224,7 @@ class Plan:
         if not settle_steps:
             per_step = max(1, session.micro_batches // max(self._steps, 1))
             settle_steps = min(LONGEST_SETTLING, 1 + (depth_of(loader) if loader is not None else 0) // per_step)
-        return (
-            yield from measure(
-                session,
-                name,
-                is_changed=is_changed,
-                number=number,
-                steps=steps or self._steps,
-                settle_steps=settle_steps,
-            )
-        )
+        return (yield from measure(session, name, number, is_changed, steps or self._steps, settle_steps))
 
     def _add(self, window: Window, before: Window | None = None) -> None:
         record = asdict(window)

@@ -40,7 +40,7 @@ Measuring = Generator[None, dict[str, float], Window]
 """Steps that give a window."""
 
 
-def measure(session: Session, probe: str, *, is_changed: bool, number: int, steps: int, settle_steps: int) -> Measuring:
+def measure(session: Session, probe: str, number: int, is_changed: bool, steps: int, settle_steps: int) -> Measuring:
     """Let `settle_steps` pass, then time `steps`."""
     for _ in range(settle_steps):
         yield
