@@ -108,9 +108,8 @@ def _measure(request: Request, starter: Starter, static: list[Check], against: d
     variables = first["environment"]["variables"]
     if run:  # what our own code sets is meant
         variables = {name: value for name, value in variables.items() if name in os.environ}
-    _debug_variables(findings, starter, checks.debug_variables(variables, on_gpu=on_gpu))
-    if run and not request.quick and spec.wants("micro_batch"):
-        _larger_micro_batch(findings, starter, run, measured)
+    if not request.quick:
+        _restarts(findings, starter, measured, checks.debug_variables(variables, on_gpu=on_gpu))
     speed = speed_of(ranks[0], run)
     saving = None
     if "checkpoint_s" in first and run:
@@ -147,13 +146,15 @@ def _static_checks(request: Request) -> list[Check]:
     return found + [check for place in places for check in data_checks.check_data(place)]
 
 
-def _debug_variables(findings: Findings, starter: Starter, names: dict[str, str]) -> None:
-    """What the variables for finding faults cost, by starting the program without them in turn with as it is."""
+def _restarts(findings: Findings, starter: Starter, measured: Measured, names: dict[str, str]) -> None:
+    """What needs starts of its own: without the variables for finding faults, and a run with a larger micro batch."""
     if names and starter.spec.wants("debug_variables"):
         log.info("measuring without %s", ", ".join(names))
         shown = _in_turn(starter, "debug_variables", unset=tuple(names))
         listed = " ".join(f"{name}={value}" for name, value in names.items())
         findings.judge(shown, cause("debug_variables", shown.share, listed=listed, names=" ".join(names)))
+    if starter.program.run and starter.spec.wants("micro_batch"):
+        _larger_micro_batch(findings, starter, starter.program.run, measured)
 
 
 def _larger_micro_batch(findings: Findings, starter: Starter, run: ResolvedRun, measured: Measured) -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import runpy
 import sys
 from pathlib import Path
 
+import diagnosis_samples as samples
+import numpy as np
 import pytest
 
 from pretrainkit.diagnosis import program
+from pretrainkit.diagnosis.measure import Measured, Starter
+from pretrainkit.diagnosis.spec import SPEED_ONLY
 from pretrainkit.errors import RequestError
 
 
@@ -42,3 +47,28 @@ def test_ranks_on_other_nodes_are_refused(flag: str) -> None:
 def test_a_folder_that_is_no_experiment_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"run\.json"):
         program.of_experiment(tmp_path, Path("train.py"))
+
+
+@pytest.mark.parametrize(
+    "words", [["--quick"], ["--without", "debug_variables"], ["--probes", "tf32"]], ids=lambda x: x[0]
+)
+def test_no_start_is_made_for_what_was_left_out(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PYTHONDEVMODE is set, so that the program would be started again without it."""
+    rank = samples.rank_result(np.random.default_rng(0))
+    rank["environment"]["variables"] = {"PYTHONDEVMODE": "1"}
+    starts: list[dict[str, object]] = []
+
+    def measure(self: Starter, **settings: object) -> Measured:
+        starts.append(settings)
+        machine = {"cores": 2, "gpus": [], "gpu_processes_of_others": [], "cpu_used_by_others": 0.0}
+        return Measured([rank], machine, tmp_path)
+
+    monkeypatch.setattr(Starter, "measure", measure)
+    command = ["--script", "train.py", "--output", str(tmp_path / "report")]
+    tool = runpy.run_path(str(Path(__file__).parents[3] / "tools" / "diagnose_speed.py"))
+    assert tool["main"]([*command, *words]) == 0
+    assert starts == [{}]
+    assert tool["main"](command) == 0
+    assert {"unset": ("PYTHONDEVMODE",), "plan": SPEED_ONLY, "time_checkpoint": False} in starts
