@@ -54,7 +54,6 @@ def run(arguments: argparse.Namespace) -> int:
     from pretrainkit.data.report import Report
     from pretrainkit.data.shards import request
     from pretrainkit.data.shards.build import make_shards
-    from pretrainkit.data.shards.format import record_to_json
 
     shard_id = None
     if not (arguments.all or arguments.status):
@@ -68,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
         request.check_shard_id(shard_id, plan)
     shard_ids = list(range(plan.num_shards)) if shard_id is None else [shard_id]
     records = make_shards(plan, shard_ids, stripe_count=arguments.stripe)
-    report = Report([record_to_json(record) for record in records], [record.summary for record in records])
+    report = Report([record.to_json() for record in records], [record.summary for record in records])
     return report.print(as_json=arguments.json)
 
 

@@ -52,7 +52,6 @@ def build_parser() -> Parser:
 def run(arguments: argparse.Namespace) -> int:
     """Pack, or wait until it is done."""
     from pretrainkit.data.packed.build import pack_dataset
-    from pretrainkit.data.packed.format import manifest_to_json
     from pretrainkit.data.packed.request import PackRequest, machine_settings, make_pack_plan
     from pretrainkit.data.report import Report
 
@@ -67,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     manifest, prepared = pack_dataset(make_pack_plan(request, machine), timeout_s=3600 * arguments.wait_hours)
     origin = f"prepared in {manifest.elapsed_s:.1f} s" if prepared else "was ready"
-    report = Report(manifest_to_json(manifest), [f"{request.output_dir}: {manifest.summary}; {origin}"])
+    report = Report(manifest.to_json(), [f"{request.output_dir}: {manifest.summary}; {origin}"])
     return report.print(as_json=arguments.json)
 
 

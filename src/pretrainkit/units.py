@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Iterable
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -32,6 +34,18 @@ def format_duration(seconds: float) -> str:
         return f"{minutes} min {rest_s:02d} s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min"
+
+
+def consecutive_ranges(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """First and last of each range of consecutive ones among ascending numbers."""
+    groups = itertools.groupby(enumerate(numbers), lambda entry: entry[1] - entry[0])
+    ranges = [[number for _, number in group] for _, group in groups]
+    return [(found[0], found[-1]) for found in ranges]
+
+
+def format_ranges(numbers: Iterable[int]) -> str:
+    """`0-3,7`, as schedulers take it for `--array`."""
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in consecutive_ranges(numbers))
 
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}

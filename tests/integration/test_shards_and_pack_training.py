@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pretrainkit.data.dataset import open_documents, read_dataset
+from pretrainkit.data.dataset import documents_kind, read_dataset
 from pretrainkit.data.indexed.format import IndexedDataset
 from pretrainkit.errors import RequestError
 
@@ -51,7 +51,9 @@ def rows(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path, jsonl
 
 @pytest.mark.parametrize("form", ["shards", "packed"])
 def test_documents_are_those_of_the_pair(form: str, forms: dict[str, Path], dataset_prefix: Path) -> None:
-    pair, documents = IndexedDataset(dataset_prefix), open_documents(forms[form])
+    kind = documents_kind(forms[form])
+    assert kind is not None
+    pair, documents = IndexedDataset(dataset_prefix), kind(forms[form])
     assert len(documents) == pair.num_documents
     dropped = pair.num_tokens - int(documents.sequence_lengths.sum())
     assert dropped == (pair.num_tokens % PACKED_LENGTH if form == "packed" else 0)

@@ -1,13 +1,12 @@
 """What --dataset_path means, decided here alone: .bin/.idx pairs, token shards, packed datasets and blends of them.
 
-`read_dataset` reads what is known of a dataset before a run starts, from indexes and manifests alone; `open_documents`
-opens one part of it for training. So all that follows (split, order of samples, one epoch, resume) is the same for
-every format, and the same documents give the same training.
+`read_dataset` reads what is known of a dataset before a run starts, from indexes and manifests alone;
+`documents_kind` says what opens one part of it for training. So all that follows (split, order of samples, one epoch,
+resume) is the same for every format, and the same documents give the same training.
 """
 
 from __future__ import annotations
 
-import enum
 import hashlib
 import itertools
 import math
@@ -36,36 +35,21 @@ _EOD_DOCUMENTS = 200
 """Documents, evenly spread, whose end is checked: one read each, so few."""
 
 
-class DatasetKind(enum.Enum):
-    """The formats that training reads."""
+def documents_kind(path: Path | str) -> type[ShardDocuments] | type[PackedDocuments] | None:
+    """What one path of --dataset_path means: token shards, a packed dataset, or None: .bin/.idx pairs.
 
-    INDEXED = "a .bin/.idx pair, or a folder of them"
-    SHARDS = "token shards: a folder, or their names"
-    PACKED = "a packed dataset: a folder"
-
-
-def kind_of(path: Path | str) -> DatasetKind:
-    """What one path of --dataset_path means. Raises RequestError for a folder that holds two kinds."""
+    Megatron's own IndexedDataset opens pairs. Raises RequestError for a folder that holds two kinds.
+    """
     if names_shards(path):
-        return DatasetKind.SHARDS
-    kind = DatasetKind.PACKED if is_packed_folder(path) else DatasetKind.SHARDS if is_shard_folder(path) else None
-    if kind is None:
-        return DatasetKind.INDEXED
-    if any(Path(path).glob("*.idx")):
+        return ShardDocuments
+    kind = PackedDocuments if is_packed_folder(path) else ShardDocuments if is_shard_folder(path) else None
+    if kind and any(Path(path).glob("*.idx")):
         raise RequestError(
             "both .bin/.idx pairs and token shards or a packed dataset are here",
             where=str(path),
             action="keep them in separate folders, or name the pairs by their prefixes",
         )
     return kind
-
-
-def open_documents(path: Path | str) -> ShardDocuments | PackedDocuments:
-    """Token shards or a packed dataset for training. Raises RequestError when they are incomplete or damaged.
-
-    Megatron's own IndexedDataset opens pairs.
-    """
-    return PackedDocuments(path) if kind_of(path) is DatasetKind.PACKED else ShardDocuments(str(path))
 
 
 @dataclass(frozen=True)
@@ -161,10 +145,10 @@ def _parse_blend(dataset_path: str) -> list[tuple[float | None, str]]:
 
 def _weighted_parts(weight: float | None, path: str) -> list[tuple[Path | str, float | None]]:
     """The prefixes at a path, with their parts of the path's weight, in proportion to their tokens."""
-    kind = kind_of(path)
+    kind = documents_kind(path)
     if names_shards(path):
         return [(path if is_url(path) else str(Path(path.removeprefix("file:")).absolute()), weight)]
-    if kind is not DatasetKind.INDEXED:
+    if kind:
         return [(Path(path).resolve(), weight)]
     prefixes = [prefix.resolve() for prefix in find_pairs(path)]
     if weight is None or len(prefixes) == 1:
@@ -185,9 +169,10 @@ class _Part:
 
 
 def _read_part(path: Path | str, split: str) -> _Part:
-    if kind_of(path) is DatasetKind.INDEXED:
+    kind = documents_kind(path)
+    if kind is None:
         return _read_pair(path, split)
-    found = open_documents(path)
+    found = kind(path)
     tokens = _split_tokens(found.sequence_lengths, split, found.row_length)
     return _Part(found.num_tokens, len(found), tokens, found.tokenizer, found.data_hash, found.row_length)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 from pretrainkit.config.launch import LaunchConfig
 from pretrainkit.errors import RequestError
 from pretrainkit.jobs.container import Container
+from pretrainkit.units import format_ranges
 
 _MAX_NAME = 64
 
@@ -25,16 +25,8 @@ class Array:
     at_once: int | None = None
     """Maximum number of tasks that run at a time."""
 
-    @property
-    def ranges(self) -> list[tuple[int, int]]:
-        """First and last task of each range of consecutive tasks."""
-        by_distance = itertools.groupby(enumerate(self.indices), key=lambda item: item[1] - item[0])
-        runs = [[index for _, index in run] for _, run in by_distance]
-        return [(run[0], run[-1]) for run in runs]
-
     def __str__(self) -> str:
-        text = ",".join(str(first) if first == last else f"{first}-{last}" for first, last in self.ranges)
-        return text + (f"%{self.at_once}" if self.at_once else "")
+        return format_ranges(self.indices) + (f"%{self.at_once}" if self.at_once else "")
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from pretrainkit.jobs.secrets import passed_on, write_secrets
 from pretrainkit.records import decode
 from pretrainkit.run import json_lines
 from pretrainkit.run.folder import JOBS_FILE, SOURCE_FILE
+from pretrainkit.units import consecutive_ranges
 
 SECRETS = "secrets.sh"
 _IGNORED = shutil.ignore_patterns("__pycache__", "*.pyc", ".*", "*.egg-info")
@@ -169,7 +170,7 @@ def _parts(job: Job) -> list[_Part]:
         return [_part(job, "job"), *(_part(job, "job.continue", follows=True) for _ in range(1, job.config.chain))]
     if SCHEDULERS[job.config.executor].takes_task_lists:
         return [_part(job, "job", job.array.indices)]
-    return [_part(job, "job", tuple(range(first, last + 1))) for first, last in job.array.ranges]
+    return [_part(job, "job", tuple(range(first, last + 1))) for first, last in consecutive_ranges(job.array.indices)]
 
 
 def _part(job: Job, stem: str, tasks: tuple[int, ...] = (), *, follows: bool = False) -> _Part:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pretrainkit import files
 from pretrainkit.config.schema import ResolvedRun
-from pretrainkit.data.dataset import DatasetKind, kind_of, open_documents
+from pretrainkit.data.dataset import documents_kind
 from pretrainkit.data.packed.format import PackedDocuments
 from pretrainkit.data.shards.mirror import local_shards
 from pretrainkit.data.shards.shard_set import ShardDocuments
@@ -77,9 +77,8 @@ class EpochDataset(GPTDataset):
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: GPTDatasetConfig) -> Documents:
         """The documents at a path: a .bin/.idx pair, token shards or a packed dataset."""
-        if kind_of(dataset_path) is DatasetKind.INDEXED:
-            return GPTDataset.build_low_level_dataset(dataset_path, config)
-        return open_documents(dataset_path)
+        kind = documents_kind(dataset_path)
+        return kind(dataset_path) if kind else GPTDataset.build_low_level_dataset(dataset_path, config)
 
     def _build_document_sample_shuffle_indices(self) -> tuple[Any, ...]:
         if not self._rows:

@@ -10,6 +10,7 @@ from pretrainkit.config.launch import LaunchConfig
 from pretrainkit.errors import RequestError
 from pretrainkit.jobs.job import Job, parse_array
 from pretrainkit.jobs.registry import SCHEDULERS
+from pretrainkit.units import consecutive_ranges
 
 ARRAYS = {
     "0-9": (range(10), 10, None),
@@ -41,7 +42,7 @@ def test_a_task_beyond_the_parts_is_refused() -> None:
 
 def test_ranges_are_runs_of_tasks() -> None:
     array = parse_array("0,1,2,5,7-8%2", 10)
-    assert array.ranges == [(0, 2), (5, 5), (7, 8)] and str(array) == "0-2,5,7-8%2"
+    assert consecutive_ranges(array.indices) == [(0, 2), (5, 5), (7, 8)] and str(array) == "0-2,5,7-8%2"
 
 
 NAMES = {"my run": "my_run", "実験": "job", "007": "j007", "-x/../y": "x_.._y", "a" * 99: "a" * 64}

@@ -7,21 +7,66 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from pretrainkit.data.tokens import encoder
 from pretrainkit.errors import DataError
-from pretrainkit.files import write_json
 from pretrainkit.records import decode
 from pretrainkit.units import format_count, format_duration
 
 if TYPE_CHECKING:
     from pretrainkit.data.tokens.tokenizer import TokenizerFile
 
-FORMAT = "pretrainkit-data-1"
-T = TypeVar("T")
+
+@dataclass(frozen=True)
+class DataRecord:
+    """The record of prepared data, a JSON file that begins with its format."""
+
+    FORMAT: ClassVar[str]
+
+    def to_json(self) -> dict[str, Any]:
+        """The content of the file."""
+        return {"format": self.FORMAT, **asdict(self)}
+
+    @classmethod
+    def read(cls, path: Path) -> Self | None:
+        """The record in a file; None when there is no such file. Raises DataError."""
+        try:
+            return cls.decode(path.read_bytes(), str(path))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    @classmethod
+    def decode(cls, content: bytes, where: str) -> Self:
+        """The record from JSON; fields that this version doesn't know are ignored. Raises DataError when it is none."""
+        try:
+            value = json.loads(content)
+            found = value.pop("format", None)
+            if found != cls.FORMAT:
+                writer = (
+                    f", written by pretrainkit {value['pretrainkit_version']}" if "pretrainkit_version" in value else ""
+                )
+                this = f"this is pretrainkit {version('pretrainkit')}, which reads {cls.FORMAT!r}"
+                raise ValueError(f"its format is {found!r}{writer}; {this}")
+            return decode(cls, value, known_only=False, all_fields=False)
+        except (ValueError, TypeError, AttributeError, AssertionError) as error:
+            raise DataError(
+                f"not a readable record: {error}",
+                where=where,
+                action="use the version of pretrainkit that wrote it, or make the data again",
+            ) from error
+
+
+def made_now(elapsed_s: float) -> dict[str, Any]:
+    """How long it took, when and by which version, for a record."""
+    return {
+        "elapsed_s": round(elapsed_s, 3),
+        "finished_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "pretrainkit_version": version("pretrainkit"),
+    }
 
 
 @dataclass(frozen=True)
@@ -72,9 +117,10 @@ def tokenizer_record(tokenizer: TokenizerFile, engine: str, verify_tokens: str) 
 
 
 @dataclass(frozen=True)
-class Manifest:
+class Manifest(DataRecord):
     """All of a dataset's record. in = out + empty + rejected holds for every one."""
 
+    FORMAT = "pretrainkit-data-1"
     key: str
     """JSON key, or column, whose text was encoded."""
     dtype: str
@@ -132,43 +178,6 @@ def manifest_path(prefix: Path | str) -> Path:
     return Path(f"{prefix}.manifest.json")
 
 
-def write_manifest(path: Path, manifest: Manifest) -> None:
-    """Write a record, atomically."""
-    write_json(path, {"format": FORMAT, **asdict(manifest)})
-
-
-def read_record(kind: type[T], path: Path, form: str) -> T | None:
-    """The record of a prepared dataset in a file; None when there is no such file. Raises DataError."""
-    try:
-        return decode_record(kind, path.read_bytes(), form, str(path))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-
-
-def decode_record(kind: type[T], content: bytes, form: str, where: str) -> T:
-    """The record of a prepared dataset, from JSON whose `format` must be `form`.
-
-    Fields that this version doesn't know are ignored. Raises DataError when it isn't one.
-    """
-    try:
-        value = json.loads(content)
-        found = value.pop("format", None)
-        if found != form:
-            writer = (
-                f", written by pretrainkit {value['pretrainkit_version']}" if "pretrainkit_version" in value else ""
-            )
-            raise ValueError(
-                f"its format is {found!r}{writer}; this is pretrainkit {version('pretrainkit')}, which reads {form!r}"
-            )
-        return decode(kind, value, known_only=False, all_fields=False)
-    except (ValueError, TypeError, AttributeError, AssertionError) as error:
-        raise DataError(
-            f"not a readable record: {error}",
-            where=where,
-            action="use the version of pretrainkit that wrote it, or make the data again",
-        ) from error
-
-
 def read_manifest(prefix: Path | str) -> Manifest | None:
     """The record of a pair; None when there is none: data made by Megatron itself. Raises DataError."""
-    return read_record(Manifest, manifest_path(prefix), FORMAT)
+    return Manifest.read(manifest_path(prefix))

@@ -20,9 +20,9 @@ from pretrainkit.data.indexed.format import (
     open_pair,
     write_header,
 )
-from pretrainkit.data.indexed.manifest import InputFile, Manifest, manifest_path, read_manifest, write_manifest
+from pretrainkit.data.indexed.manifest import InputFile, Manifest, manifest_path, read_manifest
 from pretrainkit.errors import RequestError
-from pretrainkit.files import remove_leftovers, temporary_name
+from pretrainkit.files import remove_leftovers, temporary_name, write_json
 from pretrainkit.logs import get_logger
 
 LOGGER = get_logger(__name__)
@@ -70,7 +70,7 @@ def merge(prefixes: list[Path], output_prefix: Path | str, *, overwrite: bool = 
     if manifests is None:
         return None
     joined = _join(manifests)
-    write_manifest(finals[2], joined)
+    write_json(finals[2], joined.to_json())
     return joined
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +16,11 @@ import xxhash
 from pretrainkit.data.indexed.chunk import Chunk, Column, Target
 from pretrainkit.data.indexed.file_bytes import checksum, write_at
 from pretrainkit.data.indexed.format import HEADER, bin_path, idx_path, write_header, write_index_tail
-from pretrainkit.data.indexed.manifest import InputFile, Manifest, manifest_path, tokenizer_record, write_manifest
+from pretrainkit.data.indexed.manifest import InputFile, Manifest, made_now, manifest_path, tokenizer_record
 from pretrainkit.data.indexed.request import Plan
 from pretrainkit.data.readers.source import BLOCK_BYTES, RangeCounts
 from pretrainkit.errors import DataError
-from pretrainkit.files import fsync_path
+from pretrainkit.files import fsync_path, write_json
 
 
 @dataclass
@@ -120,7 +118,7 @@ class Output:
         for k, key in enumerate(self._plan.request.json_keys):
             tokens, lengths = self._columns[2 * k : 2 * k + 2]
             self._finish_pair(self._path(f"{k}.bin"), tokens.num_bytes, self._path(f"{k}.idx"), lengths.num_bytes // 4)
-            write_manifest(self._path(f"{k}.manifest.json"), self._manifest(k, key, engine, elapsed_s))
+            write_json(self._path(f"{k}.manifest.json"), self._manifest(k, key, engine, elapsed_s).to_json())
         if self.rejects.num_bytes:
             os.truncate(self._path("rejects.jsonl"), self.rejects.num_bytes)
             fsync_path(self._path("rejects.jsonl"))
@@ -184,11 +182,9 @@ class Output:
             tokenizer=tokenizer_record(plan.tokenizer, engine, request.verify_tokens),
             inputs=inputs,
             flags=plan.flags(),
-            elapsed_s=round(elapsed_s, 3),
             megabytes_per_second=round(num_input_bytes / elapsed_s / 1e6, 3),
             tokens_per_second=round(num_tokens / elapsed_s, 1),
-            finished_at=datetime.now(UTC).isoformat(timespec="seconds"),
-            pretrainkit_version=version("pretrainkit"),
+            **made_now(elapsed_s),
         )
 
     def _hash(self, number: int, totals: SourceTotals) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 import orjson
 
 from pretrainkit.data.indexed.format import bin_path, idx_path, optimal_dtype
-from pretrainkit.data.indexed.manifest import FORMAT, manifest_path, read_manifest
+from pretrainkit.data.indexed.manifest import Manifest, manifest_path, read_manifest
 from pretrainkit.data.readers import work_items
 from pretrainkit.data.readers.inputs import resolve_inputs, stem_of
 from pretrainkit.data.readers.records import RecordRules
@@ -103,7 +103,7 @@ class Plan:
             del flags[name]
         return {
             **flags,
-            "format": FORMAT,
+            "format": Manifest.FORMAT,
             "block_bytes": BLOCK_BYTES,
             "tokenizer": self.tokenizer.sha256,
             "eod_id": self.eod_id,

@@ -5,8 +5,6 @@ from __future__ import annotations
 import shutil
 import time
 from dataclasses import asdict, replace
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +16,9 @@ from pretrainkit import files
 from pretrainkit.data.byte_progress import ByteProgress
 from pretrainkit.data.indexed.build import preprocess_with
 from pretrainkit.data.indexed.format import IndexedDataset
-from pretrainkit.data.indexed.manifest import Manifest, read_manifest
+from pretrainkit.data.indexed.manifest import Manifest, made_now, read_manifest
 from pretrainkit.data.indexed.request import Request
-from pretrainkit.data.packed.format import DOCUMENTS, MARK, PackedFile, PackedManifest, manifest_to_json
+from pretrainkit.data.packed.format import DOCUMENTS, MARK, PackedFile, PackedManifest
 from pretrainkit.data.packed.once import build_once
 from pretrainkit.data.packed.packing import Packing, pack
 from pretrainkit.data.packed.request import HUB, PackPlan
@@ -73,7 +71,7 @@ def _prepare(plan: PackPlan, pool: EncodePool) -> bool:
     final = plan.request.output_dir
     if found := plan.touched():
         ready, inputs = found
-        files.write_json(final / MARK, manifest_to_json(replace(ready, inputs=inputs)))
+        files.write_json(final / MARK, replace(ready, inputs=inputs).to_json())
         LOGGER.info("%s was made of inputs with the same content", final)
         return False
     for old in _unfinished(plan):
@@ -111,7 +109,7 @@ def _write_set(
         rejects = plan.staging / "documents.rejects.jsonl"
         if rejects.is_file():
             shutil.copyfile(rejects, folder / "rejects.jsonl")
-        files.write_json(folder / MARK, manifest_to_json(manifest))
+        files.write_json(folder / MARK, manifest.to_json())
     return manifest
 
 
@@ -246,7 +244,5 @@ def _manifest(
         documents=asdict(documents),
         tokenizer=documents.tokenizer,
         files=tuple(written),
-        elapsed_s=round(elapsed_s, 3),
-        finished_at=datetime.now(UTC).isoformat(timespec="seconds"),
-        pretrainkit_version=version("pretrainkit"),
+        **made_now(elapsed_s),
     )

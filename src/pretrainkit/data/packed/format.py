@@ -9,18 +9,17 @@ have `documents.npy`: the lengths (int32) of the documents of their stream, of t
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pretrainkit.data.indexed.manifest import TokenizerRecord, read_record
+from pretrainkit.data.indexed.manifest import DataRecord, TokenizerRecord
 from pretrainkit.errors import DataError, RequestError
 from pretrainkit.files import hash_file
 
-FORMAT = "pretrainkit-packed-1"
 MARK = "packed.json"
 DOCUMENTS = "documents.npy"
 """In sets made by `concat`: the lengths of the documents in their stream."""
@@ -56,9 +55,10 @@ class PackedFile:
 
 
 @dataclass(frozen=True)
-class PackedManifest:
+class PackedManifest(DataRecord):
     """A packed dataset's record; in its folder, which gets its name when all is complete."""
 
+    FORMAT = "pretrainkit-packed-1"
     fingerprint: str
     """Of the settings and the inputs' hashes."""
     settings: dict[str, Any]
@@ -94,11 +94,6 @@ class PackedManifest:
         )
 
 
-def manifest_to_json(manifest: PackedManifest) -> dict[str, Any]:
-    """For `packed.json`."""
-    return {"format": FORMAT, **asdict(manifest)}
-
-
 def is_packed_folder(path: Path | str) -> bool:
     """Whether a folder is a packed dataset."""
     return (Path(path) / MARK).is_file()
@@ -106,7 +101,7 @@ def is_packed_folder(path: Path | str) -> bool:
 
 def read_packed_manifest(folder: Path) -> PackedManifest | None:
     """The record of a packed dataset; None when there is no set. Raises DataError when it can't be read as one."""
-    return read_record(PackedManifest, folder / MARK, FORMAT)
+    return PackedManifest.read(folder / MARK)
 
 
 def _view(array: Any) -> NDArray[np.int32]:

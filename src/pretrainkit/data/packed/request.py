@@ -12,7 +12,7 @@ from typing import Any
 
 import xxhash
 
-from pretrainkit.data.packed.format import FORMAT, InputState, PackedManifest, read_packed_manifest
+from pretrainkit.data.packed.format import InputState, PackedManifest, read_packed_manifest
 from pretrainkit.data.readers.inputs import resolve_inputs
 from pretrainkit.data.readers.source import BLOCK_BYTES
 from pretrainkit.data.request import TextRequest
@@ -110,10 +110,10 @@ class PackPlan:
     machine: MachineSettings
     tokenizer: TokenizerFile
     settings: dict[str, Any]
-    inputs: tuple[InputState, ...]
-    """Their state on the disk now; empty for a hub dataset."""
     paths: tuple[str, ...]
-    """Paths of the inputs."""
+    """Of the input files; empty for a hub dataset."""
+    inputs: tuple[InputState, ...]
+    """Their state on the disk now."""
 
     @property
     def staging(self) -> Path:
@@ -161,17 +161,26 @@ def make_pack_plan(request: PackRequest, machine: MachineSettings) -> PackPlan:
     tokenizer = load_tokenizer(request.tokenizer_model, request.eod_token)
     eod_id = tokenizer.need_eod("--append_eod (else --no-append_eod)") if request.append_eod else None
     bos_id = tokenizer.need_bos("--add_bos") if request.add_bos else None
-    names, inputs, paths = _inputs(request)
+    hub = [name for name in request.inputs if name.startswith(HUB)]
+    if hub and len(request.inputs) > 1:
+        raise RequestError("a hub dataset among several inputs", where="--input", needed="only the hub dataset")
+    sources = [] if hub else resolve_inputs(request.inputs, request.text_documents)
+    paths = tuple(source.path for source in sources)
+    inputs = tuple(
+        InputState(source.relative, source.num_bytes, source.modified_ns, Path(source.path).stat().st_ino)
+        for source in sources
+    )
+    from_hub: list[list[Any]] = [[name, request.hub_split, request.hub_revision] for name in hub]
     settings = {
-        "format": FORMAT,
-        "inputs": names,
+        "format": PackedManifest.FORMAT,
+        "inputs": from_hub or [[state.name, state.num_bytes] for state in inputs],
         "tokenizer": tokenizer.sha256,
         "eod_id": eod_id,
         "bos_id": bos_id,
         **{name: getattr(request, name) for name in SAME},
         "versions": encoder.versions(),
     }
-    plan = PackPlan(request, machine, tokenizer, settings, inputs, paths)
+    plan = PackPlan(request, machine, tokenizer, settings, paths, inputs)
     _check_output(plan)
     return plan
 
@@ -187,22 +196,6 @@ def _hash(path: str) -> str:
         while piece := file.read(BLOCK_BYTES):
             digest.update(xxhash.xxh3_128_digest(piece))
     return digest.hexdigest()
-
-
-def _inputs(request: PackRequest) -> tuple[list[Any], tuple[InputState, ...], tuple[str, ...]]:
-    """Names and sizes of the inputs, their state on the disk, and their paths."""
-    hub = [name for name in request.inputs if name.startswith(HUB)]
-    if len(hub) and len(request.inputs) > 1:
-        raise RequestError("a hub dataset among several inputs", where="--input", needed="only the hub dataset")
-    if hub:
-        return [[hub[0], request.hub_split, request.hub_revision]], (), ()
-    sources = resolve_inputs(request.inputs, request.text_documents)
-    stats = [Path(source.path).stat() for source in sources]
-    states = tuple(
-        InputState(source.relative, found.st_size, found.st_mtime_ns, found.st_ino)
-        for source, found in zip(sources, stats, strict=True)
-    )
-    return [[state.name, state.num_bytes] for state in states], states, tuple(source.path for source in sources)
 
 
 def _check_output(plan: PackPlan) -> None:

@@ -6,7 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -33,15 +33,25 @@ class ShardBlock:
 
     content: Block
     source: Source
-    number: int
-    """Position of the source in the list of sources."""
+    part_begin: int
+    """Where the shard's part of the source begins."""
     key_prefix: str
     first_line: int
     """Number of its first line within the shard."""
-    first_line_in_source: int
+    first_line_in_part: int
     """The same within the shard's part of its source."""
     at_start: bool
     """Whether the block begins where its source does."""
+
+    def line_number(self, line: int) -> int:
+        """The number in its file, counted from 1, of a line of this block."""
+        return _lines_before(self.source, self.part_begin) + self.first_line_in_part + line + 1
+
+
+@lru_cache(maxsize=1)
+def _lines_before(source: Source, begin: int) -> int:
+    """Lines of a source that belong to earlier shards; counting them reads the file up to there."""
+    return source.lines_before(begin)
 
 
 @dataclass
@@ -139,27 +149,23 @@ class InputReader:
         """Size on disk."""
         self.inputs: list[ShardInput] = []
         """What was read, by file."""
-        self._begins: dict[int, int] = {}
-        """Of the shard's part of each source."""
-        self._lines_before: dict[int, int] = {}
-        """Lines of a source that belong to earlier shards, once they are counted."""
 
     def blocks(self, key_prefix: str) -> Iterator[ShardBlock]:
         """The records, block by block. Raises DataError for a damaged file."""
         num_lines = 0
-        for number, ranges in itertools.groupby(self._ranges, key=lambda part: part.source):
+        for number, group in itertools.groupby(self._ranges, key=lambda part: part.source):
+            ranges = list(group)
             source, digest, num_bytes, first_line = self._sources[number], xxhash.xxh3_128(), 0, num_lines
             for part in ranges:
-                self._begins.setdefault(number, part.begin)
                 counts = RangeCounts(number)
                 for block in source.blocks(part, self._rules, counts):
                     yield ShardBlock(
                         content=block,
                         source=source,
-                        number=number,
+                        part_begin=ranges[0].begin,
                         key_prefix=key_prefix,
                         first_line=num_lines,
-                        first_line_in_source=num_lines - first_line,
+                        first_line_in_part=num_lines - first_line,
                         at_start=part.begin == 0 and num_bytes == 0,
                     )
                     num_lines += block.num_lines
@@ -167,9 +173,3 @@ class InputReader:
                 digest.update("".join(counts.digests).encode())
             state = source.path, source.num_bytes, source.modified_ns
             self.inputs.append(ShardInput(*state, num_bytes, digest.hexdigest()))
-
-    def line_number(self, block: ShardBlock, line: int) -> int:
-        """The number in its file, counted from 1, of a line of a block."""
-        if block.number not in self._lines_before:  # counting them reads the file up to there
-            self._lines_before[block.number] = block.source.lines_before(self._begins[block.number])
-        return self._lines_before[block.number] + block.first_line_in_source + line + 1

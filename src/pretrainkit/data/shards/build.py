@@ -13,8 +13,6 @@ import os
 import subprocess
 import time
 from collections import Counter
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +20,9 @@ import xxhash
 
 from pretrainkit import files
 from pretrainkit.data.byte_progress import ByteProgress
-from pretrainkit.data.indexed.manifest import tokenizer_record
+from pretrainkit.data.indexed.manifest import made_now, tokenizer_record
 from pretrainkit.data.shards.blocks import InputReader, Piece, ShardBlock
-from pretrainkit.data.shards.format import COUNTS, ShardRecord, end_of_archive, record_to_json, shard_name
+from pretrainkit.data.shards.format import COUNTS, ShardRecord, end_of_archive, shard_name
 from pretrainkit.data.shards.request import ShardPlan, check_set
 from pretrainkit.data.tokens import encoder
 from pretrainkit.data.tokens.encode_pool import EncodePool
@@ -72,11 +70,8 @@ def _make_folder(folder: Path, stripe_count: int | None) -> None:
     file = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not file.is_dir():
         raise RequestError("is a file", where=str(file), needed="a folder", action="give another --output_dir")
-    try:
+    with machine_errors(folder, "make it, or free disk space", RequestError):
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        action = "make it, or free disk space"
-        raise RequestError(error.strerror or str(error), where=str(error.filename), action=action) from error
     if stripe_count:
         try:
             command = ["lfs", "setstripe", "-c", str(stripe_count), str(folder)]
@@ -138,7 +133,7 @@ def _make_shard(plan: ShardPlan, shard_id: int, pool: EncodePool, engine: str) -
         for path in contents:
             if not path.stat().st_size:
                 path.unlink()
-        files.write_json(record_path, record_to_json(record))
+        files.write_json(record_path, record.to_json())
     LOGGER.info("%s", record.summary)
     return record
 
@@ -192,7 +187,7 @@ class _ShardWriter:
         """
         path = block.source.path
         for bad in sorted(piece.rejects, key=lambda reject: reject.line):
-            line = self._reader.line_number(block, bad.line)
+            line = block.line_number(bad.line)
             if self._plan.request.on_error == "stop":
                 raise DataError(
                     bad.found,
@@ -227,9 +222,7 @@ class _ShardWriter:
             settings=plan.settings,
             tokenizer=tokenizer_record(plan.tokenizer, engine, request.verify_tokens),
             inputs=tuple(self._reader.inputs),
-            elapsed_s=round(time.monotonic() - began, 3),
-            finished_at=datetime.now(UTC).isoformat(timespec="seconds"),
-            pretrainkit_version=version("pretrainkit"),
+            **made_now(time.monotonic() - began),
         )
 
 

@@ -27,7 +27,7 @@ import itertools
 import re
 import tarfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,13 +36,12 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from pretrainkit.data.indexed.manifest import TokenizerRecord, read_record
+from pretrainkit.data.indexed.manifest import DataRecord, TokenizerRecord
 from pretrainkit.units import format_bytes, format_count, format_duration
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-FORMAT = "pretrainkit-shard-1"
 NAME = re.compile(r"shard-\d{5}\.(tar|json)")
 SAMPLE = np.dtype([("offset", "<i8"), ("num_bytes", "<i4"), ("num_tokens", "<i4")])
 BLOCK = tarfile.BLOCKSIZE
@@ -72,9 +71,10 @@ class ShardInput:
 
 
 @dataclass(frozen=True)
-class ShardRecord:
-    """A shard's record. in = out + empty + rejected."""
+class ShardRecord(DataRecord):
+    """A shard's record, `shard-*.json`. in = out + empty + rejected."""
 
+    FORMAT = "pretrainkit-shard-1"
     shard_id: int
     num_shards: int
     num_samples: int
@@ -119,16 +119,10 @@ def shard_name(shard_id: int) -> str:
     return f"shard-{shard_id:05d}"
 
 
-def record_to_json(record: ShardRecord) -> dict[str, Any]:
-    """The content of `shard-*.json`."""
-    return {"format": FORMAT, **asdict(record)}
-
-
 def read_records(folder: Path) -> dict[int, ShardRecord]:
     """The records of all finished shards in a folder, by shard."""
     paths = sorted(path for path in folder.glob("shard-*.json") if NAME.fullmatch(path.name))
-    records = (read_record(ShardRecord, path, FORMAT) for path in paths)
-    return {record.shard_id: record for record in records if record}
+    return {record.shard_id: record for record in map(ShardRecord.read, paths) if record}
 
 
 def end_of_archive(num_bytes: int) -> bytes:

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
-from pretrainkit.data.shards.order import EpochOrder, Part, first_row, shard_order
+from pretrainkit.data.shards.order import EpochOrder, first_row, shard_order
 from pretrainkit.data.shards.shard_set import ShardReader, ShardSet, open_shards
 from pretrainkit.errors import RequestError
 from pretrainkit.logs import get_logger
@@ -156,25 +156,23 @@ class TokenBatches(Dataset[dict[str, torch.Tensor]]):
         """The ids of a row of this rank's shards, without padding."""
         unit, tokens = self._weight_per_row, self._tokens_per_weight
         found = self._order.parts(row * unit, (row + 1) * unit)
-        parts = [self._ids(part)[part.begin * tokens : part.end * tokens] for part in found]
+        parts = [self._ids(window, place)[begin * tokens : end * tokens] for window, place, begin, end in found]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def _ids(self, part: Part) -> NDArray[np.int32]:
-        if self._set.shards[part.shard].is_local:
-            return self._reader.read(part.shard, part.sample)
-        return self._remote_window(part.window)[part.place]
-
-    def _remote_window(self, number: int) -> dict[int, NDArray[np.int32]]:
-        """A window's samples, read in the order of their shards."""
-        if number not in self._remote:
+    def _ids(self, number: int, place: int) -> NDArray[np.int32]:
+        """The ids of a sample, by its window and its position there."""
+        window = self._order.window(number)
+        shard = int(window.shards[place])
+        if self._set.shards[shard].is_local:
+            return self._reader.read(shard, int(window.samples[place]))
+        if number not in self._remote:  # all of a window's samples are read in the order of their shards
             while len(self._remote) > self.settings.lanes:
                 del self._remote[next(iter(self._remote))]
-            window = self._order.window(number)
             order = np.lexsort((window.samples, window.shards))
             self._remote[number] = {
                 int(place): self._reader.read(int(window.shards[place]), int(window.samples[place])) for place in order
             }
-        return self._remote[number]
+        return self._remote[number][place]
 
 
 class _Remaining:

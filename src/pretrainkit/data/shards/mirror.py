@@ -15,7 +15,7 @@ import xxhash
 from pretrainkit import files
 from pretrainkit.data.byte_progress import ByteProgress
 from pretrainkit.data.packed.once import build_once
-from pretrainkit.data.shards.format import record_to_json, shard_name
+from pretrainkit.data.shards.format import shard_name
 from pretrainkit.data.shards.shard_set import Shard, ShardSet, open_shards
 from pretrainkit.data.shards.urls import ATTEMPTS, READ_BYTES, is_url
 from pretrainkit.errors import DataError
@@ -75,7 +75,7 @@ def _copy_shard(shard: Shard, folder: Path) -> Shard:
                 _stream(shard, temporary)
             with files.atomic_file(folder / f"{name}.samples") as temporary:
                 temporary.write_bytes(shard.table.tobytes())
-            files.write_json(folder / f"{name}.json", record_to_json(shard.record))
+            files.write_json(folder / f"{name}.json", shard.record.to_json())
             return shard
         except (OSError, DataError) as error:
             if isinstance(error, OSError) and error.filename is not None:  # this disk's

@@ -19,8 +19,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Weigh = Callable[[NDArray[Any]], NDArray[np.int64]]
-
 
 @dataclass(frozen=True)
 class Window:
@@ -36,24 +34,17 @@ class Window:
     """Weight before the first."""
 
 
-@dataclass(frozen=True)
-class Part:
-    """A part of a sample; `begin` and `end` are in the sample's own weights."""
-
-    window: int
-    place: int
-    """Position in its window."""
-    shard: int
-    sample: int
-    begin: int
-    end: int
-
-
 class EpochOrder:
     """The order of some shards in one epoch. `tables` are those of the shards in their drawn order."""
 
     def __init__(
-        self, shards: list[int], tables: list[NDArray[Any]], weigh: Weigh, *, shuffle_buffer: int, seed: tuple[int, ...]
+        self,
+        shards: list[int],
+        tables: list[NDArray[Any]],
+        weigh: Callable[[NDArray[Any]], NDArray[np.int64]],
+        *,
+        shuffle_buffer: int,
+        seed: tuple[int, ...],
     ) -> None:
         self._shards = np.array(shards, np.int64)
         self._tables, self._weigh, self._seed = tables, weigh, seed
@@ -98,8 +89,11 @@ class EpochOrder:
             self._windows.popitem(last=False)
         return found
 
-    def parts(self, begin: int, end: int) -> Iterator[Part]:
-        """The parts of samples in a range of weights, in order."""
+    def parts(self, begin: int, end: int) -> Iterator[tuple[int, int, int, int]]:
+        """The parts of samples in a range of weights, in order.
+
+        Gives the window's number, the sample's position in it, and begin and end in the sample's own weights.
+        """
         number = int(np.searchsorted(self._window_begins, begin, side="right")) - 1
         while begin < end:
             window = self.window(number)
@@ -108,8 +102,7 @@ class EpochOrder:
                 before = int(window.ends[place - 1]) if place else window.begin
                 upto = min(end, int(window.ends[place]))
                 if upto > begin:
-                    sample = int(window.shards[place]), int(window.samples[place])
-                    yield Part(number, place, *sample, begin - before, upto - before)
+                    yield number, place, begin - before, upto - before
                 begin, place = max(begin, upto), place + 1
             number += 1
 

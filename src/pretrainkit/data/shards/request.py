@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from pretrainkit.data.shards.blocks import ShardTask
 from pretrainkit.data.shards.format import ShardRecord, read_records, shard_name
 from pretrainkit.data.tokens.tokenizer import TokenizerFile, load_tokenizer
 from pretrainkit.errors import RequestError
+from pretrainkit.units import format_ranges
 
 MAX_SHARDS = 100_000
 """Shard names have five digits."""
@@ -62,8 +63,9 @@ class ShardPlan:
     def items(self, shard_id: int) -> list[WorkItem]:
         """The work items of one shard, in order."""
         if self.request.num_shards is None:
-            items = work_items.cut([self.sources[shard_id]], [0], (self.request.json_key,))
-            return [_of_source(item, shard_id) for item in items]
+            source = self.sources[shard_id]
+            parts = source.split(shard_id, (self.request.json_key,))
+            return [WorkItem(0, (part,), source.is_stream) for part in parts]
         begin, end = work_items.shard(self._items, shard_id, self.num_shards)
         return self._items[begin:end]
 
@@ -82,10 +84,6 @@ class ShardPlan:
         """A file's path below the input folder, which may have been moved or given in another form."""
         ends = [source.relative for source in self.sources if f"/{path}".endswith(f"/{source.relative}")]
         return max(ends, key=len, default=path)
-
-
-def _of_source(item: WorkItem, source: int) -> WorkItem:
-    return replace(item, ranges=tuple(replace(part, source=source) for part in item.ranges))
 
 
 def make_shard_plan(request: ShardRequest) -> ShardPlan:
@@ -208,19 +206,8 @@ def report_status(plan: ShardPlan) -> Report:
     lines = [f"{plan.num_shards - len(missing) - len(stale)} of {plan.num_shards} shards are complete"]
     for found, numbers in (("missing", missing), ("made from input that has changed since", stale)):
         if numbers:
-            lines.append(f"{found}: {_ranges(numbers)}")
+            lines.append(f"{found}: {format_ranges(numbers)}")
     return Report(value, lines, int(bool(missing or stale)))
-
-
-def _ranges(numbers: list[int]) -> str:
-    """`0-3,7`, as schedulers take it for `--array`."""
-    ranges: list[list[int]] = []
-    for number in numbers:
-        if ranges and ranges[-1][1] == number - 1:
-            ranges[-1][1] = number
-        else:
-            ranges.append([number, number])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
 
 
 def check_shard_id(shard_id: int, plan: ShardPlan) -> None:

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pretrainkit.data.indexed.manifest import decode_record, read_record
-from pretrainkit.data.shards.format import FORMAT, NAME, SAMPLE, ShardRecord, decode_ids, read_records, shard_name
+from pretrainkit.data.shards.format import NAME, SAMPLE, ShardRecord, decode_ids, read_records, shard_name
 from pretrainkit.data.shards.urls import ForwardStream, expand, fetch, is_url, sibling
 from pretrainkit.errors import DataError, RequestError
 
@@ -110,13 +109,13 @@ def _complete_folder(folder: Path) -> list[Shard]:
 
 def _open(url: str, record: ShardRecord | None = None) -> Shard:
     if is_url(url):
-        record = decode_record(ShardRecord, fetch(sibling(url, ".json")), FORMAT, url)
+        record = ShardRecord.decode(fetch(sibling(url, ".json")), url)
         content = fetch(sibling(url, ".samples")) if record.num_samples else b""
         if len(content) != record.num_samples * SAMPLE.itemsize:
             raise DataError(f"its table of samples has {len(content)} bytes", where=url)
         return Shard(url, record, np.frombuffer(content, SAMPLE))
     local = Path(url.removeprefix("file:"))
-    record = record or read_record(ShardRecord, local.with_suffix(".json"), FORMAT)
+    record = record or ShardRecord.read(local.with_suffix(".json"))
     if record is None:
         raise DataError(
             "no finished token shard",
@@ -214,11 +213,11 @@ class ShardDocuments:
 
     row_length = None
 
-    def __init__(self, shards: str) -> None:
-        self.path_prefix = shards
+    def __init__(self, shards: Path | str) -> None:
+        self.path_prefix = str(shards)
         found = open_shards(shards)
         if not found.num_samples:
-            raise RequestError("no sample in any shard", where=shards)
+            raise RequestError("no sample in any shard", where=str(shards))
         self.num_tokens = found.num_tokens
         self.tokenizer = found.records[0].tokenizer
         """Which gave the ids."""

@@ -15,11 +15,12 @@ from isal.isal_zlib import crc32
 from pretrainkit.data.indexed.blend import dataset_path, make_blend, read_blend, write_blend
 from pretrainkit.data.indexed.format import IndexedDataset, bin_path, idx_path
 from pretrainkit.data.indexed.inspect import count_epoch, plot, read_statistics, show
-from pretrainkit.data.indexed.manifest import Manifest, TokenizerRecord, manifest_path, read_manifest, write_manifest
+from pretrainkit.data.indexed.manifest import Manifest, TokenizerRecord, manifest_path, read_manifest
 from pretrainkit.data.indexed.merge import merge
 from pretrainkit.data.indexed.verify import verify
 from pretrainkit.data.tokens.tokenizer import load_tokenizer
 from pretrainkit.errors import DataError, RequestError
+from pretrainkit.files import write_json
 
 EOD = 1
 DOCUMENTS = [[5, 6, EOD], [7, EOD], [8, 9, 10, EOD]]
@@ -49,7 +50,7 @@ def describe(prefix: Path, **changes: object) -> Manifest:
         tokenizer=tokenizer,
         inputs=(),
     )
-    write_manifest(manifest_path(prefix), replace(manifest, **changes))  # type: ignore[arg-type]
+    write_json(manifest_path(prefix), replace(manifest, **changes).to_json())  # type: ignore[arg-type]
     return manifest
 
 

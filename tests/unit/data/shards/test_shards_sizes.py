@@ -28,7 +28,7 @@ def test_a_sample_whose_size_its_table_cannot_hold_is_a_bad_record(
     (block,) = reader.blocks("sample_0_")
     encoder = load_encoder(EngineSpec("tokenizers", str(plan.tokenizer.json_path), special_tokens=False))
     piece = plan.task.open(encoder, 0)(block)
-    assert [reader.line_number(block, bad.line) for bad in piece.rejects] == ([] if most == 20 else [4])
+    assert [block.line_number(bad.line) for bad in piece.rejects] == ([] if most == 20 else [4])
     assert piece.counts["num_samples"] + piece.counts["num_rejected"] == piece.counts["num_records"] == 4
     assert all("more than the 4 that a sample may have" in bad.found for bad in piece.rejects)
     assert sum(map(len, piece.samples)) == piece.counts["num_samples"]

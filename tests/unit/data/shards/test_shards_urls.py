@@ -13,12 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from pretrainkit.data.dataset import open_documents
 from pretrainkit.data.shards import mirror
 from pretrainkit.data.shards.build import make_shards
 from pretrainkit.data.shards.loader import make_loader
 from pretrainkit.data.shards.request import ShardRequest, make_shard_plan
-from pretrainkit.data.shards.shard_set import open_shards
+from pretrainkit.data.shards.shard_set import ShardDocuments, open_shards
 from pretrainkit.data.shards.urls import is_url, names_shards
 from pretrainkit.errors import DataError, RequestError
 
@@ -96,7 +95,7 @@ def test_shards_are_copied_once_and_read_as_documents(
 ) -> None:
     url, asked = served
     path = mirror.local_shards(url, tmp_path / "cache")
-    documents, wanted = open_documents(path), open_documents(folder)
+    documents, wanted = ShardDocuments(path), ShardDocuments(folder)
     assert documents.data_hash == wanted.data_hash
     assert all(np.array_equal(documents.get(i), wanted.get(i)) for i in range(len(wanted)))
     asked.clear()
