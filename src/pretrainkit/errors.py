@@ -37,11 +37,12 @@ class RequestError(PretrainkitError):
     exit_code = EXIT_WRONG_REQUEST
 
     @classmethod
-    def of_all(cls, problems: list[RequestError]) -> RequestError:
-        """One error that lists all problems, so that a user can fix them in one go."""
+    def raise_all(cls, problems: list[RequestError]) -> None:
+        """Raise the problems, if there are any: several as one error, so that a user can fix them in one go."""
         if len(problems) == 1:
-            return problems[0]
-        return cls(f"{len(problems)} problems:\n" + "\n".join(f"- {problem}" for problem in problems))
+            raise problems[0]
+        if problems:
+            raise cls(f"{len(problems)} problems:\n" + "\n".join(f"- {problem}" for problem in problems))
 
     @staticmethod
     @contextmanager

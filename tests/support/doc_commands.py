@@ -110,10 +110,10 @@ def _problem_of_run(arguments: argparse.Namespace) -> str | None:
         return None
     try:
         config = load_config(arguments.config_files, given_flags(arguments), arguments.assignments)
+        RequestError.raise_all(problems_of_launch(config))
     except RequestError as error:
         return str(error)
-    problems = problems_of_launch(config)
-    return str(RequestError.of_all(problems)) if problems else None
+    return None
 
 
 def _problem_of_shell_script(script: str, words: list[str]) -> str | None:

@@ -15,8 +15,13 @@ def test_all_parts_are_in_the_message() -> None:
 
 def test_one_problem_stays_itself_and_several_are_told_together() -> None:
     first, second = RequestError("a", where="x"), RequestError("b")
-    assert RequestError.of_all([first]) is first
-    assert str(RequestError.of_all([first, second])) == "2 problems:\n- x: a\n- b"
+    RequestError.raise_all([])
+    with pytest.raises(RequestError) as error:
+        RequestError.raise_all([first])
+    assert error.value is first
+    with pytest.raises(RequestError) as error:
+        RequestError.raise_all([first, second])
+    assert str(error.value) == "2 problems:\n- x: a\n- b"
 
 
 @pytest.mark.parametrize(

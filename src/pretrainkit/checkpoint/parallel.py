@@ -23,8 +23,7 @@ class Parallelism:
 
     def check(self, shape: ModelShape) -> None:
         """Raise RequestError, with the sizes that would work, when the model can't be cut like this."""
-        if problems := self.problems(shape):
-            raise RequestError.of_all(problems)
+        RequestError.raise_all(self.problems(shape))
 
     def problems(self, shape: ModelShape) -> list[RequestError]:
         """Why the model can't be cut like this."""

@@ -68,8 +68,7 @@ def load_config(
             with RequestError.collected(problems):
                 option = _find_option(name, value, where, known)
                 values[option.name] = _added(option, values.get(option.name), option.convert(value, where))
-    if problems:
-        raise RequestError.of_all(problems)
+    RequestError.raise_all(problems)
     request: dict[str, Any] = {}
     for name, value in values.items():
         section, _, field = name.rpartition(".")

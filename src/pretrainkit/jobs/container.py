@@ -94,8 +94,7 @@ def _mounts(texts: Iterable[str], needs: Iterable[Path]) -> tuple[str, ...]:
         with RequestError.collected(problems):
             target, mount = parse_mount(text)
             by_target[target] = mount
-    if problems:
-        raise RequestError.of_all(problems)
+    RequestError.raise_all(problems)
     for path in needs:
         # Both a symbolic link and its target must exist inside, under the same name.
         for need in dict.fromkeys([path.absolute(), path.resolve()]):

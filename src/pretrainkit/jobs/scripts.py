@@ -59,8 +59,7 @@ def inner_scripts(job: Job) -> dict[str, str]:
 
     Raises RequestError for a variable whose name bash doesn't accept.
     """
-    environment = {name: str(folder) for name, folder in _cache_folders(job, CACHES).items()}
-    environment |= {**job.environment, **job.config.environment}
+    environment = {**_cache_folders(job, CACHES), **job.environment, **job.config.environment}
     for name in environment:
         if not _NAME.fullmatch(name):
             raise RequestError(f"{name!r}", needed="letters, digits and _", where="--env")
@@ -107,22 +106,18 @@ def _cache_dir(job: Job) -> Path | None:
     return Path(os.path.expandvars(job.config.cache_dir)).expanduser().absolute() / getpass.getuser()
 
 
-def _cache_folders(job: Job, names: dict[str, str]) -> dict[str, Path]:
+def _cache_folders(job: Job, names: dict[str, str]) -> dict[str, str]:
     base = _cache_dir(job)
-    return {name: base / folder for name, folder in names.items()} if base else {}
+    return {name: str(base / folder) for name, folder in names.items()} if base else {}
 
 
 def _host(job: Job) -> dict[str, Any]:
     """What the host's part of a script needs."""
-    runtime = job.container.runtime if job.container else ""
-    caches = _cache_folders(job, _IMAGE_CACHES.get(runtime, {}))
+    caches = _cache_folders(job, _IMAGE_CACHES.get(job.container.runtime, {}) if job.container else {})
     folders = [*caches.values(), *_cache_folders(job, CACHES).values()]
     if file := _image_file(job):
-        folders.append(file.parent)
-    return {
-        "host_environment": {name: str(folder) for name, folder in caches.items()},
-        "folders": [str(folder) for folder in dict.fromkeys(folders)],
-    }
+        folders.append(str(file.parent))
+    return {"host_environment": caches, "folders": list(dict.fromkeys(folders))}
 
 
 def _hours(time_limit: str) -> str:

@@ -52,8 +52,7 @@ def or_submit(
         from pretrainkit.config.validate import problems_of_launch
 
         config = load_config(flags=given)
-        if problems := problems_of_launch(config):
-            raise RequestError.of_all(problems)
+        RequestError.raise_all(problems_of_launch(config))
         if config.launch.is_scheduled:
             words = _without_job_flags(sys.argv[1:] if argv is None else argv)
             return _submit(config, Path(script).resolve(), words, arguments)

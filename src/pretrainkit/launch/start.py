@@ -41,9 +41,7 @@ log = get_logger(__name__)
 def resolve_request(config: RunConfig) -> ResolvedRun:
     """The resolved run of a request. Raises RequestError with everything that is wrong with it."""
     facts, problems = inspect_inputs(config)
-    problems = [*problems, *problems_of(config, facts)]
-    if problems:
-        raise RequestError.of_all(problems)
+    RequestError.raise_all([*problems, *problems_of(config, facts)])
     run = resolve(config, facts)
     for warning in warnings_of(run, facts):
         log.warning("%s", warning)

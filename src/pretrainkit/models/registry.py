@@ -101,5 +101,4 @@ def _check_fields(config: Mapping[str, Any], family: Family, ignored: set[str], 
                 "or, to train, take them out of config.json",
             )
         )
-    if problems:
-        raise RequestError.of_all(problems)
+    RequestError.raise_all(problems)

@@ -72,8 +72,11 @@ def check_nodes(request: NodeCheckRequest, place: Place) -> tuple[list[NodeRepor
     except OSError:  # the report says it; the others will miss this node
         return [report], Check("network", SKIPPED, "the nodes need a shared folder to exchange their reports")
     found = nodes.collect("report", numbers, request.timeout_s)
+    words = f"no report in the shared folder within {request.timeout_s:.0f} s"
+    absent = (Check("presence", FAILED, words, "check that the node is up and mounts the same output folder"),)
+    names = place.hosts or [f"number {node}" for node in numbers]
     reports = [
-        decode(NodeReport, found[node], known_only=False) if node in found else _absent(node, place, request.timeout_s)
+        decode(NodeReport, found[node], known_only=False) if node in found else NodeReport(names[node], absent)
         for node in numbers
     ]
     if not all(one.is_good for one in reports) or not request.collectives:
@@ -85,13 +88,6 @@ def check_nodes(request: NodeCheckRequest, place: Place) -> tuple[list[NodeRepor
         nodes.collect("done", numbers, request.timeout_s / 4)
         shutil.rmtree(folder, ignore_errors=True)
     return reports, network
-
-
-def _absent(node: int, place: Place, timeout_s: float) -> NodeReport:
-    host = place.hosts[node] if place.hosts else f"number {node}"
-    found = f"no report in the shared folder within {timeout_s:.0f} s"
-    action = "check that the node is up and mounts the same output folder"
-    return NodeReport(host, (Check("presence", FAILED, found, action),))
 
 
 def _check_network(nodes: Rendezvous, request: NodeCheckRequest, hosts: Sequence[str]) -> Check:

@@ -175,8 +175,7 @@ def _check_flags(request: Request) -> None:
         problems.append(RequestError("a text file has one text", where="--json-keys", needed="one key"))
     if any("/" in key for key in request.json_keys):
         problems.append(RequestError("a key holds '/', which can't be part of a file name", where="--json-keys"))
-    if problems:
-        raise RequestError.of_all(problems)
+    RequestError.raise_all(problems)
 
 
 def _files_of(outputs: list[OutputNames]) -> list[Path]:

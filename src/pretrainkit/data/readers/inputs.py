@@ -67,8 +67,7 @@ def resolve_inputs(inputs: tuple[str, ...], text_documents: str = "line") -> lis
     for file, base in found:
         with RequestError.collected(problems):
             sources.append(_describe(file, base, text_documents))
-    if problems:
-        raise RequestError.of_all(problems)
+    RequestError.raise_all(problems)
     return sources
 
 

@@ -63,8 +63,7 @@ class BatchSettings:
                 problems.append(RequestError(f"{getattr(self, name)!r}", where=name, needed=" or ".join(known)))
         if not 0 <= self.rank < self.world_size:
             problems.append(RequestError(f"rank {self.rank} of {self.world_size}", where="rank"))
-        if problems:
-            raise RequestError.of_all(problems)
+        RequestError.raise_all(problems)
 
 
 class TokenBatches(Dataset[dict[str, torch.Tensor]]):
