@@ -52,14 +52,9 @@ class Probe:
         """Where its output goes."""
         return Path(self.folder) / f"rank_{self.local_rank}.log"
 
-    @property
-    def results(self) -> dict[str, Any]:
-        """What the process has reported so far."""
-        return files.read_json(self.result_file) if self.result_file.is_file() else {}
-
     def report(self, **values: Any) -> None:
         """Add values to the results of this process, or replace those of the same name."""
-        files.write_json(self.result_file, self.results | values)
+        files.write_json(self.result_file, files.read_object(self.result_file) | values)
 
 
 def run_probes(
@@ -109,7 +104,7 @@ def _start(function: Callable[[Probe], None], probe: Probe) -> subprocess.Popen[
 
 
 def _result(probe: Probe, exit_code: int, hung: bool) -> dict[str, Any]:
-    results = probe.results
+    results = files.read_object(probe.result_file)
     if hung:
         results.setdefault("error", f"no answer within {probe.timeout_s:.0f} s")
     elif exit_code < 0:
