@@ -64,7 +64,6 @@ def command(arguments: argparse.Namespace) -> int:
     """Measure, write the report and print it."""
     from pretrainkit.diagnosis import diagnose, program, report
 
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the program is ended with this command
     given = [arguments.experiment, arguments.script, arguments.module]
     if sum(source is not None for source in given) != 1:
         raise RequestError("not one program to diagnose", needed="one of EXPERIMENT, --script and --module")
@@ -111,4 +110,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the program is ended with this command
     sys.exit(main())
