@@ -1,4 +1,4 @@
-"""An input file, whatever its format: what `split`, `read`, `blocks` and `sample` promise."""
+"""An input file, whatever its format: what `split`, `read`, `blocks` and `parse` promise."""
 
 from __future__ import annotations
 
