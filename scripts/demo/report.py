@@ -13,7 +13,7 @@ from typing import Any
 
 from pretrainkit.cli import Parser, run_command
 from pretrainkit.errors import EXIT_DONE, EXIT_FAILED
-from pretrainkit.run.metrics import read_metrics
+from pretrainkit.run.json_lines import read_records
 
 PROMPT = "The with statement is used to wrap the execution of a block"
 SEQUENCE_LENGTH = 128
@@ -31,7 +31,7 @@ def build_parser() -> Parser:
 
 def command(arguments: argparse.Namespace) -> int:
     before, after = (evaluate(folder, arguments.text) for folder in (arguments.before, arguments.after))
-    records = read_metrics(arguments.experiment / "metrics.jsonl")
+    records = read_records(arguments.experiment / "metrics.jsonl")
     steps = {record["step"]: record for record in records if "loss" in record}
     first, last = steps[min(steps)], steps[max(steps)]
     rate = median(record["tokens_per_second"] for record in steps.values())
