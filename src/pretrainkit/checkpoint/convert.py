@@ -198,7 +198,7 @@ def _check_space(target: Path, num_bytes: int) -> None:
 
 
 def _notes(reader: WeightReader, plan: ConversionPlan) -> Iterator[str]:
-    """What was cast, left out or added, and what Megatron-LM must be told."""
+    """What was cast, left out or added, and what Megatron-LM needs as options."""
     changes = Counter(
         f"{_name(reader.dtypes[mapping])} to {_name(dtype)}"
         for mapping, dtype in plan.dtypes.items()

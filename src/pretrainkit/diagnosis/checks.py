@@ -10,7 +10,7 @@ from typing import Any
 
 from pretrainkit.files import read_object
 
-WARN, FINE, TOLD = "warn", "fine", "told"
+WARN, FINE, NOTED = "warn", "fine", "told"
 
 DEBUG_VARIABLES: dict[str, tuple[str, str]] = {
     # name: values that cost nothing; what the others do
@@ -42,7 +42,7 @@ PAD_RIGHT = 'tokenizer.padding_side = "right"'
 LOW_CLOCK = 0.9
 """A GPU at work below this share of its highest clock is held back."""
 BUSY_MACHINE = 0.15
-"""Share of the machine's cores that others may use without being told of."""
+"""Share of the machine's cores that others may use without a warning."""
 _SPECIAL_COUNTS = ("ended_rows", "unended_rows", "ends", "masked_ends", "double_bos")
 _CUDA_ONLY = ("CUDA_", "NCCL_", "NVIDIA_", "TORCH_NCCL_", "PYTORCH_NO_CUDA_")
 
@@ -94,14 +94,14 @@ def check_tokenizer(folder: Path) -> list[Check]:
     roles = {**read_object(folder / "special_tokens_map.json"), **config}
     pad, eos, bos = (_content(roles.get(role)) for role in ("pad_token", "eos_token", "bos_token"))
     if not config and not (folder / "tokenizer.json").is_file():
-        return [Check("tokenizer", TOLD, f"no files of one in {folder}")]
+        return [Check("tokenizer", NOTED, f"no files of one in {folder}")]
     checks = [_padding_side(config, pad), _padding_token(pad, eos)]
     if eos is None:
         change = "--eod-token of tools/preprocess_data.py"
         checks.append(warning("end of documents", "the tokenizer has no EOS token", change))
     post = json.dumps(read_object(folder / "tokenizer.json").get("post_processor"))
     if (bos and json.dumps(bos)[1:-1] in post) or config.get("add_bos_token"):
-        checks.append(Check("BOS", TOLD, f"the tokenizer puts {bos} before each text: a text that holds it has two"))
+        checks.append(Check("BOS", NOTED, f"the tokenizer puts {bos} before each text: a text that holds it has two"))
     return checks
 
 
@@ -110,13 +110,13 @@ def _padding_side(config: dict[str, Any], pad: str | None) -> Check:
     if config.get("padding_side", "left" if by_default else "right") == "right":
         return Check("padding side", FINE, "right")
     if pad is None:
-        return Check("padding side", TOLD, "left, but it has no padding token")
+        return Check("padding side", NOTED, "left, but it has no padding token")
     return warning("padding side", "left: a model in training sees padding first", PAD_RIGHT)
 
 
 def _padding_token(pad: str | None, eos: str | None) -> Check:
     if pad is None:
-        return Check("padding token", TOLD, "none: packed data needs none")
+        return Check("padding token", NOTED, "none: packed data needs none")
     if pad != eos:
         return Check("padding token", FINE, f"{pad}, not EOS")
     return warning(
@@ -161,7 +161,7 @@ def check_batches(batches: list[Any], tokenizer: dict[str, Any] | None) -> list[
 
 def check_machine(machine: dict[str, Any]) -> list[Check]:
     """Clocks of the GPUs at work, and who else used GPUs and cores meanwhile."""
-    found = [] if machine["gpus"] else [Check("GPU clock and sharing", TOLD, "no GPU is seen")]
+    found = [] if machine["gpus"] else [Check("GPU clock and sharing", NOTED, "no GPU is seen")]
     for gpu in machine["gpus"]:
         if gpu["clock_mhz"] is None or not gpu["highest_clock_mhz"]:
             continue

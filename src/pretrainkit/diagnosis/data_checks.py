@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from pretrainkit.diagnosis.checks import TOLD, Check, rated, warning
+from pretrainkit.diagnosis.checks import NOTED, Check, rated, warning
 from pretrainkit.errors import DataError, RequestError
 from pretrainkit.units import format_bytes, format_count
 
@@ -53,7 +53,7 @@ def _format_checks(place: Path) -> list[Check]:
         return [warning("data format", found, "tools/preprocess_data.py or tools/pack_dataset.py prepares them once")]
     if place.is_file() and place.suffix not in (".bin", ".idx"):
         has_lines = place.suffix in (".jsonl", ".json", ".txt")
-        rows = [Check("amount of data", TOLD, _count_lines(place))] if has_lines else []
+        rows = [Check("amount of data", NOTED, _count_lines(place))] if has_lines else []
         found = f"{place.name}: text, {format_bytes(place.stat().st_size)}; it must be tokenized while training"
         return [*rows, warning("data format", found, "tools/preprocess_data.py makes .bin/.idx of it once")]
     return _pair_checks(place)
@@ -112,7 +112,7 @@ def _spread(count: int) -> Iterable[int]:
 
 
 def _amount(form: str, rows: int, unit: str, tokens: int) -> Check:
-    return Check("amount of data", TOLD, f"{form}: {format_count(rows)} {unit}, {format_count(tokens)} tokens")
+    return Check("amount of data", NOTED, f"{form}: {format_count(rows)} {unit}, {format_count(tokens)} tokens")
 
 
 def check_place(place: Path) -> list[Check]:
@@ -120,7 +120,7 @@ def check_place(place: Path) -> list[Check]:
     kind = file_system(place)
     found = f"{place} lies on {kind}"
     if kind in PARALLEL_FILE_SYSTEMS:
-        checks = [Check("file system", TOLD, f"{found}: large files want striping (lfs setstripe -c 8)")]
+        checks = [Check("file system", NOTED, f"{found}: large files want striping (lfs setstripe -c 8)")]
     else:
         is_slow = kind in NETWORK_FILE_SYSTEMS
         checks = [rated("file system", is_slow, found, "copy it to a local or parallel file system")]

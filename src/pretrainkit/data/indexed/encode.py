@@ -1,6 +1,6 @@
 """What a worker of preprocessing does: reads and encodes pieces of the input, and writes their tokens.
 
-It holds an encoded chunk in memory until it is told where to write it: to its place in the output, or to part files.
+It holds an encoded chunk in memory until a request says where to write it: its place in the output, or part files.
 A request is a call of one of its methods: `partial(Worker.encode_item, number=..., item=...)`.
 """
 

@@ -37,10 +37,10 @@ def test_a_sample_whose_size_its_table_cannot_hold_is_a_bad_record(
 def test_a_file_is_whole_and_hashed_and_its_pages_are_given_to_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[tuple[int, int]] = []
+    advised: list[tuple[int, int]] = []
     monkeypatch.setattr(HashedFile, "STEP_BYTES", 1000)
     monkeypatch.setattr(HashedFile, "WINDOW_BYTES", 2500)
-    monkeypatch.setattr(os, "posix_fadvise", lambda _, begin, size, __: told.append((begin, begin + size)))
+    monkeypatch.setattr(os, "posix_fadvise", lambda _, begin, size, __: advised.append((begin, begin + size)))
     parts = [os.urandom(700) for _ in range(9)]
     with contextlib.ExitStack() as stack:
         file = HashedFile(tmp_path / "x", stack)
@@ -49,4 +49,4 @@ def test_a_file_is_whole_and_hashed_and_its_pages_are_given_to_the_disk(
         assert file.num_bytes == 6300
     assert (tmp_path / "x").read_bytes() == b"".join(parts)
     assert file.hash.hexdigest() == xxhash.xxh3_128_hexdigest(b"".join(parts))
-    assert told == [(0, 1400), (300, 2800), (1700, 4200), (3100, 5600)]
+    assert advised == [(0, 1400), (300, 2800), (1700, 4200), (3100, 5600)]
