@@ -70,9 +70,10 @@ def _load_early(request: Request, pool: EncodePool) -> None:
     path = Path(request.tokenizer_model) / "tokenizer.json"
     if path.is_file():
         name = "tokenizers" if request.engine == "tokenizers" else encoder.default_engine()
-        pool.load(
-            request.engine_spec(name, path), with_reference=name == "fastokens" and request.verify_tokens != "off"
-        )
+        engine = request.engine_spec(name, path)
+        if name == "fastokens" and request.verify_tokens != "off":
+            pool.load_reference(engine)
+        pool.load(engine)
 
 
 def _run_with_best_engine(plan: Plan, state: StateFolder, pool: EncodePool) -> None:

@@ -25,6 +25,7 @@ from pretrainkit.data.shards.blocks import InputReader, Piece, ShardBlock
 from pretrainkit.data.shards.format import COUNTS, ShardRecord, end_of_archive, shard_name
 from pretrainkit.data.shards.request import ShardPlan, check_set
 from pretrainkit.data.tokens import encoder
+from pretrainkit.data.tokens.encode_here import EncodeHere
 from pretrainkit.data.tokens.encode_pool import EncodePool
 from pretrainkit.data.tokens.parity import EnginesDiffer, ParitySample
 from pretrainkit.errors import DataError, RequestError, machine_errors
@@ -59,7 +60,9 @@ def make_shards(plan: ShardPlan, shard_ids: list[int], *, stripe_count: int | No
     if wanted:
         again = "run the same task again; finished shards stay"
         # The pool is closed inside and outside of the signals' context, so no signal can cut that short.
-        with EncodePool(plan.request.workers) as pool, stopped_by_signals(again), contextlib.closing(pool):
+        workers = plan.request.workers
+        encoders = EncodePool(workers) if workers > 1 else EncodeHere()
+        with encoders as pool, stopped_by_signals(again), contextlib.closing(pool):
             engine = _start(pool, plan, wanted)
             for number in wanted:
                 finished[number] = _make_shard(plan, number, pool, engine)
@@ -82,7 +85,7 @@ def _make_folder(folder: Path, stripe_count: int | None) -> None:
             LOGGER.warning("--stripe has no effect: lfs setstripe says: %s", error.stderr.strip())
 
 
-def _start(pool: EncodePool, plan: ShardPlan, shard_ids: list[int]) -> str:
+def _start(pool: EncodePool | EncodeHere, plan: ShardPlan, shard_ids: list[int]) -> str:
     """Start the workers, with fastokens if it gives the ids of tokenizers on a sample of these shards' input.
 
     Gives the name of the library that encodes.
@@ -95,7 +98,6 @@ def _start(pool: EncodePool, plan: ShardPlan, shard_ids: list[int]) -> str:
             items = [item for number in shard_ids for item in plan.items(number)]
             sample = ParitySample.about(plan.tokenizer.special_tokens, plan.sources, items, plan.task.rules)
         try:
-            pool.load(fast, with_reference=sample is not None)
             if difference := pool.start(plan.task, fast, request.workers, sample).result():
                 raise EnginesDiffer(difference)
             if sample is not None:
@@ -107,7 +109,7 @@ def _start(pool: EncodePool, plan: ShardPlan, shard_ids: list[int]) -> str:
     return "tokenizers"
 
 
-def _make_shard(plan: ShardPlan, shard_id: int, pool: EncodePool, engine: str) -> ShardRecord:
+def _make_shard(plan: ShardPlan, shard_id: int, pool: EncodePool | EncodeHere, engine: str) -> ShardRecord:
     """Make a shard; its record comes last, which marks it as complete."""
     began = time.monotonic()
     finals = [plan.path(shard_id, suffix) for suffix in (".tar", ".samples", ".rejects.jsonl", ".json")]

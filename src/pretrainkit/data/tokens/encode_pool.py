@@ -7,7 +7,7 @@ on a shared one, a worker that is killed in the middle of a send would block all
         def open(self, encoder: Encoder, worker: int) -> Callable[[Block], Piece]: ...    # called once in every worker
 
     with EncodePool(workers) as pool:               # first of all: it forks, so there must be no threads yet
-        pool.load(engine, with_reference=True)      # optional: loading overlaps with what this process does next
+        pool.load(engine)                           # optional: loading overlaps with what this process does next
         difference = pool.start(task, engine, workers, sample)  # raises EnginesDiffer if fastokens can't load it
         difference.result()                         # "" if fastokens gives the ids of tokenizers
         for block, piece in pool.ordered(blocks):   # replies in the order of the items; `submit` gives futures
@@ -116,12 +116,27 @@ class EncodePool:
         """Number of workers: those that were started, else those that may be."""
         return len(self._workers) or self._max_workers
 
-    def load(self, engine: EngineSpec, *, with_reference: bool = False) -> None:
-        """Begin to load a tokenizer in advance of `start`, and with the reference what comparing a sample needs."""
-        if with_reference:
-            self._reference = self._fork(REFERENCE, partial(_open_reference, engine.reference))
+    def load(self, engine: EngineSpec) -> None:
+        """Begin to load a tokenizer in advance of `start`."""
         with self._watching_server():
             self._server.send(("load", engine))
+
+    def load_reference(self, engine: EngineSpec) -> None:
+        """Begin to load what comparing a sample needs."""
+        self._reference = self._fork(REFERENCE, partial(_open_reference, engine.reference))
+
+    def ask_reference(self, engine: EngineSpec, sample: ParitySample) -> Future[Answers]:
+        """The ids that Hugging Face tokenizers gives, asked in a process of its own, which then ends.
+
+        The future raises DataError when the sample can't be read.
+        """
+        if self._reference is None:
+            self.load_reference(engine)
+        answers: Future[Answers] = Future()
+        arguments = self._reference, sample, answers
+        threading.Thread(target=self._ask, args=arguments, name=REFERENCE, daemon=True).start()
+        self._reference = None
+        return answers
 
     def start(
         self, task: EncodeTask, engine: EngineSpec, count: int, sample: ParitySample | None = None
@@ -133,20 +148,18 @@ class EncodePool:
         Raises EnginesDiffer when fastokens can't load the tokenizer, DataError when tokenizers can't.
         """
         self.stop()
-        difference: Future[str] = Future()
-        if sample is None:
-            difference.set_result("")
-        else:
-            reference = self._reference or self._fork(REFERENCE, partial(_open_reference, engine.reference))
-            self._reference = None
-            arguments = reference, sample, difference
-            threading.Thread(target=self._compare, args=arguments, name=REFERENCE, daemon=True).start()
+        answers = None if sample is None else self.ask_reference(engine, sample)
         self._ask_server("check", engine)
         for number in range(min(count, self._max_workers)):
             self._workers.append(self._fork(f"worker {number}", partial(_open_worker, task, number)))
         for worker in self._workers:
             worker.thread = threading.Thread(target=self._serve_worker, args=(worker,), name=worker.name, daemon=True)
             worker.thread.start()
+        difference: Future[str] = Future()
+        if answers is None:
+            difference.set_result("")
+        else:
+            answers.add_done_callback(partial(self._compare, difference))
         return difference
 
     def stop(self) -> None:
@@ -216,15 +229,21 @@ class EncodePool:
                 future.set_exception(error)
             del future
 
-    def _compare(self, reference: _Child, sample: ParitySample, future: Future[str]) -> None:
+    def _ask(self, reference: _Child, sample: ParitySample, answers: Future[Answers]) -> None:
         try:
             self._send(reference, sample)
-            answers = self._receive(reference)
+            reply = self._receive(reference)
             reference.connection.close()
             self._ask_server("stop", [reference.pid])  # its tokenizer is not needed again
-            future.set_result(self.submit(answers).result())
+            answers.set_result(reply)
         except Exception as error:
-            future.set_exception(error)
+            answers.set_exception(error)
+
+    def _compare(self, difference: Future[str], answers: Future[Answers]) -> None:
+        try:
+            difference.set_result(self.submit(answers.result()).result())
+        except Exception as error:
+            difference.set_exception(error)
 
     def _send(self, child: _Child, item: Any) -> None:
         with self._watching(child):
@@ -315,7 +334,7 @@ class _ForkServer:
             return
         self._engine, self._encoder, self._error = engine, None, None
         try:
-            self._encoder = _load(engine)
+            self._encoder = load_tokenizer(engine)
             if num_threads() > 1:
                 self._error = EnginesDiffer(f"{engine.name} has started threads, which don't survive in workers")
         except (EnginesDiffer, DataError) as error:
@@ -363,7 +382,7 @@ class _ForkServer:
         self._connection.send(None)
 
 
-def _load(engine: EngineSpec) -> Encoder:
+def load_tokenizer(engine: EngineSpec) -> Encoder:
     """Load a tokenizer. Raises EnginesDiffer when fastokens can't, DataError when tokenizers can't."""
     try:
         return load_checked_encoder(engine)
@@ -384,7 +403,7 @@ def _open_worker(task: EncodeTask, number: int, encoder: Encoder | None) -> Call
 
 def _open_reference(engine: EngineSpec, _: Encoder | None) -> Callable[[ParitySample], Answers]:
     """What the reference does: say which ids Hugging Face tokenizers gives."""
-    encoder = _load(engine)
+    encoder = load_tokenizer(engine)
     return lambda sample: ask(encoder, sample.texts())
 
 
@@ -412,4 +431,9 @@ def _result(function: Callable[[Any], Any], argument: Any) -> Any:
     except (PretrainkitError, OSError, EnginesDiffer) as error:
         return error
     except MemoryError:
-        return DataError("out of memory", action="use fewer --workers, or set --max-doc-bytes")
+        return out_of_memory()
+
+
+def out_of_memory() -> DataError:
+    """What a worker that has no memory left replies."""
+    return DataError("out of memory", action="use fewer --workers, or set --max-doc-bytes")

@@ -48,7 +48,8 @@ def spec(folder: Path, name: str = "fastokens", *, verify_all: bool = False) -> 
 
 def started(folder: Path) -> Iterator[EncodePool]:
     with EncodePool(3) as pool:
-        pool.load(spec(folder), with_reference=True)
+        pool.load_reference(spec(folder))
+        pool.load(spec(folder))
         pool.start(CountTask(), spec(folder), 3)
         yield pool
 
@@ -102,7 +103,8 @@ def test_a_comparison_may_end_while_workers_are_forked(tokenizer_folder: Path, m
 
     sample = ParitySample(("<|end|>",), [], [], RecordRules(("text",)))
     with EncodePool(3) as pool:
-        pool.load(spec(tokenizer_folder), with_reference=True)
+        pool.load_reference(spec(tokenizer_folder))
+        pool.load(spec(tokenizer_folder))
         monkeypatch.setattr(reduction, "recv_handle", receive_late)
         assert pool.start(CountTask(), spec(tokenizer_folder), 3, sample).result(timeout=60) == ""
         assert pool.submit("abcd", 2).result(timeout=60)[1] == 2
