@@ -13,6 +13,8 @@ import hf_models
 import pytest
 import setuptools  # noqa: F401  it refuses to be imported after the distutils that it replaces, which some tests use
 
+from pretrainkit.imports import heavy_imports
+
 VOCAB_SIZE = 320
 
 if not Path("/dev/nvidiactl").exists():
@@ -23,6 +25,13 @@ if not Path("/dev/nvidiactl").exists():
 def text_documents() -> list[str]:
     """Real English: the chapters of the Python language reference that ship with Python."""
     return [text for _, text in sorted(pydoc_data.topics.topics.items())]
+
+
+@pytest.fixture(scope="session")
+def megatron() -> None:
+    """Megatron-core, imported as the commands import it: for tests that import its classes by themselves."""
+    with heavy_imports():
+        import megatron.core  # noqa: F401
 
 
 @pytest.fixture(scope="session")

@@ -5,16 +5,21 @@ torchmetrics plots with matplotlib, transformers computes metrics with scikit-le
 Without them and without garbage collection, importing the engine takes 8.2 s of CPU time instead of 11.0 and 776 MB
 instead of 813; transformers' models take 3.3 s instead of 5.3 and 451 MB instead of 550. Garbage collection alone is
 worth 2.6 s and 1.0 s of it (medians of 3 on 2 cores of a shared machine).
+
+Nothing is compiled meanwhile. Megatron-core 0.15.3 builds a CUDA extension, for inference alone, when it is imported:
+that takes seconds, writes to the home folder, waits forever for the lock of a process that was killed there, and ends
+with an IndexError where torch is a CUDA build and the machine has no GPU.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib.metadata
 import logging
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,7 +33,7 @@ _DISTRIBUTIONS = {"scikit-learn", *LEFT_OUT}
 def heavy_imports() -> Iterator[None]:
     """Import Megatron, NeMo, Lightning or transformers in here; afterwards `LEFT_OUT` can be imported as usual.
 
-    Their warnings about missing optional packages are dropped; this project's log records are not.
+    Their warnings about missing optional packages are dropped; this project's log records are not. torch is imported.
     """
     hidden = [name for name in LEFT_OUT if name not in sys.modules]
     collects = gc.isenabled()
@@ -51,7 +56,8 @@ def heavy_imports() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            yield
+            with _nothing_compiled():
+                yield
     finally:
         logging.Logger.callHandlers = call_handlers  # type: ignore[method-assign]
         importlib.metadata.version = version
@@ -61,3 +67,30 @@ def heavy_imports() -> Iterator[None]:
         gc.freeze()
         if collects:
             gc.enable()
+
+
+@contextmanager
+def _nothing_compiled() -> Iterator[None]:
+    """Let torch's functions that compile an extension raise ImportError, which Megatron takes for "not available"."""
+    from torch.utils import cpp_extension
+
+    importing = True
+
+    def outside_of_imports(build: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(build)
+        def checked(name: str, *args: Any, **kwargs: Any) -> Any:
+            if importing:
+                raise ImportError(f"the extension {name} is not compiled while packages are imported")
+            return build(name, *args, **kwargs)
+
+        return checked
+
+    builders = {name: getattr(cpp_extension, name) for name in ("load", "load_inline")}
+    for name, build in builders.items():
+        setattr(cpp_extension, name, outside_of_imports(build))
+    try:
+        yield
+    finally:
+        importing = False  # also for the modules that imported these functions by name
+        for name, build in builders.items():
+            setattr(cpp_extension, name, build)

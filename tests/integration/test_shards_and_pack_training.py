@@ -103,6 +103,7 @@ def of_shards(
     return losses(home, "shards", forms["shards"], 4)
 
 
+@pytest.mark.usefixtures("megatron")
 def test_samples_of_a_run_are_those_of_the_pair(forms: dict[str, Path], dataset_prefix: Path, tmp_path: Path) -> None:
     from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
     from megatron.core.datasets.utils import Split

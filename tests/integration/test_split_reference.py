@@ -12,7 +12,7 @@ from indexed_writer import IndexedDatasetWriter
 from pretrainkit.config.split import num_samples, parse_split, split_bounds
 from pretrainkit.data.dataset import read_dataset
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("megatron")]
 
 
 def test_bounds_equal_megatrons_for_any_split_and_size() -> None:

@@ -1,9 +1,11 @@
-"""Packages that the engine's packages look for are not there while it is imported, and there afterwards."""
+"""The engine is imported without the packages that it has no use for, and without a compiler."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -56,3 +58,47 @@ logging.getLogger("another").warning("afterwards")
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert [line.split(" WARNING ")[-1] for line in done.stderr.splitlines()] == ["an error", "ours", "afterwards"]
+
+
+def test_no_compiler_runs_when_the_engine_is_imported(tmp_path: Path) -> None:
+    """Also where torch is a CUDA build, which looks for a GPU's architecture before it compiles."""
+    program = """
+import os, sys
+import torch
+from torch.utils import cpp_extension
+torch.version.cuda, cpp_extension.CUDA_HOME = "13.0", "/usr/local/cuda"  # as a CUDA build of torch has them
+started = []
+sys.addaudithook(lambda event, args: started.append(os.path.basename(args[0])) if event == "subprocess.Popen" else None)
+from pretrainkit.imports import heavy_imports
+with heavy_imports():
+    from pretrainkit.megatron import cpu
+    cpu.bridge()
+    from pretrainkit.engine import train
+compilers = {"ninja", "nvcc", "c++", "g++", "gcc", "cc", "clang", "ptxas"}.intersection(started)
+assert not compilers, compilers
+"""
+    extensions = tmp_path / "extensions"
+    environment = {**os.environ, "TORCH_EXTENSIONS_DIR": str(extensions)}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert not extensions.exists()
+
+
+def test_an_extension_is_compiled_after_the_imports_alone() -> None:
+    program = """
+from torch.utils import cpp_extension
+cpp_extension._jit_compile = lambda name, *_, **__: name
+from pretrainkit.imports import heavy_imports
+with heavy_imports():
+    from torch.utils.cpp_extension import load
+    try:
+        load("an_extension", [])
+    except ImportError as error:
+        assert "an_extension" in str(error)
+    else:
+        raise AssertionError("compiled")
+assert load("an_extension", [], build_directory="/tmp") == "an_extension"
+assert cpp_extension.load("an_extension", [], build_directory="/tmp") == "an_extension"
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
