@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 from pretrainkit.config.schema import ModelShape, RopeScaling
 from pretrainkit.errors import RequestError
 from pretrainkit.models.family import ConfigFields, Layout, Weight, names
 
-_REQUIRED_FIELDS = names("""
-    hidden_size intermediate_size max_position_embeddings num_attention_heads num_hidden_layers rms_norm_eps vocab_size
-""")
-_OPTIONAL_FIELDS = names("""
-    head_dim initializer_range num_key_value_heads rope_parameters rope_scaling rope_theta tie_word_embeddings
+_READ = names("""
+    head_dim hidden_size initializer_range intermediate_size layer_types max_position_embeddings num_attention_heads
+    num_hidden_layers num_key_value_heads rms_norm_eps rope_parameters rope_scaling rope_theta tie_word_embeddings
+    vocab_size
 """)
 _METADATA = names("""
     architectures auto_map dtype is_llama_config model_type torch_dtype transformers.js_config transformers_version
@@ -33,7 +31,7 @@ _OTHER_TASKS = names("""
 _DROPOUT = names("attention_dropout hidden_dropout embd_pdrop resid_pdrop")
 
 DECODER_FIELDS = ConfigFields(
-    read=_REQUIRED_FIELDS | _OPTIONAL_FIELDS,
+    read=_READ,
     fixed={
         "hidden_act": ("silu",),
         "quantization_config": (None,),
@@ -46,7 +44,7 @@ DECODER_FIELDS = ConfigFields(
         "attn_logit_softcapping": (None,),
         "final_logit_softcapping": (None,),
         "rope_interleaved": (False,),
-        "partial_rotary_factor": (1.0, 1),
+        "partial_rotary_factor": (1.0, 1, None),
     },
     ignored=_METADATA | _GENERATION | _OTHER_TASKS | _DROPOUT,
 )
@@ -57,7 +55,7 @@ Private fields (`_name_or_path`) and ids of special tokens (`eos_token_id`) are 
 
 QWEN_FIELDS = ConfigFields(
     fixed={"use_sliding_window": (False, None)},
-    ignored=names("sliding_window max_window_layers layer_types use_mrope"),  # no effect without use_sliding_window
+    ignored=names("sliding_window max_window_layers use_mrope"),  # no effect without use_sliding_window
 )
 """Fields of Qwen2 and Qwen3 in addition to those of every decoder."""
 
@@ -68,63 +66,81 @@ QWEN_MOE_FIELDS = QWEN_FIELDS | ConfigFields(
 )
 """Fields of Qwen's mixtures of experts in addition to those of every decoder."""
 
+DECODER_DEFAULTS: Mapping[str, Any] = {
+    "head_dim": None,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+"""Defaults of fields that the config classes of the families share, if not given otherwise.
+
+Those of the sizes differ. A test compares every family's with the config classes of both generations of transformers.
+"""
+
+QWEN_DEFAULTS: Mapping[str, Any] = {
+    **DECODER_DEFAULTS,
+    "max_position_embeddings": 32768,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+"""Defaults of Qwen2 and Qwen3."""
+
+QWEN_MOE_DEFAULTS: Mapping[str, Any] = {
+    **QWEN_DEFAULTS,
+    "decoder_sparse_step": 1,
+    "hidden_size": 2048,
+    "mlp_only_layers": [],
+    "norm_topk_prob": False,
+    "num_hidden_layers": 24,
+    "router_aux_loss_coef": 0.001,
+}
+"""Defaults of Qwen's mixtures of experts."""
+
 _MLP_NORM = "model.layers.{layer}.post_attention_layernorm"
 
 
 def read_qwen_moe(config: Mapping[str, Any]) -> dict[str, Any]:
     """The expert fields of a ModelShape, as Qwen's configs name them."""
-    names = {
-        "num_experts": "num_experts",
-        "num_experts_per_tok": "experts_per_token",
-        "moe_intermediate_size": "expert_ffn_hidden_size",
-        "norm_topk_prob": "norm_topk_prob",
-        "router_aux_loss_coef": "router_aux_loss_coef",
+    return {
+        "num_experts": config["num_experts"],
+        "experts_per_token": config["num_experts_per_tok"],
+        "expert_ffn_hidden_size": config["moe_intermediate_size"],
+        "norm_topk_prob": config["norm_topk_prob"],
+        "router_aux_loss_coef": config["router_aux_loss_coef"],
     }
-    required = [name for name in ("num_experts", "moe_intermediate_size") if config.get(name) is None]
-    if required:
-        raise RequestError(f"config.json lacks {', '.join(required)}")
-    return {ours: config[theirs] for theirs, ours in names.items() if theirs in config}
 
 
 def read_decoder(
-    family: str,
-    config: Mapping[str, Any],
-    *,
-    default_head_dim: int | None = None,
-    has_sliding_window: bool = False,
-    **extra: Any,
+    family: str, config: Mapping[str, Any], *, has_sliding_window: bool = False, **extra: Any
 ) -> ModelShape:
     """A ModelShape from the fields that all decoder families share; `extra` adds fields.
 
-    Without `head_dim` in the config and `default_head_dim`, the hidden size is divided by the number of heads.
-    With `has_sliding_window`, a window that is shorter than the context is refused.
+    `config` is what `hf_config.read_fields` gives. With `has_sliding_window`, a window that is shorter than the context
+    is refused.
     """
-    window, context = config.get("sliding_window"), config.get("max_position_embeddings", 0)
+    window, context = config.get("sliding_window"), config["max_position_embeddings"]
     if has_sliding_window and window is not None and window < context:
         raise RequestError(
             f"sliding_window = {window} is not supported",
             where="config.json",
-            needed="null, or at least max_position_embeddings",
-            action="if you train at sequences up to the window, set max_position_embeddings to it",
-        )
-    theta, scaling = read_rope(config)
-    missing = {name for name in _REQUIRED_FIELDS | {"num_key_value_heads"} if config.get(name) is None}
-    missing |= {"rope_theta"} if theta is None else set()
-    if family == "llama":  # its first configs lacked these; the defaults of other families differ from Llama's
-        missing -= {"num_key_value_heads", "rope_theta"}
-    if missing:
-        raise RequestError(
-            f"config.json lacks {', '.join(sorted(missing))}",
-            needed="the config.json that belongs to the model's weights",
+            needed="null, or at least max_position_embeddings; a config.json without this field has the default of its "
+            "class in transformers (4096 for Mistral)",
+            action="if the model has no window, write null; if you train at sequences up to the window, set "
+            "max_position_embeddings to it",
         )
     heads = config["num_attention_heads"]
-    groups = config.get("num_key_value_heads") or heads
+    groups = config["num_key_value_heads"]
     if heads % groups:
         raise RequestError(
             f"{heads} attention heads don't divide into {groups} key/value heads",
             where="config.json",
             needed="num_attention_heads a multiple of num_key_value_heads",
         )
+    scaling = {name: value for name, value in (config["rope_scaling"] or {}).items() if name != "rope_type"}
+    original = scaling.pop("original_max_position_embeddings", 0)
     return ModelShape(
         family,
         num_layers=config["num_hidden_layers"],
@@ -132,37 +148,20 @@ def read_decoder(
         ffn_hidden_size=config["intermediate_size"],
         num_attention_heads=heads,
         num_query_groups=groups,
-        head_dim=config.get("head_dim") or default_head_dim or config["hidden_size"] // heads,
+        head_dim=config["head_dim"],
         vocab_size=config["vocab_size"],
         max_position_embeddings=context,
-        rope_theta=float(theta or 10000.0),
+        rope_theta=config["rope_theta"],
         rms_norm_eps=config["rms_norm_eps"],
-        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
-        rope_scaling=scaling,
-        initializer_range=config.get("initializer_range", 0.02),
+        tie_word_embeddings=config["tie_word_embeddings"],
+        rope_scaling=RopeScaling(
+            **{name: float(value) for name, value in scaling.items()}, original_max_position_embeddings=original
+        )
+        if scaling
+        else None,
+        initializer_range=config["initializer_range"],
         **extra,
     )
-
-
-def read_rope(config: Mapping[str, Any]) -> tuple[float | None, RopeScaling | None]:
-    """The rotary base and its scaling, from either spelling (`rope_theta` + `rope_scaling`, or `rope_parameters`)."""
-    parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = parameters.pop("rope_theta", None) or config.get("rope_theta")
-    kind = parameters.pop("rope_type", None) or parameters.get("type") or "default"
-    parameters.pop("type", None)
-    known = {"default": (), "llama3": [field.name for field in fields(RopeScaling)]}
-    where = "config.json: rope_scaling"
-    if kind not in known:
-        raise RequestError(f"rope type {kind!r} is not supported", where=where, needed="'default' or 'llama3'")
-    if missing := [name for name in known[kind] if name not in parameters]:
-        raise RequestError(f"rope type 'llama3' lacks {', '.join(missing)}", where=where)
-    if unknown := sorted(parameters.keys() - set(known[kind])):
-        raise RequestError(f"unknown rope settings: {', '.join(unknown)}", where=where)
-    if kind == "default":
-        return theta, None
-    context = parameters.pop("original_max_position_embeddings")
-    factors = {name: float(value) for name, value in parameters.items()}
-    return theta, RopeScaling(**factors, original_max_position_embeddings=context)
 
 
 def embedding(shape: ModelShape, megatron: str = "embedding.word_embeddings", hf: str = "model.embed_tokens") -> Weight:

@@ -99,9 +99,13 @@ class Family:
     architectures: tuple[str, ...]
     """Values of `architectures` in config.json."""
     fields: ConfigFields
+    defaults: Mapping[str, Any]
+    """What the family's config class in transformers takes for a field that config.json leaves out."""
     shape: Callable[[Mapping[str, Any]], ModelShape]
-    """Reads a checked config.json."""
+    """Reads what `hf_config.read_fields` makes of a checked config.json: every field of `defaults` is there."""
     weights: Callable[[ModelShape], tuple[Weight, ...]]
     """The table for a shape, in the order of the Hugging Face model."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Fields of config.json that transformers 5 calls otherwise, with the names that `shape` reads."""
     nemo: NemoClasses | None = None
     """NeMo's classes, for training and for the context of a NeMo checkpoint; None when NeMo has none."""

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from functools import partial
 
-from pretrainkit.models.decoder import dense_weights, read_decoder
+from pretrainkit.models.decoder import DECODER_DEFAULTS, dense_weights, read_decoder
 from pretrainkit.models.family import ConfigFields, Family, NemoClasses
 
 FAMILY = Family(
     name="llama",
     architectures=("LlamaForCausalLM",),
     fields=ConfigFields(fixed={"attention_bias": (False,), "mlp_bias": (False,)}),
+    defaults={
+        **DECODER_DEFAULTS,
+        "attention_bias": False,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "max_position_embeddings": 2048,
+        "mlp_bias": False,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": None,
+        "vocab_size": 32000,
+    },
     shape=partial(read_decoder, "llama"),
     weights=dense_weights,
     nemo=NemoClasses(

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from functools import partial
 
-from pretrainkit.models.decoder import dense_weights, read_decoder
+from pretrainkit.models.decoder import DECODER_DEFAULTS, dense_weights, read_decoder
 from pretrainkit.models.family import ConfigFields, Family, NemoClasses, names
 
 FAMILY = Family(
     name="mistral",
     architectures=("MistralForCausalLM",),
     fields=ConfigFields(read=names("sliding_window")),
+    defaults={
+        **DECODER_DEFAULTS,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+        "vocab_size": 32000,
+    },
     shape=partial(read_decoder, "mistral", has_sliding_window=True),
     weights=dense_weights,
     nemo=NemoClasses(

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from pretrainkit.config.schema import ModelShape
-from pretrainkit.models.decoder import moe_weights, read_decoder
+from pretrainkit.models.decoder import DECODER_DEFAULTS, moe_weights, read_decoder
 from pretrainkit.models.family import ConfigFields, Family, NemoClasses, names
 
 
@@ -17,10 +17,10 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
         "mixtral",
         config,
         has_sliding_window=True,
-        num_experts=config.get("num_local_experts", 8),
-        experts_per_token=config.get("num_experts_per_tok", 2),
-        expert_ffn_hidden_size=config.get("intermediate_size", 0),
-        router_aux_loss_coef=config.get("router_aux_loss_coef", 0.001),
+        num_experts=config["num_local_experts"],
+        experts_per_token=config["num_experts_per_tok"],
+        expert_ffn_hidden_size=config["intermediate_size"],
+        router_aux_loss_coef=config["router_aux_loss_coef"],
     )
 
 
@@ -32,6 +32,23 @@ FAMILY = Family(
         fixed={"router_jitter_noise": (0.0, None)},
         ignored=names("output_router_logits"),
     ),
+    defaults={
+        **DECODER_DEFAULTS,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 131072,
+        "num_attention_heads": 32,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.001,
+        "router_jitter_noise": 0.0,
+        "sliding_window": None,
+        "vocab_size": 32000,
+    },
     shape=read_shape,
     weights=partial(moe_weights, block="model.layers.{layer}.block_sparse_moe.", names=("w1", "w3", "w2")),
     nemo=NemoClasses(

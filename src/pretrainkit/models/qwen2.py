@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from functools import partial
 
-from pretrainkit.models.decoder import QWEN_FIELDS, dense_weights, read_decoder
+from pretrainkit.models.decoder import QWEN_DEFAULTS, QWEN_FIELDS, dense_weights, read_decoder
 from pretrainkit.models.family import Family, NemoClasses
 
 FAMILY = Family(
     name="qwen2",
     architectures=("Qwen2ForCausalLM",),
     fields=QWEN_FIELDS,
+    defaults={
+        **QWEN_DEFAULTS,
+        "hidden_size": 4096,
+        "intermediate_size": 22016,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 32,
+    },
     shape=partial(read_decoder, "qwen2", qkv_bias=True),
     weights=dense_weights,
     nemo=NemoClasses(

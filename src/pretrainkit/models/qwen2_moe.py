@@ -6,7 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from pretrainkit.config.schema import ModelShape
-from pretrainkit.models.decoder import QWEN_MOE_FIELDS, gated_mlp, moe_weights, read_decoder, read_qwen_moe
+from pretrainkit.models.decoder import (
+    QWEN_MOE_DEFAULTS,
+    QWEN_MOE_FIELDS,
+    gated_mlp,
+    moe_weights,
+    read_decoder,
+    read_qwen_moe,
+)
 from pretrainkit.models.family import ConfigFields, Family, Layout, Weight, names
 
 
@@ -15,9 +22,9 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
     return read_decoder(
         "qwen2_moe",
         config,
-        qkv_bias=config.get("qkv_bias", True),
-        shared_expert_ffn_hidden_size=config.get("shared_expert_intermediate_size", 5632),
-        **{"num_experts": 60, "experts_per_token": 4, **read_qwen_moe({"norm_topk_prob": False, **config})},
+        qkv_bias=config["qkv_bias"],
+        shared_expert_ffn_hidden_size=config["shared_expert_intermediate_size"],
+        **read_qwen_moe(config),
     )
 
 
@@ -35,6 +42,17 @@ FAMILY = Family(
     name="qwen2_moe",
     architectures=("Qwen2MoeForCausalLM",),
     fields=QWEN_MOE_FIELDS | ConfigFields(read=names("shared_expert_intermediate_size qkv_bias")),
+    defaults={
+        **QWEN_MOE_DEFAULTS,
+        "intermediate_size": 5632,
+        "moe_intermediate_size": 1408,
+        "num_attention_heads": 16,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "num_key_value_heads": 16,
+        "qkv_bias": True,
+        "shared_expert_intermediate_size": 5632,
+    },
     shape=read_shape,
     weights=weights,
 )

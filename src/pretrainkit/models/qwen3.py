@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from functools import partial
 
-from pretrainkit.models.decoder import QWEN_FIELDS, dense_weights, read_decoder
+from pretrainkit.models.decoder import QWEN_DEFAULTS, QWEN_FIELDS, dense_weights, read_decoder
 from pretrainkit.models.family import ConfigFields, Family, NemoClasses
 
 FAMILY = Family(
     name="qwen3",
     architectures=("Qwen3ForCausalLM",),
     fields=QWEN_FIELDS | ConfigFields(fixed={"attention_bias": (False,)}),
-    shape=partial(read_decoder, "qwen3", default_head_dim=128, qk_norm=True),
+    defaults={
+        **QWEN_DEFAULTS,
+        "attention_bias": False,
+        "head_dim": 128,
+        "hidden_size": 4096,
+        "intermediate_size": 22016,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 32,
+    },
+    shape=partial(read_decoder, "qwen3", qk_norm=True),
     weights=dense_weights,
     nemo=NemoClasses(
         model="nemo.collections.llm.gpt.model.qwen3:Qwen3Model",

@@ -15,6 +15,7 @@ from pretrainkit.errors import RequestError
 from pretrainkit.models import llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
 from pretrainkit.models.decoder import DECODER_FIELDS
 from pretrainkit.models.family import Family
+from pretrainkit.models.hf_config import read_fields
 
 FAMILIES: tuple[Family, ...] = tuple(
     module.FAMILY for module in (llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe)
@@ -71,7 +72,7 @@ def read_shape(hf_folder: str | Path, *, ignore_fields: Iterable[str] = ()) -> M
     where = str(Path(hf_folder) / "config.json")
     family = find_family(config, where)
     _check_fields(config, family, set(ignore_fields), where)
-    return family.shape(config)
+    return family.shape(read_fields(config, family, where))
 
 
 def _check_fields(config: Mapping[str, Any], family: Family, ignored: set[str], where: str) -> None:
@@ -86,7 +87,7 @@ def _check_fields(config: Mapping[str, Any], family: Family, ignored: set[str], 
                     needed=f"{name} = {' or '.join(json.dumps(value) for value in values)}",
                 )
             )
-    known = fields.read | fields.ignored | fields.fixed.keys() | ignored
+    known = fields.read | fields.ignored | fields.fixed.keys() | family.aliases.keys() | ignored
     # Neither private fields of transformers nor ids of special tokens can affect the forward pass.
     unknown = sorted(
         name for name in config.keys() - known if not name.startswith("_") and not name.endswith("_token_id")

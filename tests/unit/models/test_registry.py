@@ -38,6 +38,9 @@ def folder(tmp_path: Path) -> Callable[..., Path]:
 
     def write(**changes: Any) -> Path:
         config = {**CONFIG, **changes}
+        if architectures := changes.get("architectures"):
+            known = {name: family.name for family in FAMILIES for name in family.architectures}
+            config["model_type"] = changes.get("model_type", known.get(architectures[0]))
         (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v != "absent"}))
         return tmp_path
 
@@ -86,10 +89,11 @@ def test_llama3_rope_is_read_in_every_spelling(folder: Callable[..., Path], rope
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, ["low_freq_factor"]),
         ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "mystery": 1}}, ["mystery"]),
         ({"residual_multiplier": 0.22}, ["residual_multiplier", "--ignore-config-fields"]),
-        ({"num_hidden_layers": "absent"}, ["num_hidden_layers"]),
-        ({"architectures": ["MixtralForCausalLM"], "intermediate_size": "absent"}, ["intermediate_size"]),
+        ({"num_hidden_layers": None}, ["num_hidden_layers", "null", "32"]),
+        ({"architectures": ["MixtralForCausalLM"], "intermediate_size": None}, ["intermediate_size", "null"]),
         ({"num_key_value_heads": 3}, ["8", "3"]),
-        ({"architectures": ["MistralForCausalLM"], "num_key_value_heads": "absent"}, ["num_key_value_heads", "theta"]),
+        ({"architectures": ["MistralForCausalLM"], "max_position_embeddings": 8192},
+         ["sliding_window = 4096", "4096 for Mistral", "null"]),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 128}, ["sliding_window", "128"]),
         ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}, ["use_sliding_window"]),
         ({"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "moe_intermediate_size": 32,

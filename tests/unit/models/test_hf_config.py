@@ -1,0 +1,161 @@
+"""config.json as either generation of transformers writes it: one meaning, or a refusal by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pretrainkit.config.schema import RopeScaling
+from pretrainkit.errors import RequestError
+from pretrainkit.models.decoder import DECODER_FIELDS
+from pretrainkit.models.family import Family
+from pretrainkit.models.hf_config import absent_fields, in_both_spellings, read_fields
+from pretrainkit.models.registry import FAMILIES, family_named, read_shape
+
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+SCALED = {"rope_type": "llama3", **LLAMA3}
+DEFAULT = {"rope_type": "default", "rope_theta": 500000.0}
+GIVEN = Path(__file__).parents[2] / "data" / "generation5"
+
+
+def config_of(family: str, **changes: Any) -> dict[str, Any]:
+    """A config.json with the architecture alone, and what is given; a window would be Mistral's default."""
+    window = {"sliding_window": None} if family == "mistral" else {}
+    return {"architectures": [*family_named(family).architectures], "model_type": family, **window, **changes}
+
+
+@pytest.fixture
+def shape_of(tmp_path: Path) -> Callable[..., Any]:
+    def read(family: str, **changes: Any) -> Any:
+        (tmp_path / "config.json").write_text(json.dumps(config_of(family, **changes)))
+        return read_shape(tmp_path)
+
+    return read
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_theta": 500000.0},
+        {"rope_theta": 500000, "rope_scaling": None},
+        {"rope_theta": 500000.0, "rope_scaling": {"rope_type": "default"}},
+        {"rope_parameters": DEFAULT},
+        {"rope_parameters": {**DEFAULT, "partial_rotary_factor": 1.0}},
+        {"rope_scaling": {**DEFAULT, "type": "default"}},
+        {"rope_theta": 500000.0, "rope_scaling": None, "rope_parameters": DEFAULT},
+        {"rope_theta": 500000.0, "rope_parameters": {"rope_type": "default"}},
+    ],
+    ids=["4", "4-null", "4-dict", "5", "5-all", "5-old-name", "both", "5-base-outside"],
+)
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_the_rotary_base_is_the_same_in_every_spelling(
+    family: Family, rope: dict[str, Any], shape_of: Callable[..., Any]
+) -> None:
+    shape = shape_of(family.name, **rope)
+    assert (shape.rope_theta, shape.rope_scaling) == (500000.0, None)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_theta": 500000.0, "rope_scaling": SCALED},
+        {"rope_parameters": {**SCALED, "rope_theta": 500000.0}},
+        {"rope_theta": 500000.0, "rope_scaling": SCALED, "rope_parameters": {**SCALED, "rope_theta": 500000.0}},
+    ],
+    ids=["4", "5", "both"],
+)
+def test_llama3_scaling_is_the_same_in_every_spelling(rope: dict[str, Any], shape_of: Callable[..., Any]) -> None:
+    shape = shape_of("llama", **rope)
+    assert (shape.rope_theta, shape.rope_scaling) == (500000.0, RopeScaling(8.0, 1.0, 4.0, 64))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("llama", {"rope_theta": 10000.0, "rope_parameters": DEFAULT},
+         ["rope_theta 10000.0", "rope_parameters.rope_theta 500000.0", "contradict"]),
+        ("llama", {"rope_scaling": SCALED, "rope_parameters": DEFAULT}, ["rope_scaling", "rope_parameters", "llama3"]),
+        ("llama", {"rope_scaling": None, "rope_parameters": {**SCALED, "rope_theta": 1e4}}, ["rope_scaling None"]),
+        ("llama", {"rope_scaling": {**SCALED, "type": "default"}}, ["rope_type 'llama3' and type 'default'"]),
+        ("llama", {"dtype": "float32", "torch_dtype": "bfloat16"}, ["dtype 'float32'", "torch_dtype 'bfloat16'"]),
+        ("qwen3_moe", {"num_experts": 8, "num_local_experts": 4}, ["num_local_experts 4", "num_experts 8"]),
+        ("qwen2", {"model_type": "llama"}, ["Qwen2ForCausalLM", "model_type 'llama'", "'qwen2'"]),
+        ("llama", {"rope_theta": None}, ["rope_theta: null", "10000.0"]),
+        ("qwen3", {"head_dim": None}, ["head_dim: null", "128"]),
+        ("qwen3_moe", {"num_local_experts": None}, ["num_experts: null", "128"]),
+        ("llama", {"rope_parameters": {"full_attention": DEFAULT, "sliding_attention": DEFAULT}},
+         ["full_attention, sliding_attention", "one set"]),
+        ("llama", {"rope_parameters": {**DEFAULT, "partial_rotary_factor": 0.5}}, ["partial_rotary_factor = 0.5"]),
+        ("llama", {"rope_parameters": {**DEFAULT, "rope_type": "yarn", "factor": 2.0}}, ["'yarn'", "'llama3'"]),
+        ("llama", {"rope_parameters": [1]}, ["[1]", "JSON object"]),
+        ("qwen2", {"num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]}, ["layer_types"]),
+        ("qwen3", {"num_hidden_layers": 2, "layer_types": ["full_attention"]}, ["layer_types", "2 layers"]),
+        ("mistral", {"sliding_window": 4096}, ["sliding_window = 4096"]),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_contradictions_and_unsupported_settings_are_refused_by_name(
+    family: str, changes: dict[str, Any], words: list[str], shape_of: Callable[..., Any]
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        shape_of(family, **changes)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_several_contradictions_are_named_at_once(shape_of: Callable[..., Any]) -> None:
+    with pytest.raises(RequestError, match=r"(?s)2 problems.*torch_dtype.*rope_theta"):
+        shape_of("llama", dtype="float32", torch_dtype="float16", rope_theta=1e4, rope_parameters=DEFAULT)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_both_spellings_keep_the_meaning_and_add_nothing_twice(family: Family) -> None:
+    for rope in ({"rope_parameters": {**SCALED, "rope_theta": 7.0}}, {"rope_theta": 7.0, "rope_scaling": SCALED}, {}):
+        config = config_of(family.name, num_key_value_heads=None, **rope)
+        both = in_both_spellings(config, family)
+        assert read_fields(both, family, "") == read_fields(config, family, "")
+        assert in_both_spellings(both, family) == both
+        assert both["rope_theta"] == both["rope_parameters"]["rope_theta"]
+        assert {**config, "num_key_value_heads": 0}.items() <= {**both, "num_key_value_heads": 0}.items()
+
+
+def test_absent_fields_are_named_with_their_default() -> None:
+    config = config_of("mixtral", rope_parameters=DEFAULT, num_local_experts=4)
+    absent = absent_fields(config, family_named("mixtral"))
+    assert absent["rms_norm_eps"] == 1e-05 and absent["num_experts_per_tok"] == 2
+    assert not {"rope_theta", "num_local_experts", "tie_word_embeddings", "head_dim"} & absent.keys()
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_an_absent_field_means_the_default_of_the_class_in_transformers(family: Family) -> None:
+    check_defaults(family, class_defaults(family))
+
+
+def class_defaults(family: Family) -> dict[str, Any]:
+    """The config class's own fields without arguments, in this process's transformers."""
+    from transformers import AutoConfig
+
+    return dict(json.loads(AutoConfig.for_model(family.name).to_json_string(use_diff=False)))
+
+
+def check_defaults(family: Family, theirs: dict[str, Any]) -> None:
+    """Fail unless a config.json without fields has the meaning that `theirs`, with all fields, has."""
+    stated = {**config_of(family.name), **theirs, "architectures": [*family.architectures]}
+    absent = {"architectures": stated["architectures"]}
+    ours = read_fields(absent, family, "")
+    assert ours == {name: value for name, value in read_fields(stated, family, "").items() if name in ours}
+    fixed = (DECODER_FIELDS | family.fields).fixed
+    assert {name: theirs[name] for name in fixed if name in theirs and theirs[name] not in fixed[name]} == {}
+    read = (DECODER_FIELDS | family.fields).read - {"layer_types", "rope_parameters"}
+    assert read - family.defaults.keys() == set()
+
+
+@pytest.mark.parametrize("folder", sorted(GIVEN.iterdir()), ids=lambda folder: folder.name)
+def test_folders_of_transformers_5_are_read(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    shape = read_shape(folder)
+    assert shape.rope_theta == config["rope_parameters"]["rope_theta"]
+    assert shape.num_experts == config.get("num_local_experts", 0)
