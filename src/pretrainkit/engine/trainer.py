@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import pkgutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from nemo.collections.common.tokenizers.huggingface.auto_tokenizer import AutoTo
 
 from pretrainkit.config.schema import Kernels, ResolvedRun
 from pretrainkit.data.shards.urls import names_shards
+from pretrainkit.hf_tokenizer import readable_folder
 from pretrainkit.megatron import kernels, patches
 from pretrainkit.megatron.attention import with_document_bounds
 from pretrainkit.megatron.dataset import EpochDataset
@@ -51,7 +53,7 @@ def build_model(run: ResolvedRun, chosen: Kernels, *, wrap_data_step: Callable[[
     if run.reset_attention_mask:
         config.data_step_fn = with_document_bounds(config.data_step_fn)
     config.data_step_fn = wrap_data_step(config.data_step_fn)
-    tokenizer = AutoTokenizer(run.hf_folder, use_fast=True)
+    tokenizer = AutoTokenizer(str(readable_folder(Path(run.hf_folder))), use_fast=True)
     model: llm.GPTModel = pkgutil.resolve_name(nemo.model_class)(config, tokenizer=tokenizer)
     return model
 

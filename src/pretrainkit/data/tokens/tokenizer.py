@@ -16,11 +16,12 @@ from typing import Any
 from pretrainkit.data.hub import local_folder
 from pretrainkit.errors import RequestError
 from pretrainkit.files import hash_file
+from pretrainkit.hf_tokenizer import CONFIG_NAME, FAST, in_both_spellings, readable_folder, stated_prefix_space
 from pretrainkit.logs import get_logger
 
 LOGGER = get_logger(__name__)
 PLAIN_CLASSES = {
-    "PreTrainedTokenizerFast",
+    FAST,
     "GPT2Tokenizer",
     "GPT2TokenizerFast",
     "LlamaTokenizer",
@@ -91,9 +92,9 @@ def load_tokenizer(name: Path | str, eod_token: str | None = None) -> TokenizerF
         json_path, roles = _through_transformers(path)
     description = _parse(json_path)
     if path.is_dir() and not roles:
-        config, token_map = _config(path / "tokenizer_config.json"), _config(path / "special_tokens_map.json")
+        config, token_map = in_both_spellings(path) or {}, _config(path / "special_tokens_map.json")
         roles = {role: _content(value) for role, value in {**token_map, **config}.items() if role in ROLES and value}
-        if reason := _says_more(config, token_map, description):
+        if reason := _says_more(config, token_map, description, str(path)):
             LOGGER.info("%s: %s, so transformers loads it", path, reason)
             json_path, roles = _through_transformers(path)
             description = _parse(json_path)
@@ -151,9 +152,12 @@ def _content(token: str | dict[str, Any]) -> str:
     return token["content"] if isinstance(token, dict) else token
 
 
-def _says_more(config: dict[str, Any], token_map: dict[str, Any], description: dict[str, Any]) -> str:
-    """Why tokenizer.json alone may not be what transformers makes of the folder; empty when it is."""
-    kind = config.get("tokenizer_class", "PreTrainedTokenizerFast")
+def _says_more(config: dict[str, Any], token_map: dict[str, Any], description: dict[str, Any], where: str) -> str:
+    """Why tokenizer.json alone may not be what transformers makes of the folder; empty when it is.
+
+    `config` is in the spelling that both generations of transformers read.
+    """
+    kind = config.get("tokenizer_class", FAST)
     if kind not in PLAIN_CLASSES:
         return f"class {kind}"
     known = {token["content"]: token for token in description["added_tokens"]}
@@ -168,12 +172,21 @@ def _says_more(config: dict[str, Any], token_map: dict[str, Any], description: d
     missing = [_content(token) for token in named if _content(token) not in known]
     if missing:
         return f"its config names special tokens that tokenizer.json doesn't add: {', '.join(missing)}"
-    if kind != "PreTrainedTokenizerFast" and "eos_token" not in {**token_map, **config}:
+    if kind != FAST and "eos_token" not in {**token_map, **config}:
         return f"class {kind} has tokens of its own"
     if config.get("from_slow") or (kind.startswith("Llama") and config.get("add_prefix_space") is not None):
         return "its config asks for another prefix space"
-    prefix_space = (description.get("pre_tokenizer") or {}).get("add_prefix_space")
-    if prefix_space is not None and prefix_space != bool(config.get("add_prefix_space", False)):
+    prefix_space, asked = stated_prefix_space(description), bool(config.get("add_prefix_space", False))
+    if prefix_space not in (None, asked):
+        if kind == FAST:
+            raise RequestError(
+                f"add_prefix_space {str(asked).lower()} in {CONFIG_NAME}"
+                f"{'' if 'add_prefix_space' in config else ' (its default)'} and {str(prefix_space).lower()} in "
+                "tokenizer.json contradict each other",
+                where=where,
+                needed="one of them: transformers 4 gives the ids of the first, transformers 5 those of the second",
+                action="set both to what the model was trained with",
+            )
         return "its config asks for another prefix space"
     return ""
 
@@ -183,7 +196,7 @@ def _through_transformers(source: Path) -> tuple[Path, dict[str, str]]:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, use_fast=True, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(readable_folder(source), use_fast=True, local_files_only=True)
         text = tokenizer.backend_tokenizer.to_str()
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__

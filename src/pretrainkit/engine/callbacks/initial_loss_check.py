@@ -29,6 +29,7 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import CheckpointError
+from pretrainkit.hf_tokenizer import readable_folder
 from pretrainkit.logs import get_logger
 from pretrainkit.machine import available_memory_bytes
 from pretrainkit.release import hf_reference, prompts
@@ -279,7 +280,7 @@ def _text_tokens(tokenizer_folder: Path, count: int) -> list[int]:
     """The first `count` ids of text in several languages, then English."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(readable_folder(tokenizer_folder), local_files_only=True)
     text = "\n\n".join([*prompts.SHORT.values(), prompts.long_text()])
     # No tokenizer here packs more than 16 characters into a token on average.
     ids = tokenizer(text[: 16 * count], add_special_tokens=True)["input_ids"]

@@ -122,3 +122,53 @@ def test_a_hub_that_cannot_be_reached_is_tried_once(tmp_path: Path) -> None:
         server.shutdown(socket.SHUT_RDWR)
     assert "RequestError" in done.stderr and "the hub can't be reached" in done.stderr
     assert len(calls) == 1
+
+
+GIVEN = Path(__file__).parents[3] / "data" / "generation5"
+
+
+@pytest.mark.parametrize("name", ["llama-default", "mixtral", "qwen2-bias", "qwen3-moe"])
+def test_a_folder_of_transformers_5_needs_no_transformers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)  # importing it now fails
+    tokenizer = load_tokenizer(GIVEN / name)
+    assert (tokenizer.eod_id, tokenizer.bos_id) == (257, None)
+    assert tokenizer.special_tokens == {"<|x|>": 256, "<|end|>": 257}
+    assert tokenizer.json_path == GIVEN / name / "tokenizer.json"
+
+
+@pytest.mark.parametrize("prefix_space", [True, False])
+def test_tokens_beyond_tokenizer_json_are_those_of_transformers_5(tmp_path: Path, prefix_space: bool) -> None:
+    """Whichever generation is installed: 4 fails on the class and on a list of tokens, and removes a prefix space."""
+    folder = changed(GIVEN / "mixtral", tmp_path, extra_special_tokens=["<|x|>", "<|more|>"], pad_token="<|pad|>")
+    description = json.loads((folder / "tokenizer.json").read_text())
+    description["pre_tokenizer"]["add_prefix_space"] = prefix_space
+    (folder / "tokenizer.json").write_text(json.dumps(description))
+    tokenizer = load_tokenizer(folder)
+    assert set(tokenizer.special_tokens) == {"<|x|>", "<|end|>", "<|more|>", "<|pad|>"}
+    assert tokenizer.num_ids == 260
+    encoder = ReferenceEncoder(str(tokenizer.json_path), special_tokens=False)
+    assert encoder.encode(["a"])[0].tolist() == ([220, 64] if prefix_space else [64])
+
+
+def test_special_tokens_under_two_names_must_be_the_same(tmp_path: Path) -> None:
+    same = changed(GIVEN / "mixtral", tmp_path, additional_special_tokens=["<|x|>"])
+    assert load_tokenizer(same).num_ids == 258
+    shutil.rmtree(same)
+    with pytest.raises(RequestError, match=r"extra_special_tokens \['<\|x\|>'\] and additional_special_tokens"):
+        load_tokenizer(changed(GIVEN / "mixtral", tmp_path, additional_special_tokens=["<|y|>"]))
+
+
+def test_a_prefix_space_that_depends_on_the_version_of_transformers_is_refused(
+    tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    folder = changed(tokenizer_folder, tmp_path, add_prefix_space=True, tokenizer_class="PreTrainedTokenizerFast")
+    with pytest.raises(RequestError, match=r"add_prefix_space true in tokenizer_config\.json and false in tokenizer"):
+        load_tokenizer(folder)
+
+
+def test_a_config_that_is_no_json_is_refused(tokenizer_folder: Path, tmp_path: Path) -> None:
+    folder = changed(tokenizer_folder, tmp_path)
+    for text, words in (("{", "not JSON"), ("[]", "not a JSON object")):
+        (folder / "tokenizer_config.json").write_text(text)
+        with pytest.raises(RequestError, match=words):
+            load_tokenizer(folder)
