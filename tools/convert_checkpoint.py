@@ -60,6 +60,11 @@ def build_parser() -> Parser:
         help="unknown fields of config.json that change nothing in the forward pass",
     )
     running.add_argument(
+        "--keep-config",
+        action="store_true",
+        help="copy config.json and tokenizer_config.json byte for byte, not in the spelling of transformers 4 and 5",
+    )
+    running.add_argument(
         "--test-precision",
         action="store_true",
         help="afterwards run both models on CPU and fail unless their logits agree",
@@ -98,6 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
         workers=arguments.workers,
         overwrite=arguments.overwrite,
         ignore_config_fields=tuple(arguments.ignore_config_fields),
+        keep_config=arguments.keep_config,
     )
     if arguments.test_precision:
         report, checks = convert_and_check(arguments.source, arguments.target, options)

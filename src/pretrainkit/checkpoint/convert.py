@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from pretrainkit.checkpoint.formats.hf_files import HF_SOURCE, REPORT_NAME, weights_fingerprint
+from pretrainkit.checkpoint.formats.hf_files import HF_SOURCE, REPORT_NAME, describe, weights_fingerprint
 from pretrainkit.checkpoint.formats.megatron_lm import required_flags
 from pretrainkit.checkpoint.lazy_tensor import LazyTensor
 from pretrainkit.checkpoint.mapping import TensorMapping, tensor_mappings
@@ -35,7 +35,8 @@ from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import CheckpointError, RequestError, machine_errors
 from pretrainkit.files import atomic_folder, remove_leftovers, write_json
 from pretrainkit.logs import get_logger
-from pretrainkit.models.registry import read_shape
+from pretrainkit.models.hf_config import absent_fields, dtype_of
+from pretrainkit.models.registry import family_named, read_config, read_shape
 from pretrainkit.units import format_bytes, format_duration
 
 logger = get_logger(__name__)
@@ -100,6 +101,7 @@ def convert(source: str | Path, target: str | Path, options: Options | None = No
     is_copy = found.format is CheckpointFormat.HF and dtypes == reader.dtypes
     plan = ConversionPlan(format, shape, mappings, dtypes, hf_folder, options)
     check_expressible(shape, format)
+    _check_kept_config(plan)
     _check_space(target, plan.num_bytes)
     if left := remove_leftovers(target):
         logger.warning("left by other processes, to be removed unless they still run: %s", ", ".join(map(str, left)))
@@ -188,6 +190,26 @@ def _check_target(target: Path, found: DetectedCheckpoint, options: Options) -> 
         raise RequestError("exists and is not empty", where=str(target), action="choose another folder, or --overwrite")
 
 
+def _check_kept_config(plan: ConversionPlan) -> None:
+    """Raise RequestError when --keep-config would release a config.json that states another dtype than the weights'."""
+    if not plan.options.keep_config:
+        return
+    if plan.format is not CheckpointFormat.HF:
+        raise RequestError(
+            f"config.json of a Hugging Face folder, and the target is {plan.format}",
+            where="--keep-config",
+            action="leave it out: a Megatron checkpoint carries the model's files as they are",
+        )
+    stated, written = dtype_of(read_config(plan.hf_folder)), _name(plan.main_dtype)
+    if stated not in (None, written):
+        raise RequestError(
+            f"config.json says {stated}, the weights are {written}",
+            where="--keep-config",
+            needed="a config.json that states the dtype of the weights",
+            action=f"leave out --keep-config, or cast the weights: --dtype {stated}",
+        )
+
+
 def _check_space(target: Path, num_bytes: int) -> None:
     existing = next(folder for folder in (target, *target.absolute().parents) if folder.is_dir())
     free = shutil.disk_usage(existing).free
@@ -213,8 +235,28 @@ def _notes(reader: WeightReader, plan: ConversionPlan) -> Iterator[str]:
         multiple = f"{plan.vocabulary_divisor} x TP {plan.options.parallelism.tensor}"
         rule = f"{vocab_size} rounded up to a multiple of {multiple}"
         yield f"{rows} padding rows (zeros) added to the vocabulary: {rule}"
+    if plan.format is CheckpointFormat.HF:
+        yield from _description_notes(plan)
+    elif absent := absent_fields(read_config(plan.hf_folder), family_named(plan.shape.family)):
+        yield "config.json leaves out what its class in transformers sets: " + ", ".join(
+            f"{name} {value!r}" for name, value in absent.items()
+        )
     if plan.format in MEGATRON_LM:
         yield f"Megatron-LM needs, in addition to --use-checkpoint-args: {required_flags(plan.shape)}"
+
+
+def _description_notes(plan: ConversionPlan) -> Iterator[str]:
+    """What config.json and tokenizer_config.json of a release say that those of its source don't."""
+    found = describe(plan.hf_folder)
+    if not plan.options.keep_config:
+        yield from found.notes
+        return
+    yield "config.json and tokenizer_config.json are the source's bytes (--keep-config)"
+    problems = list(found.misread)
+    if found.tokenizer != found.stated_tokenizer:
+        problems.append("no tokenizer")
+    if problems:
+        yield f"transformers 4 can't read them, transformers 5 does: it would take {', '.join(problems)}"
 
 
 def _name(dtype: torch.dtype) -> str:

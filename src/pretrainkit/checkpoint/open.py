@@ -103,8 +103,7 @@ def check_expressible(shape: ModelShape, format: CheckpointFormat) -> None:
 def open_writer(folder: Path, plan: ConversionPlan) -> WeightWriter:
     """The writer of a new checkpoint in an empty folder; config, tokenizer and other files are written at once."""
     if plan.format is CheckpointFormat.HF:
-        hf_files.write_config(folder, plan.hf_folder, plan.main_dtype)
-        hf_files.copy_side_files(plan.hf_folder, folder)
+        hf_files.write_description(folder, plan.hf_folder, plan.main_dtype, keep=plan.options.keep_config)
         return HfWriter(folder, plan)
     hf_files.copy_description(plan.hf_folder, folder / hf_files.HF_SOURCE)
     if plan.format is CheckpointFormat.NEMO:

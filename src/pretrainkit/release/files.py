@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,18 @@ from pretrainkit.checkpoint.plan import CheckpointFormat
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import RequestError
 from pretrainkit.files import hash_file, read_json
-from pretrainkit.models.registry import read_config, read_shape
+from pretrainkit.hf_tokenizer import CONFIG_NAME as TOKENIZER_CONFIG
+from pretrainkit.hf_tokenizer import in_both_spellings
+from pretrainkit.models.hf_config import read_fields
+from pretrainkit.models.registry import family_named, read_config, read_shape
 from pretrainkit.release.report import Check, ReleaseReport, collect
 from pretrainkit.release.weights import DTYPE_FIELDS, check_weights
 
 _SECRET = re.compile(r"hf_[A-Za-z0-9]{30,}|AKIA[0-9A-Z]{16}|ghp_[A-Za-z0-9]{36}|sk-[A-Za-z0-9]{40,}")
 MODEL_CARD = "README.md"
 """Not compared: a release has a model card of its own author."""
+_NOT_COMPARED = {*DTYPE_FIELDS, "_name_or_path", "transformers_version", "rope_parameters"}
+"""Fields of config.json that a release may have otherwise; rope_parameters are compared by what they mean."""
 _TEXT_SUFFIXES = (".json", ".jinja", ".txt", ".md", ".py")
 
 
@@ -52,6 +58,7 @@ def verify_files(
     }
     for name, checks in steps.items():
         report.checks += collect(name, checks)
+    report.notes += _notes(released)
     report.hashes = {
         str(path.relative_to(released)): hash_file(path) for path in sorted(released.rglob("*")) if path.is_file()
     }
@@ -60,13 +67,16 @@ def verify_files(
 
 def _check_config(origin: Path, released: Path, shape: ModelShape) -> Iterator[Check]:
     ours, theirs = read_config(released), read_config(origin)
-    ignored = {*DTYPE_FIELDS, "_name_or_path", "transformers_version"}
+    family = family_named(shape.family)
+    meant, found = (read_fields(config, family, "config.json") for config in (theirs, ours))
     different = [
-        f"{name}: {ours.get(name)!r} and not {theirs.get(name)!r}"
-        for name in sorted((ours.keys() | theirs.keys()) - ignored)
-        if ours.get(name) != theirs.get(name)
+        f"{name}: {found.get(name)!r} and not {meant.get(name)!r}"
+        for name in sorted((found.keys() | meant.keys()) - _NOT_COMPARED)
+        if found.get(name) != meant.get(name)
     ]
-    yield Check.of("config.json says what the source's says", different, "equal but for the dtype")
+    added = [f"{name} {json.dumps(ours[name])}" for name in sorted(ours.keys() - theirs.keys() - {*DTYPE_FIELDS})]
+    fine = "equal but for the dtype" if not added else f"the same; added: {', '.join(added)}"
+    yield Check.of("config.json says what the source's says", different, fine)
     problems = []
     try:
         if read_shape(released, ignore_fields=ours) != shape:
@@ -74,6 +84,22 @@ def _check_config(origin: Path, released: Path, shape: ModelShape) -> Iterator[C
     except RequestError as error:
         problems.append(str(error))
     yield Check.of("config.json can be read and describes the source's shape", problems, "it does")
+
+
+def _notes(released: Path) -> Iterator[str]:
+    """What a user of the release needs to know besides the checks."""
+    with suppress(RequestError):
+        found = hf_files.describe(released)
+        if found.misread:
+            yield (
+                "transformers 5 reads the release's config.json, transformers 4 takes "
+                f"{', '.join(found.misread)}: convert without --keep-config for a release that both read"
+            )
+        if found.tokenizer != found.stated_tokenizer:
+            yield (
+                "transformers 5 reads the release's tokenizer_config.json, transformers 4 fails on it: convert without "
+                "--keep-config for a release that both read"
+            )
 
 
 def _check_weight_files(released: Path) -> Iterator[Check]:
@@ -90,21 +116,29 @@ def _check_weight_files(released: Path) -> Iterator[Check]:
 
 
 def _check_side_files(origin: Path, released: Path) -> Iterator[Check]:
-    problems = []
+    problems: list[str] = []
+    same_meaning: list[str] = []
     names = [path.name for path in hf_files.side_files(origin) if path.name != MODEL_CARD]
     for name in names:
         copy = released / name
         if not copy.is_file():
             problems.append(f"{name} is missing")
         elif hash_file(copy) != hash_file(origin / name):
-            problems.append(f"{name} differs from the source's")
-    yield Check.of("tokenizer, template and generation files are the source's", problems, ", ".join(names) or "none")
+            meant = in_both_spellings(origin) if name == TOKENIZER_CONFIG else None
+            if meant is None or in_both_spellings(released) != meant:
+                problems.append(f"{name} differs from the source's")
+                continue
+            same_meaning.append(f"{name} says the same as the source's in the spelling of transformers 4")
+    fine = ", ".join(names) or "none"
+    yield Check.of(
+        "tokenizer, template and generation files are the source's", problems, "; ".join([fine, *same_meaning])
+    )
 
 
 def _check_tokenizer(released: Path, shape: ModelShape) -> Iterator[Check]:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(released, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(hf_files.readable_folder(released), local_files_only=True)
     largest = max(tokenizer.get_vocab().values(), default=0)
     yield Check(
         "token ids fit the embedding",

@@ -121,9 +121,10 @@ def _streaming_model(folder: Path, rounded: Any, stack: ExitStack) -> Any:
         from transformers import AutoConfig, AutoModelForCausalLM
 
     from pretrainkit.checkpoint.formats.hf import open_by_package
+    from pretrainkit.checkpoint.formats.hf_files import readable_folder
 
     read, names = open_by_package(folder, stack)
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = AutoConfig.from_pretrained(readable_folder(folder), local_files_only=True)
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     wanted = set(model.state_dict())

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pretrainkit.checkpoint.convert import Report, convert, default_target, find_hf_folder
 from pretrainkit.checkpoint.formats import hf
+from pretrainkit.checkpoint.formats.hf_files import readable_folder
 from pretrainkit.checkpoint.formats.torch_dist import GlobalTensor, read_metadata
 from pretrainkit.checkpoint.open import detect
 from pretrainkit.checkpoint.parallel import Parallelism
@@ -157,7 +158,7 @@ def _write_tokens(released: Path, shape: ModelShape, options: RunOptions, folder
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401  both need most of transformers
 
-    tokenizer = AutoTokenizer.from_pretrained(released, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(readable_folder(released), local_files_only=True)
     length = min(options.long_tokens, shape.max_position_embeddings)
     text = options.text.read_text(encoding="utf-8") if options.text else prompts.long_text()
     # No tokenizer here packs more than 16 characters into a token on average.
@@ -188,7 +189,7 @@ def _run_transformers(
 
     logger.info("running %s in transformers", model_folder)
     model, info = AutoModelForCausalLM.from_pretrained(
-        model_folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
+        readable_folder(model_folder), dtype=torch.float32, local_files_only=True, output_loading_info=True
     )
     left = {key: sorted(names) for key, names in info.items() if names}
     if left:

@@ -51,6 +51,8 @@ class ReleaseReport:
     """SHA-256 of every file of the release."""
     skipped: list[str] = field(default_factory=list)
     """What was not checked, and why."""
+    notes: list[str] = field(default_factory=list)
+    """What a user of the release needs to know."""
 
     @property
     def passed(self) -> bool:
@@ -70,7 +72,11 @@ class ReleaseReport:
         for check in self.checks:
             found = check.found.replace("|", "\\|").replace("\n", " ")
             lines.append(f"| {check.name} | {'ok' if check.passed else 'FAILED'} | {found} |")
-        lines += ["", *(f"Not checked: {reason}" for reason in self.skipped)]
+        lines += [
+            "",
+            *(f"Noted: {note}" for note in self.notes),
+            *(f"Not checked: {reason}" for reason in self.skipped),
+        ]
         if hashes:
             lines += ["| file | SHA-256 |", "|---|---|"]
             lines += [f"| {name} | {digest} |" for name, digest in self.hashes.items()]

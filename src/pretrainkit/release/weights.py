@@ -18,6 +18,7 @@ from pretrainkit.checkpoint.formats.hf import open_by_package
 from pretrainkit.checkpoint.mapping import tensor_mappings
 from pretrainkit.checkpoint.open import DetectedCheckpoint, open_reader
 from pretrainkit.config.schema import ModelShape
+from pretrainkit.models.hf_config import dtype_of
 from pretrainkit.models.registry import read_config
 from pretrainkit.release.report import Check
 
@@ -92,7 +93,5 @@ def _same_bits(first: Tensor, second: Tensor) -> bool:
 
 
 def _declared_dtype(released: Path) -> torch.dtype | None:
-    config = read_config(released)
-    name = next((config[key] for key in DTYPE_FIELDS if config.get(key)), None)
-    dtype = getattr(torch, str(name), None)
+    dtype = getattr(torch, dtype_of(read_config(released)) or "", None)
     return dtype if isinstance(dtype, torch.dtype) else None

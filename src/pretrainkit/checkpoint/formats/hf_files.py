@@ -6,12 +6,16 @@ import hashlib
 import json
 import shutil
 from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from pretrainkit import hf_tokenizer
 from pretrainkit.errors import RequestError
-from pretrainkit.files import read_json
-from pretrainkit.models.registry import read_config
+from pretrainkit.files import read_json, write_json
+from pretrainkit.models import hf_config
+from pretrainkit.models.registry import find_family, read_config
 
 if TYPE_CHECKING:
     import torch
@@ -111,15 +115,100 @@ def copy_description(source: Path, target: Path, *, leave_out: Collection[str] =
     copy_side_files(source, target, leave_out=leave_out)
 
 
-def write_config(folder: Path, hf_folder: Path, dtype: torch.dtype) -> None:
-    """Write the config.json of `hf_folder` with another dtype and without a local `_name_or_path`.
+@dataclass(frozen=True)
+class Description:
+    """config.json and tokenizer_config.json of a model folder, as they are and as a release has them."""
+
+    folder: Path
+    stated: dict[str, Any]
+    """config.json of the folder."""
+    config: dict[str, Any]
+    """In the spelling of both generations of transformers."""
+    stated_tokenizer: dict[str, Any] | None
+    tokenizer: dict[str, Any] | None
+    """None where the folder has no tokenizer_config.json."""
+    misread: list[str]
+    """What transformers 4 takes from the config.json of the folder instead of what it means."""
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences about what a release has that the folder doesn't, and the other way round."""
+        files = [("config.json", self.stated, self.config)]
+        files += [(hf_tokenizer.CONFIG_NAME, self.stated_tokenizer or {}, self.tokenizer or {})]
+        notes = []
+        for name, stated, written in files:
+            changes = [
+                f"{key} {json.dumps(value)}" for key, value in written.items() if stated.get(key, _NONE) != value
+            ]
+            replaced = {key: value for key, value in stated.items() if written.get(key, _NONE) != value}
+            if changes or replaced:
+                before = "".join(f", {key} {json.dumps(value)}" for key, value in replaced.items())
+                instead = f" instead of {before[2:]}" if before else " added"
+                notes.append(f"{name}: {', '.join(changes)}{instead}: transformers 4 and 5 read the same")
+        return notes
+
+
+_NONE = object()
+
+
+def describe(folder: Path) -> Description:
+    """Read the config.json and tokenizer_config.json of a model folder in either spelling.
+
+    Raises RequestError when a family is unknown or fields contradict each other.
+    """
+    stated, where = read_config(folder), str(folder / "config.json")
+    family = find_family(stated, where)
+    return Description(
+        folder,
+        stated,
+        hf_config.in_both_spellings(stated, family, where),
+        hf_tokenizer.read_config(folder),
+        hf_tokenizer.in_both_spellings(folder),
+        hf_config.misread_by_4(stated, family, where),
+    )
+
+
+def readable_folder(folder: Path) -> Path:
+    """A folder of the same model that the installed transformers reads with the meaning that the config.json has.
+
+    `folder` itself where it does, and where its family is not known; otherwise a temporary one, for the life of the
+    process.
+    """
+    rewritten = {}
+    if hf_tokenizer.installed_generation() < 5 and (folder / "config.json").is_file():
+        with suppress(RequestError):
+            found = describe(folder)
+            rewritten = {"config.json": found.config} if found.misread else {}
+    return hf_tokenizer.readable_folder(folder, rewritten)
+
+
+def write_description(folder: Path, hf_folder: Path, dtype: torch.dtype, *, keep: bool) -> None:
+    """Write the config.json and side files of a release, into the folder of its weights.
+
+    Both generations of transformers read them with the same meaning; with `keep`, they are copied byte for byte.
+    """
+    if keep:
+        shutil.copyfile(hf_folder / "config.json", folder / "config.json")
+        copy_side_files(hf_folder, folder)
+        return
+    found = describe(hf_folder)
+    write_config(folder, found.config, dtype)
+    if found.tokenizer == found.stated_tokenizer:
+        copy_side_files(hf_folder, folder)
+    else:
+        copy_side_files(hf_folder, folder, leave_out=(hf_tokenizer.CONFIG_NAME,))
+        write_json(folder / hf_tokenizer.CONFIG_NAME, found.tokenizer)
+
+
+def write_config(folder: Path, config: dict[str, Any], dtype: torch.dtype) -> None:
+    """Write `config` as config.json with another dtype and without a local `_name_or_path`.
 
     The form is that of transformers: two spaces, keys sorted, a newline at the end.
     """
-    config = read_config(hf_folder)
-    name = str(config.get("_name_or_path", ""))
+    config, name = dict(config), str(config.get("_name_or_path", ""))
     if name.startswith(("/", ".", "~")) or (name and Path(name).exists()):
         del config["_name_or_path"]
-    config["dtype" if "dtype" in config else "torch_dtype"] = str(dtype).removeprefix("torch.")
+    fields = [field for field in ("dtype", "torch_dtype") if field in config] or ["torch_dtype"]
+    config |= dict.fromkeys(fields, str(dtype).removeprefix("torch."))
     text = json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from pretrainkit import hf_tokenizer
 from pretrainkit.checkpoint.formats.hf_files import GENERATION_CONFIG, copy_description
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.files import read_json, write_json
@@ -44,6 +45,8 @@ def write_context(
     folder.mkdir()
     # AutoTokenizer reads the class of some tokenizers from config.json.
     copy_description(hf_folder, folder / TOKENIZER_FOLDER, leave_out=(GENERATION_CONFIG,))
+    if (tokenizer := hf_tokenizer.in_both_spellings(hf_folder)) != hf_tokenizer.read_config(hf_folder):
+        write_json(folder / TOKENIZER_FOLDER / hf_tokenizer.CONFIG_NAME, tokenizer)
     generation = hf_folder / GENERATION_CONFIG
     if generation.is_file():
         (folder / GENERATION_FOLDER).mkdir()
