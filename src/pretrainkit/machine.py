@@ -6,6 +6,8 @@ import ctypes
 import importlib.metadata
 import os
 import re
+import shutil
+import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +16,8 @@ from typing import Any
 import psutil
 
 _CGROUPS = Path("/sys/fs/cgroup")
+SEMAPHORE_BYTES = 256 * 2**10
+"""What a rank takes of /dev/shm for semaphores, a page each, without data loaders' workers: about 30 (counted)."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,8 @@ class MachineFacts:
     gpu_name: str | None = None
     """Of the first device, as its driver names it."""
     gpu_memory_gib: float | None = None
+    shared_memory_bytes: int | None = None
+    """`usable_shared_memory`."""
 
 
 def read_machine(accelerator: str) -> MachineFacts:
@@ -36,12 +42,24 @@ def read_machine(accelerator: str) -> MachineFacts:
     has_cuda = torch_has_cuda()
     num_gpus = count_gpus() if accelerator == "gpu" or (accelerator == "auto" and has_cuda) else 0
     name, memory_gib = describe_gpu() if num_gpus else (None, None)
-    return MachineFacts(num_gpus, count_cpus(), has_cuda, name, memory_gib)
+    return MachineFacts(num_gpus, count_cpus(), has_cuda, name, memory_gib, usable_shared_memory())
 
 
 def count_cpus() -> int:
     """Cores that this process may run on (taskset, cgroup cpusets and schedulers narrow it)."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def usable_shared_memory() -> int:
+    """Bytes that this process can still share with others in /dev/shm; 0 where that is missing or can't be written.
+
+    Semaphores of multiprocessing and tensors of data loaders are files there; neither has an alternative.
+    """
+    try:
+        with tempfile.TemporaryFile(dir="/dev/shm"):
+            return shutil.disk_usage("/dev/shm").free
+    except OSError:
+        return 0
 
 
 def _cuda_driver() -> Any:

@@ -21,6 +21,7 @@ OTHERS_FLAGS = {
     *("--array", "--wrap", "--requeue", "--signal", "--ntasks-per-node", "--time", "--exclusive"),  # Slurm
     *("--finetune", "--no-load-optim", "--no-load-rng", "--ckpt-format", "--use-checkpoint-args"),  # Megatron-LM
     *("--nv", "--cleanenv", "--fakeroot", "--bind", "--sandbox", "--no-home"),  # Apptainer
+    *("--ipc", "--shm-size"),  # Docker
     *("--no-deps", "--local-dir", "--help", "--verbose", "--quiet"),  # pip, hf, all of ours
     *("-l", "-g", "-P", "-pe", "-notify", "-inherit", "-m", "-k", "-c", "-e", "-n", "-t", "-J", "-A", "-q"),
 }

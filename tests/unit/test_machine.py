@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from namespaces import in_namespace
 
 from pretrainkit import machine
 
@@ -35,3 +36,17 @@ def test_a_machine_without_use_for_gpus_has_none(accelerator: str, monkeypatch: 
     monkeypatch.setattr(machine, "torch_has_cuda", lambda: False)
     facts = machine.read_machine(accelerator)
     assert facts.num_gpus == 0 and facts.num_cpus >= 1
+
+
+@pytest.mark.parametrize(
+    ("mounts", "usable"),
+    [
+        ("mount -t tmpfs -o size=64k none /dev/shm", 64 * 2**10),
+        ("mount -t tmpfs -o ro none /dev/shm", 0),
+        ("mount -t tmpfs none /dev", 0),
+    ],
+    ids=["small", "read-only", "missing"],
+)
+def test_shared_memory_is_what_can_be_used(mounts: str, usable: int) -> None:
+    code = f"{torch_free} print(machine.usable_shared_memory())"
+    assert in_namespace(mounts, [sys.executable, "-c", code], check=True).stdout == f"{usable}\n"

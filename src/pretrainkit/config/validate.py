@@ -15,7 +15,15 @@ from pretrainkit.config.schema import OPTIONS, ModelShape, RunConfig
 from pretrainkit.config.validate_data import data_problems
 from pretrainkit.errors import RequestError
 from pretrainkit.logs import is_secret
-from pretrainkit.units import parse_duration
+from pretrainkit.machine import SEMAPHORE_BYTES
+from pretrainkit.units import format_bytes, parse_duration
+
+_WORKER_SEMAPHORE_BYTES = 16 * 2**10
+"""Of a DataLoader's worker: a page for each semaphore of its queue."""
+_BATCHES_AHEAD = 3
+"""Of a DataLoader's worker: two are prefetched (torch's default), and one is in the rank's hands."""
+_BYTES_PER_TOKEN = 28
+"""Of a batch: token, label and position as int64, the loss mask as fp32 (megatron-core's gpt_dataset)."""
 
 
 def problems_of(config: RunConfig, facts: RunFacts) -> list[RequestError]:
@@ -115,6 +123,14 @@ def _machine(config: RunConfig, facts: RunFacts) -> Iterator[RequestError]:
         yield RequestError(
             f"{launch.num_nodes} nodes with --executor local", needed="1: this machine", where="--num_nodes"
         )
+    needed_bytes = launch.num_gpus * shared_memory_of_a_rank(config)
+    if machine.shared_memory_bytes is not None and machine.shared_memory_bytes < needed_bytes:
+        yield RequestError(
+            f"{format_bytes(machine.shared_memory_bytes)} of shared memory can be used in /dev/shm",
+            needed=f"{format_bytes(needed_bytes)} for {launch.num_gpus} ranks, their data loaders and their saves",
+            action="give the container more (Docker: --ipc=host or --shm-size), or have /dev/shm mounted",
+            where="this machine",
+        )
     if resolve.accelerator(config, machine) != "gpu":
         return
     if not machine.torch_has_cuda:
@@ -131,6 +147,13 @@ def _machine(config: RunConfig, facts: RunFacts) -> Iterator[RequestError]:
             action=f"use {offer}--accelerator cpu, and check CUDA_VISIBLE_DEVICES",
             where="--num_gpus",
         )
+
+
+def shared_memory_of_a_rank(config: RunConfig) -> int:
+    """Bytes of /dev/shm that a rank takes at most: semaphores, and the batches that its loaders have ready."""
+    num_workers = config.data.num_workers * (2 if config.training.val_interval else 1)
+    batch_bytes = config.training.micro_batch_size * config.data.sequence_length * _BYTES_PER_TOKEN
+    return SEMAPHORE_BYTES + num_workers * (_WORKER_SEMAPHORE_BYTES + _BATCHES_AHEAD * batch_bytes)
 
 
 def _schedule(config: RunConfig, facts: RunFacts) -> Iterator[RequestError]:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrainkit import files
-from pretrainkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED_AFTER_SAVING, PretrainkitError
+from pretrainkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED_AFTER_SAVING, PretrainkitError, RequestError
 from pretrainkit.run.outcome import SUCCESS, Outcome
 
 RENDEZVOUS_S = 600
@@ -51,7 +51,20 @@ class Endpoint:
 
 
 def open_store() -> Any:
-    """A TCPStore on a free port; the port is taken for as long as the store exists."""
+    """A TCPStore on a free port; the port is taken for as long as the store exists.
+
+    Raises RequestError where processes of this machine can't connect to each other: torch would try for 5 minutes.
+    """
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname()).close()
+    except OSError as error:
+        raise RequestError(
+            f"can't connect to a port of this machine: {error.strerror}",
+            needed="a loopback interface that is up, for the ranks to communicate",
+            action="ip link set lo up, or start where processes may use the network",
+            where="127.0.0.1",
+        ) from None
     from torch.distributed import TCPStore
 
     # With multi_tenant the agent of this process uses the same server instead of opening a second one.

@@ -65,11 +65,11 @@ def _run(arguments: argparse.Namespace, stop: GracefulStop) -> int:
         try:
             if arguments.choose_kernels:
                 choose_on_node(RunFolder(arguments.experiment_dir).run_file, arguments.log_dir)
+            store = open_store()
         except PretrainkitError as error:
             log.error("%s", error)
             outcome = Outcome(error.exit_code, None, str(error))
         else:
-            store = open_store()
             endpoint = Endpoint("localhost", store.port)
             outcome = supervise(arguments.command, arguments.ranks, arguments.log_dir, endpoint, stop)
         write_outcome(arguments.log_dir, outcome)

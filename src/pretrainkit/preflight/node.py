@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pretrainkit import files
 from pretrainkit.jobs.registry import time_left
-from pretrainkit.machine import count_gpus, read_gpus
+from pretrainkit.machine import SEMAPHORE_BYTES, count_gpus, read_gpus, usable_shared_memory
 from pretrainkit.preflight import collectives, software
 from pretrainkit.preflight.report import FAILED, OK, SKIPPED, WARNING, Check, Finding, NodeReport, check
 from pretrainkit.units import format_bytes, format_duration
@@ -170,13 +170,13 @@ def check_clock(folder: Path) -> Finding:
 @check("limits")
 def check_limits() -> Finding:
     """Shared memory and open files, which containers and login shells often make too small."""
-    shared = Path("/dev/shm")
     open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    free = shutil.disk_usage(shared).free if shared.is_dir() else 0
+    free = usable_shared_memory()
     files_word = "unlimited" if open_files == resource.RLIM_INFINITY else str(open_files)
     found = f"{format_bytes(free)} of shared memory, {files_word} open files"
     if free < MIN_SHARED_MEMORY:
-        return WARNING, found, "give the container more shared memory (Docker: --ipc=host)"
+        level = FAILED if free < SEMAPHORE_BYTES else WARNING  # without semaphores not even a checkpoint is saved
+        return level, found, "give the container more shared memory (Docker: --ipc=host), or have /dev/shm mounted"
     if open_files != resource.RLIM_INFINITY and open_files < MIN_OPEN_FILES:
         return WARNING, found, f"ulimit -n {MIN_OPEN_FILES} before the start"
     return OK, found

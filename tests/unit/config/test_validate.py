@@ -189,7 +189,18 @@ OF_THE_FACTS: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"machine": MachineFacts(num_gpus=0, num_cpus=2)},
         ["8 GPUs requested, 0 found", "use --accelerator cpu"],
     ),
+    "no shared memory": (
+        {"machine": MachineFacts(num_gpus=8, num_cpus=8, shared_memory_bytes=0)},
+        ["0 B of shared memory can be used in /dev/shm", "for 8 ranks", "--ipc=host"],
+    ),
 }
+
+
+def test_dockers_shared_memory_is_enough_for_usual_batches_alone(config: RunConfig, facts: RunFacts) -> None:
+    machine = MachineFacts(num_gpus=8, num_cpus=64, shared_memory_bytes=64 * 2**20)
+    facts = dataclasses.replace(facts, machine=machine)
+    assert problems_of(config, facts) == []
+    assert "shared memory" in told(changed(config, data__num_workers=16, training__micro_batch_size=8), facts)
 
 
 @pytest.mark.parametrize("case", OF_THE_FACTS)

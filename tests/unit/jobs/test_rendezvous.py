@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import resource
+import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from namespaces import in_namespace
 
 from pretrainkit.errors import PretrainkitError
 from pretrainkit.jobs import rendezvous
@@ -130,3 +132,9 @@ def test_a_sign_of_life_that_is_just_being_written_is_one(node: int, tmp_path: P
 
 def test_the_address_is_one_of_this_machine() -> None:
     assert own_address(["no-such-host.invalid"]).count(".") == 3
+
+
+def test_no_store_is_opened_where_processes_cannot_connect_to_each_other() -> None:
+    code = "from pretrainkit.jobs.rendezvous import open_store; open_store()"
+    done = in_namespace("", [sys.executable, "-c", code], timeout=60)
+    assert "RequestError: 127.0.0.1: can't connect to a port of this machine" in done.stderr

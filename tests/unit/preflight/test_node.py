@@ -6,11 +6,13 @@ import errno
 import json
 import os
 import resource
+import sys
 import types
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
+from namespaces import in_namespace
 
 from pretrainkit import machine
 from pretrainkit.machine import Gpu
@@ -129,6 +131,12 @@ def test_few_open_files_are_a_warning() -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert check.status == WARNING and "256 open files" in check.found
+
+
+def test_a_node_without_shared_memory_is_bad() -> None:
+    code = "from pretrainkit.preflight import node; print(node.check_limits().status)"
+    done = in_namespace("mount -t tmpfs -o ro none /dev/shm", [sys.executable, "-c", code], check=True)
+    assert done.stdout == f"{FAILED}\n"
 
 
 def test_packages_are_compared_with_the_tested_versions(tmp_path: Path) -> None:
