@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,14 @@ from pretrainkit.checkpoint.formats.hf_files import INDEX_NAME
 from pretrainkit.checkpoint.open import detect
 from pretrainkit.checkpoint.plan import CheckpointFormat
 from pretrainkit.config.schema import ModelShape
+from pretrainkit.data.tokens.tokenizer import TokenizerFile, load_tokenizer
 from pretrainkit.errors import RequestError
 from pretrainkit.files import hash_file, read_json
 from pretrainkit.hf_tokenizer import CONFIG_NAME as TOKENIZER_CONFIG
 from pretrainkit.hf_tokenizer import in_both_spellings
 from pretrainkit.models.hf_config import read_fields
 from pretrainkit.models.registry import family_named, read_config, read_shape
+from pretrainkit.release import prompts
 from pretrainkit.release.report import Check, ReleaseReport, collect
 from pretrainkit.release.weights import DTYPE_FIELDS, check_weights
 
@@ -53,7 +56,7 @@ def verify_files(
         "weight files": _check_weight_files(released),
         "weights": check_weights(found, released, shape),
         "side files": _check_side_files(origin, released),
-        "tokenizer": _check_tokenizer(released, shape),
+        "tokenizer": _check_tokenizer(released, shape, report.notes),
         "privacy": _check_privacy(released),
     }
     for name, checks in steps.items():
@@ -135,16 +138,14 @@ def _check_side_files(origin: Path, released: Path) -> Iterator[Check]:
     )
 
 
-def _check_tokenizer(released: Path, shape: ModelShape) -> Iterator[Check]:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(hf_files.readable_folder(released), local_files_only=True)
-    largest = max(tokenizer.get_vocab().values(), default=0)
+def _check_tokenizer(released: Path, shape: ModelShape, notes: list[str]) -> Iterator[Check]:
+    tokenizer = load_tokenizer(released)
     yield Check(
         "token ids fit the embedding",
-        largest < shape.vocab_size,
-        f"largest id {largest}, {shape.vocab_size} rows",
+        tokenizer.largest_id < shape.vocab_size,
+        f"largest id {tokenizer.largest_id}, {shape.vocab_size} rows",
     )
+    yield from _check_opened_tokenizer(released, tokenizer, notes)
     problems = []
     ends: dict[str, set[int]] = {}
     for name in ("config.json", "generation_config.json"):
@@ -158,11 +159,38 @@ def _check_tokenizer(released: Path, shape: ModelShape) -> Iterator[Check]:
         if found := set(_ids(fields.get("eos_token_id"))):
             ends[name] = found
     all_ends = sorted(set().union(*ends.values()))
-    if tokenizer.eos_token_id is not None and all_ends and tokenizer.eos_token_id not in all_ends:
-        problems.append(f"the tokenizer ends texts with {tokenizer.eos_token_id}, the configs with {all_ends}")
+    if tokenizer.eod_id is not None and all_ends and tokenizer.eod_id not in all_ends:
+        problems.append(f"the tokenizer ends texts with {tokenizer.eod_id}, the configs with {all_ends}")
     if len(ends) == 2 and not set.intersection(*ends.values()):
         problems.append("eos_token_id is " + " and ".join(f"{sorted(ids)} in {name}" for name, ids in ends.items()))
-    yield Check.of("special token ids agree", problems, f"eos {all_ends}, tokenizer {tokenizer.eos_token_id}")
+    yield Check.of("special token ids agree", problems, f"eos {all_ends}, tokenizer {tokenizer.eod_id}")
+
+
+def _check_opened_tokenizer(released: Path, tokenizer: TokenizerFile, notes: list[str]) -> Iterator[Check]:
+    """Whether the installed transformers opens the tokenizer; a class with rules of its own is noted."""
+    from tokenizers import Tokenizer
+    from transformers import AutoTokenizer
+
+    opened = AutoTokenizer.from_pretrained(hf_files.readable_folder(released), local_files_only=True)
+    name = f"transformers {version('transformers')}"
+    yield Check("transformers opens the tokenizer", True, f"{type(opened).__name__} in {name}")
+    stated = Tokenizer.from_file(str(tokenizer.json_path))
+    different = [
+        prompt
+        for prompt, text in prompts.SHORT.items()
+        if opened(text, add_special_tokens=False)["input_ids"] != stated.encode(text, add_special_tokens=False).ids
+    ]
+    if different:
+        notes.append(
+            f"{name} opens the tokenizer as {type(opened).__name__}, which gives other ids than tokenizer.json for the "
+            f"prompts {', '.join(different)}: PreTrainedTokenizerFast.from_pretrained(FOLDER) reads that file as it is"
+        )
+    largest = max(opened.get_vocab().values(), default=0)
+    if largest > tokenizer.largest_id:
+        notes.append(
+            f"{name} opens the tokenizer as {type(opened).__name__}, which adds tokens of its own up to id {largest}: "
+            "PreTrainedTokenizerFast.from_pretrained(FOLDER) adds none"
+        )
 
 
 def _ids(value: Any) -> list[int]:
