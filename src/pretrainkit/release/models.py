@@ -28,7 +28,7 @@ from pretrainkit.errors import CheckpointError, RequestError
 from pretrainkit.files import read_json, write_json
 from pretrainkit.imports import heavy_imports
 from pretrainkit.logs import get_logger
-from pretrainkit.models.registry import read_shape
+from pretrainkit.models.registry import family_named, read_shape
 from pretrainkit.release import prompts
 from pretrainkit.release.report import Check, collect
 
@@ -101,7 +101,9 @@ def _compare(source: Path, released: Path, hf_folder: Path | None, options: RunO
         losses = _run_transformers(released, folder, dtype)
         base = _run_transformers(options.base, folder, None, keep_logits=False) if options.base else None
         yield Check("transformers loads the release offline, with every weight", True, "no key missing or left over")
-        conversion = Options(CheckpointFormat.NEMO, hf_folder, ignore_config_fields=options.ignore_config_fields)
+        # Megatron-LM can't express every rotary scaling, and NeMo hasn't a class for every family.
+        format = CheckpointFormat.NEMO if family_named(shape.family).nemo else CheckpointFormat.TORCH_DIST
+        conversion = Options(format, hf_folder, ignore_config_fields=options.ignore_config_fields)
         weights, embedding = _megatron_weights(source, folder, conversion)
         for size in _tensor_parallel_sizes(shape):
             logger.info("running the Megatron model at TP=%d", size)
@@ -226,12 +228,12 @@ def _loss(logits: Any, tokens: Any) -> float:
 def _megatron_weights(source: Path, scratch: Path, conversion: Options) -> tuple[Path, GlobalTensor]:
     """A folder in the torch_dist format with the weights of a checkpoint, and the embedding in it.
 
-    A classic checkpoint or a Hugging Face folder is converted to NeMo's format for it.
+    A classic checkpoint or a Hugging Face folder is converted for it.
     """
     found = detect(source)
     if found.format in (CheckpointFormat.HF, CheckpointFormat.TORCH):
-        convert(source, scratch / "nemo", conversion)
-        found = detect(scratch / "nemo")
+        convert(source, scratch / "megatron", conversion)
+        found = detect(scratch / "megatron")
     tensors = read_metadata(found.weights).values()
     return found.weights, next(
         tensor for tensor in tensors if tensor.name.endswith(_EMBEDDING) and "optim" not in tensor.name
