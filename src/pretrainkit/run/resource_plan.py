@@ -17,6 +17,7 @@ from pretrainkit.config.run_file import read_run, write_run
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import RequestError
 from pretrainkit.machine import describe_gpu
+from pretrainkit.megatron.compiler import check_triton
 from pretrainkit.megatron.kernels import LIBRARIES, choose_for, installed_libraries
 from pretrainkit.run import resume_plan
 from pretrainkit.run.estimates import cheapest_recompute, estimate, fits, gpu_memory
@@ -38,10 +39,13 @@ def finalize_run(run: ResolvedRun) -> ResolvedRun:
 def plan_memory(run: ResolvedRun, *, refuse: bool = True) -> ResolvedRun:
     """The run with its estimates, its recomputation and, where its ranks run in this environment, its kernels.
 
-    With `refuse`, RequestError when it doesn't fit into GPU memory, or --gpu_name names a GPU of unknown memory.
+    With `refuse`, RequestError when it doesn't fit into GPU memory, --gpu_name names a GPU of unknown memory, or Triton
+    can't compile here.
     """
     launch = run.config.launch
     if launch.runtime == "none" and not launch.is_scheduled:
+        if refuse and run.accelerator == "gpu":
+            check_triton()
         return _planned(run, installed_libraries(), refuse=refuse)
     # An image or another Python is expected to have all libraries; the node that chooses will know.
     uses_this_python = launch.runtime == "none" and launch.python is None
@@ -53,11 +57,12 @@ def choose_on_node(run_file: Path, log_dir: Path) -> Path:
     """Choose the kernels and recomputation of a run by this machine's packages and GPU, and record them.
 
     They are written to the experiment's run.json and to that of the attempt, whose path is given: other nodes can't
-    have an older version of it in a cache. Raises RequestError when a kernel that was asked for can't be used here, or
-    the run doesn't fit into GPU memory.
+    have an older version of it in a cache. Raises RequestError when a kernel that was asked for can't be used here,
+    Triton can't compile here, or the run doesn't fit into GPU memory.
     """
     run = read_run(run_file)
     if run.accelerator == "gpu":
+        check_triton()
         name, memory_gib = describe_gpu()
         asked_gib = run.config.launch.gpu_memory_gib
         run = dataclasses.replace(run, gpu_name=name or run.gpu_name, gpu_memory_gib=asked_gib or memory_gib)

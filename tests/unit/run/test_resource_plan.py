@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,11 +38,15 @@ def gpu_run(make_run: Callable[..., ResolvedRun]) -> Callable[..., ResolvedRun]:
 
 
 @pytest.fixture(autouse=True)
-def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Libraries that this environment has."""
     libraries: set[str] = set()
     monkeypatch.setattr(resource_plan, "installed_libraries", lambda: frozenset(libraries))
     monkeypatch.setattr(resource_plan, "describe_gpu", lambda: ("NVIDIA H200", 139.8))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    monkeypatch.setenv("CC", sys.executable)  # this machine may have no compiler
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    (tmp_path / "Python.h").touch()
     return libraries
 
 
@@ -102,3 +108,14 @@ def test_a_node_refuses_what_it_can_not_have(gpu_run: Callable[..., ResolvedRun]
 def test_on_cpu_nothing_is_fused(make_run: Callable[..., ResolvedRun], installed: set[str]) -> None:
     installed |= {"triton", "liger_kernel", "transformer_engine"}
     assert plan_memory(dataclasses.replace(make_run(), accelerator="cpu")).kernels == PLAIN
+
+
+def test_a_machine_that_trains_needs_a_compiler(
+    gpu_run: Callable[..., ResolvedRun], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    write_run(tmp_path / "run.json", plan_memory(gpu_run({"executor": "slurm"})))
+    plan_memory(gpu_run(), refuse=False)
+    for start in (lambda: plan_memory(gpu_run()), lambda: choose_on_node(tmp_path / "run.json", tmp_path)):
+        with pytest.raises(RequestError, match="no-such-compiler"):
+            start()
