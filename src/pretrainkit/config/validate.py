@@ -123,14 +123,8 @@ def _machine(config: RunConfig, facts: RunFacts) -> Iterator[RequestError]:
         yield RequestError(
             f"{launch.num_nodes} nodes with --executor local", needed="1: this machine", where="--num_nodes"
         )
-    needed_bytes = launch.num_gpus * shared_memory_of_a_rank(config)
-    if machine.shared_memory_bytes is not None and machine.shared_memory_bytes < needed_bytes:
-        yield RequestError(
-            f"{format_bytes(machine.shared_memory_bytes)} of shared memory can be used in /dev/shm",
-            needed=f"{format_bytes(needed_bytes)} for {launch.num_gpus} ranks, their data loaders and their saves",
-            action="give the container more (Docker: --ipc=host or --shm-size), or have /dev/shm mounted",
-            where="this machine",
-        )
+    if machine.shared_memory_bytes is not None:
+        yield from shared_memory_problems(config, machine.shared_memory_bytes)
     if resolve.accelerator(config, machine) != "gpu":
         return
     if not machine.torch_has_cuda:
@@ -149,11 +143,22 @@ def _machine(config: RunConfig, facts: RunFacts) -> Iterator[RequestError]:
         )
 
 
-def shared_memory_of_a_rank(config: RunConfig) -> int:
-    """Bytes of /dev/shm that a rank takes at most: semaphores, and the batches that its loaders have ready."""
-    num_workers = config.data.num_workers * (2 if config.training.val_interval else 1)
+def shared_memory_problems(config: RunConfig, free_bytes: int) -> Iterator[RequestError]:
+    """The problem of a node whose /dev/shm has less free than its ranks take at most: semaphores, and batches ahead."""
+    num_ranks, num_workers = (
+        config.launch.num_gpus,
+        config.data.num_workers * (2 if config.training.val_interval else 1),
+    )
     batch_bytes = config.training.micro_batch_size * config.data.sequence_length * _BYTES_PER_TOKEN
-    return SEMAPHORE_BYTES + num_workers * (_WORKER_SEMAPHORE_BYTES + _BATCHES_AHEAD * batch_bytes)
+    of_workers = num_workers * (_WORKER_SEMAPHORE_BYTES + _BATCHES_AHEAD * batch_bytes)
+    needed_bytes = num_ranks * (SEMAPHORE_BYTES + of_workers)
+    if free_bytes < needed_bytes:
+        yield RequestError(
+            f"{format_bytes(free_bytes)} of shared memory can be used in /dev/shm",
+            needed=f"{format_bytes(needed_bytes)} for {num_ranks} ranks, their data loaders and their saves",
+            action="give the container more (Docker: --ipc=host or --shm-size), or have /dev/shm mounted",
+            where="this machine",
+        )
 
 
 def _schedule(config: RunConfig, facts: RunFacts) -> Iterator[RequestError]:

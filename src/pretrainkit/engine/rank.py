@@ -9,8 +9,10 @@ from pathlib import Path
 
 from pretrainkit import logs
 from pretrainkit.config.run_file import read_run
+from pretrainkit.config.validate import shared_memory_problems
 from pretrainkit.errors import EXIT_DONE, EXIT_STOPPED_AFTER_SAVING, RequestError
 from pretrainkit.imports import heavy_imports
+from pretrainkit.machine import usable_shared_memory
 from pretrainkit.run import resume_plan
 from pretrainkit.signals import RankStopRequests, die_with_parent
 
@@ -44,6 +46,8 @@ def run_rank(run_file: Path) -> int:
     if plan.step >= run.max_steps:
         log.info("nothing to do: %d of %d steps are done", plan.step, run.max_steps)
         return EXIT_DONE
+    # A job may run without a preflight, and a container has its own /dev/shm.
+    RequestError.raise_all(list(shared_memory_problems(run.config, usable_shared_memory())))
     if rank == 0:
         resume_plan.prepare(run, plan)
     if run.kernels.layer_spec == "torch":
