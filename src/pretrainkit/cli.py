@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrainkit import logs
-from pretrainkit.errors import EXIT_FAILED, PretrainkitError
+from pretrainkit.errors import EXIT_FAILED, PretrainkitError, RequestError
 from pretrainkit.units import format_bytes
 
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS)
@@ -69,6 +69,12 @@ def run_command(command: Callable[[argparse.Namespace], int], parser: Parser, ar
     except PretrainkitError as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return error.exit_code
+    except FileNotFoundError as error:
+        if not (error.strerror or "").startswith("No usable temporary directory"):
+            raise
+        problem = RequestError(error.strerror or "", action="set TMPDIR to a folder that can be written")
+        print(f"{parser.prog}: error: {problem}", file=sys.stderr)
+        return problem.exit_code
     except KeyboardInterrupt:
         print(f"{parser.prog}: interrupted", file=sys.stderr)
         return EXIT_FAILED
@@ -95,7 +101,7 @@ def translate_write_errors(experiment_dir: Path) -> Iterator[None]:
     except OSError as error:
         path = Path(error.filename or experiment_dir).absolute()  # a failed write names no file
         ours = (experiment_dir.absolute(), *experiment_dir.absolute().parents)
-        if error.errno not in UNWRITABLE and path not in ours:
+        if error.errno not in UNWRITABLE and (error.filename is None or path not in ours):
             raise
         existing = next(folder for folder in (path, *path.parents) if folder.exists())
         raise PretrainkitError(

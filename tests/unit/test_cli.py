@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
@@ -68,6 +69,16 @@ def test_errors_become_exit_codes_and_one_message(
     output = capsys.readouterr()
     assert output.out == "" and output.err.startswith("tool.py: ")
     assert str(error) in output.err and "Traceback" not in output.err
+
+
+def test_a_machine_without_a_temporary_folder_gets_a_message(
+    parser: Parser, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc/none"])
+    assert run_command(lambda _: len(tempfile.gettempdir()), parser, []) == 2
+    assert "tool.py: error: No usable temporary directory found" in (told := capsys.readouterr().err)
+    assert "set TMPDIR" in told
 
 
 def test_our_own_bugs_keep_their_traceback(parser: Parser) -> None:

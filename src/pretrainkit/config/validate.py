@@ -145,10 +145,8 @@ def _machine(config: RunConfig, facts: RunFacts) -> Iterator[RequestError]:
 
 def shared_memory_problems(config: RunConfig, free_bytes: int) -> Iterator[RequestError]:
     """The problem of a node whose /dev/shm has less free than its ranks take at most: semaphores, and batches ahead."""
-    num_ranks, num_workers = (
-        config.launch.num_gpus,
-        config.data.num_workers * (2 if config.training.val_interval else 1),
-    )
+    num_ranks = config.launch.num_gpus
+    num_workers = config.data.num_workers * (2 if config.training.val_interval else 1)
     batch_bytes = config.training.micro_batch_size * config.data.sequence_length * _BYTES_PER_TOKEN
     of_workers = num_workers * (_WORKER_SEMAPHORE_BYTES + _BATCHES_AHEAD * batch_bytes)
     needed_bytes = num_ranks * (SEMAPHORE_BYTES + of_workers)
