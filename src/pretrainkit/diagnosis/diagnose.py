@@ -24,6 +24,7 @@ from pretrainkit.diagnosis.session import guard
 from pretrainkit.diagnosis.spec import SPEED_ONLY, Spec
 from pretrainkit.diagnosis.speed import speed_of
 from pretrainkit.diagnosis.statistics import Interval
+from pretrainkit.errors import RequestError
 from pretrainkit.logs import get_logger
 from pretrainkit.machine import count_cpus
 
@@ -68,7 +69,7 @@ def diagnose(request: Request) -> dict[str, Any]:
     if request.against and run and request.experiment:
         against = compare.against_experiment(run, request.experiment, request.against)
     static = _static_checks(request)
-    request.output.mkdir(parents=True, exist_ok=True)
+    _make_writable(request.output)
     cpu_ids = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
     spec = replace(
         request.spec,
@@ -90,6 +91,18 @@ def diagnose(request: Request) -> dict[str, Any]:
     files.write_json(request.output / "report.json", made)
     files.write_text(request.output / "report.html", html.page(made))
     return made
+
+
+def _make_writable(output: Path) -> None:
+    """Make the folder of the report. Raises RequestError where it can't be written: before minutes of measuring."""
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output):
+            pass
+    except OSError as error:
+        raise RequestError(
+            f"can't be written: {error.strerror}", action="name another folder with --output", where=str(output)
+        ) from None
 
 
 def _measure(request: Request, starter: Starter, static: list[Check], against: dict[str, Any] | None) -> dict[str, Any]:
