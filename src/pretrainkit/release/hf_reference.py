@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,6 +29,11 @@ from pretrainkit.signals import die_with_parent
 PROCESS_BYTES = 1_500_000_000
 """Memory of Python, torch and transformers; assumed (0.7 GB were measured)."""
 PROGRESS_INTERVAL_S = 30.0
+_STACKED = {
+    "experts.gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
+    "experts.down_proj": (("down_proj",), ("w2",)),
+}
+"""Parameters of transformers 5 that hold all experts of a layer, and what is stored of each expert."""
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 log = logs.get_logger(__name__)
@@ -127,21 +132,47 @@ def _streaming_model(folder: Path, rounded: Any, stack: ExitStack) -> Any:
     config = AutoConfig.from_pretrained(readable_folder(folder), local_files_only=True)
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    wanted = set(model.state_dict())
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     aliases = {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_word_embeddings else {}
-    missing = {aliases.get(name, name) for name in wanted} - names
-    extra = {name for name in names - wanted if not name.endswith("rotary_emb.inv_freq")}
+    stored = {name: _stored_parts(aliases.get(name, name), shape, names) for name, shape in shapes.items()}
+    used = {part for parts in stored.values() for expert in parts for part in expert}
+    missing = used - names
+    extra = {name for name in names - used - shapes.keys() if not name.endswith("rotary_emb.inv_freq")}
     if missing or extra:
         raise CheckpointError(
             f"not the tensors of the model that config.json describes: missing {sorted(missing)[:8]}, "
             f"left over {sorted(extra)[:8]}",
             where=str(folder),
         )
-    weights = _Weights(lambda name: read(aliases.get(name, name)).to(rounded).float(), len(wanted))
+
+    def load(name: str) -> Any:
+        experts = [[read(part).to(rounded).float() for part in expert] for expert in stored[name]]
+        first = experts[0][0]
+        return first if first.shape == shapes[name] else torch.stack([torch.cat(parts) for parts in experts])
+
+    weights = _Weights(load, len(shapes))
     attach_align_device_hook(
         model, "cpu", offload=True, weights_map=weights, preload_module_classes=model._no_split_modules
     )
     return model.eval()
+
+
+def _stored_parts(name: str, shape: Sequence[int], names: Collection[str]) -> list[tuple[str, ...]]:
+    """The stored tensors of a parameter: itself, or those of each expert, concatenated, which transformers 5 stacks.
+
+    transformers 5 also calls Mixtral's `block_sparse_moe` in memory `mlp`, as other families do.
+    """
+    layer, _, rest = name.partition(".mlp.")
+    blocks = [f"{layer}.mlp", f"{layer}.block_sparse_moe"]
+    for whole in (name, f"{blocks[1]}.{rest}"):
+        if whole in names:
+            return [(whole,)]
+    for block in blocks:
+        for parts in _STACKED.get(rest, ()):
+            experts = [tuple(f"{block}.experts.{i}.{part}.weight" for part in parts) for i in range(shape[0])]
+            if any(part in names for expert in experts for part in expert):
+                return experts
+    return [(name,)]
 
 
 class _Weights:

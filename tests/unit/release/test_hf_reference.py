@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from pretrainkit.errors import CheckpointError
 from pretrainkit.models.registry import read_shape
 from pretrainkit.release.hf_reference import Request, needed_bytes, token_losses
 
+GIVEN = Path(__file__).parents[2] / "data" / "generation5"
 MODELS = ("llama-tied", "llama3-rope", "mistral", "qwen2", "qwen2-tied", "qwen3", "mixtral", "qwen3-moe", "qwen2-moe")
 
 
@@ -34,6 +36,16 @@ def test_losses_are_those_of_the_whole_model(make_model: Callable[..., Path], na
         losses = token_losses(Request(str(folder), tokens.tolist(), precision, padding_rows))
         expected = F.cross_entropy(F.pad(logits, (0, padding_rows)), tokens[1:], reduction="none")
         assert (torch.tensor(losses) - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("folder", sorted(GIVEN.iterdir()), ids=lambda folder: folder.name)
+def test_a_folder_of_transformers_5_has_the_losses_that_it_should(folder: Path) -> None:
+    import torch
+
+    expected = json.loads((folder / "expected.json").read_text())
+    last = torch.tensor(expected["logits_last"])
+    losses = token_losses(Request(str(folder), [*expected["input_ids"], int(last.argmax())], "fp32", 0))
+    assert abs(losses[-1] - float(torch.logsumexp(last, -1) - last.max())) < 1e-5
 
 
 def test_the_memory_it_needs_is_that_of_a_block_and_not_of_the_model(make_model: Callable[..., Path]) -> None:

@@ -117,7 +117,8 @@ def untie(released: Path) -> None:
 
 
 def wrong_theta(released: Path) -> None:
-    change_json(released / "config.json", rope_theta=500000.0)
+    parameters = {"rope_type": "default", "rope_theta": 500000.0}
+    change_json(released / "config.json", rope_theta=500000.0, rope_parameters=parameters)
 
 
 def round_to_int8(released: Path) -> None:
