@@ -7,7 +7,7 @@ export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 .PHONY: setup demo test check docs-check bench
 setup: $(READY)
 
-$(READY): pyproject.toml constraints.txt scripts/setup.sh
+$(READY): pyproject.toml constraints.txt requirements.lock scripts/setup.sh
 	scripts/setup.sh $(VENV)
 
 demo: $(READY)
