@@ -59,7 +59,7 @@ def test_distributed_checkpoint_comes_back_bit_equal(
     source = make_model(name)
     convert(source, tmp_path / "megatron", Options(to=kind, workers=workers))
     assert detect(tmp_path / "megatron").format is kind
-    convert(tmp_path / "megatron", tmp_path / "back", Options(workers=workers))
+    convert(tmp_path / "megatron", tmp_path / "back", Options(workers=workers, keep_config=True))
     assert_same(source, tmp_path / "back")
     assert (tmp_path / "back/config.json").read_bytes() == (source / "config.json").read_bytes()
 
