@@ -36,7 +36,7 @@ def test_smollm2_comes_back_from_every_format(assert_same: Callable[[Path, Path]
     convert(source, tmp_path / "torch", Options(to=CheckpointFormat.TORCH, parallelism=cut, workers=2))
     convert(tmp_path / "torch", tmp_path / "torch_dist", Options(to=CheckpointFormat.TORCH_DIST, workers=2))
     convert(tmp_path / "torch_dist", tmp_path / "nemo", Options(to=CheckpointFormat.NEMO, workers=2))
-    convert(tmp_path / "nemo", tmp_path / "back", Options(workers=2))
+    convert(tmp_path / "nemo", tmp_path / "back", Options(workers=2, keep_config=True))
     assert_same(source, tmp_path / "back")
     for path in source.iterdir():
         # What transformers saves as tokenizer.model is the GGUF file with all the weights.
