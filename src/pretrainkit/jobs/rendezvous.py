@@ -138,7 +138,7 @@ class Rendezvous:
         """Another node's wait until all are ready; False when nothing starts."""
         if not self._wait(lambda: self.has(_GO) or self.has(FAILED), 2 * RENDEZVOUS_S):
             raise PretrainkitError(f"node 0 has not started in {2 * RENDEZVOUS_S} s", where=str(self.folder))
-        return not self.has(FAILED)
+        return self.has(_GO)  # a rank may have failed since: this node ends its own then, and takes part in the outcome
 
     @property
     def hosts(self) -> list[str]:

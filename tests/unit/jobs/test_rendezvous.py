@@ -130,6 +130,15 @@ def test_a_sign_of_life_that_is_just_being_written_is_one(node: int, tmp_path: P
     assert not watcher.should_abort
 
 
+def test_a_node_that_sees_a_failure_with_the_start_takes_part_in_the_outcome(tmp_path: Path) -> None:
+    head, other = (Rendezvous(tmp_path, number, 2) for number in range(2))
+    for node in (head, other):
+        node.report_ready()
+    head.wait_until_all_ready()
+    head.mark(FAILED)
+    assert other.wait_for_go() and other.should_abort
+
+
 def test_the_address_is_one_of_this_machine() -> None:
     assert own_address(["no-such-host.invalid"]).count(".") == 3
 
