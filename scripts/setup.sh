@@ -38,7 +38,10 @@ if [[ "$installed" == "$tested" || "$installed" == "$tested"+* ]]; then
     echo "setup: $installed is there and stays"
 elif [ -n "${TORCH:-}${TORCH_INDEX_URL:-}" ]; then
     echo "setup: installing ${TORCH:-$tested}${LOCKED:+ (its hash is not checked: you have chosen it)}"
-    pip install --no-warn-conflicts -c constraints.txt ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} "${TORCH:-$tested}"
+    (
+        [ -z "${TORCH_INDEX_URL:-}" ] || export PIP_INDEX_URL=$TORCH_INDEX_URL
+        pip install -c constraints.txt "${TORCH:-$tested}"
+    )
 else
     echo "setup: installing $tested. If it comes as the build for CUDA, as on PyPI for Linux, that is 2.7 GB to download and 4.5 GB on disk"
     [ -e /dev/nvidiactl ] || echo "setup: this machine has no GPU. A build for CPUs takes 0.2 GB: give its wheel," \

@@ -77,8 +77,8 @@ def test_a_machine_without_a_temporary_folder_gets_a_message(
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc/none"])
     assert run_command(lambda _: len(tempfile.gettempdir()), parser, []) == 2
-    assert "tool.py: error: No usable temporary directory found" in (told := capsys.readouterr().err)
-    assert "set TMPDIR" in told
+    assert "tool.py: error: No usable temporary directory found" in (error := capsys.readouterr().err)
+    assert "set TMPDIR" in error
 
 
 def test_our_own_bugs_keep_their_traceback(parser: Parser) -> None:
