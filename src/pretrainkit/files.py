@@ -31,6 +31,11 @@ TEMPORARY_MARK = ".tmp-"
 """Part of every temporary name, so that leftovers of a killed process can be recognised."""
 
 
+def nearest_existing(path: Path) -> Path:
+    """The path itself, or the nearest folder above it that exists."""
+    return next(found for found in (path, *path.absolute().parents) if found.exists())
+
+
 def fsync_path(path: Path) -> None:
     """Flush a file's or a folder's own entry to disk."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -33,7 +33,7 @@ from pretrainkit.checkpoint.open import (
 from pretrainkit.checkpoint.plan import MEGATRON_LM, CheckpointFormat, ConversionPlan, Options
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import CheckpointError, RequestError, machine_errors
-from pretrainkit.files import atomic_folder, remove_leftovers, write_json
+from pretrainkit.files import atomic_folder, nearest_existing, remove_leftovers, write_json
 from pretrainkit.logs import get_logger
 from pretrainkit.models.hf_config import absent_fields, dtype_of
 from pretrainkit.models.registry import family_named, read_config, read_shape
@@ -211,8 +211,7 @@ def _check_kept_config(plan: ConversionPlan) -> None:
 
 
 def _check_space(target: Path, num_bytes: int) -> None:
-    existing = next(folder for folder in (target, *target.absolute().parents) if folder.is_dir())
-    free = shutil.disk_usage(existing).free
+    free = shutil.disk_usage(nearest_existing(target)).free
     if free < num_bytes + SPARE_BYTES:
         raise RequestError(
             f"{format_bytes(free)} free on the disk", where=str(target), needed=format_bytes(num_bytes + SPARE_BYTES)

@@ -13,6 +13,7 @@ import sysconfig
 from pathlib import Path
 
 from pretrainkit.errors import RequestError
+from pretrainkit.files import nearest_existing
 
 _DRIVER_MODULES = "*/cuda_utils*.so"
 
@@ -21,8 +22,7 @@ def check_triton() -> None:
     """Raise RequestError where Triton can't compile: before a model is loaded, on the machine that trains it."""
     home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")  # noqa: PTH111  Path's fails without a home
     cache = Path(os.environ.get("TRITON_CACHE_DIR") or Path(home, ".triton", "cache")).absolute()
-    existing = next(folder for folder in (cache, *cache.parents) if folder.exists())
-    if not os.access(existing, os.W_OK | os.X_OK):
+    if not os.access(nearest_existing(cache), os.W_OK | os.X_OK):
         raise RequestError(
             f"{cache} can't be written",
             needed="a folder for the kernels that Triton compiles",

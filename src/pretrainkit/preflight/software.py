@@ -18,6 +18,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from pretrainkit.errors import one_line
+from pretrainkit.files import nearest_existing
 from pretrainkit.jobs.scripts import HOME_CACHES
 from pretrainkit.machine import installed_version
 from pretrainkit.preflight.probe import Probe, run_probes
@@ -140,22 +141,17 @@ def check_caches(environment: Mapping[str, str]) -> Finding:
     if closed := [f"{variable} ({folder})" for variable, folder in folders.items() if not _is_writable(folder)]:
         return FAILED, f"can't be written: {', '.join(closed)}", action
     in_home = [variable for variable, folder in folders.items() if folder.is_relative_to(home)]
-    if in_home and (free := shutil.disk_usage(_existing(home)).free) < MIN_HOME_BYTES:
+    if in_home and (free := shutil.disk_usage(nearest_existing(home)).free) < MIN_HOME_BYTES:
         found = f"in the home, which has {format_bytes(free)} free: {', '.join(in_home)}"
         return WARNING, found, action
     places = dict.fromkeys(str(folder) for folder in folders.values())
     return OK, f"writable: {', '.join(places)}"
 
 
-def _existing(folder: Path) -> Path:
-    """The folder, or the nearest thing above it that exists."""
-    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
-
-
 def _is_writable(folder: Path) -> bool:
     """Whether files can be made in a folder, or the folder itself where it isn't there yet."""
     try:
-        with tempfile.TemporaryDirectory(prefix=".check_node_", dir=_existing(folder)):
+        with tempfile.TemporaryDirectory(prefix=".check_node_", dir=nearest_existing(folder)):
             return True
     except OSError:
         return False

@@ -23,6 +23,7 @@ from pretrainkit.data.request import TextRequest
 from pretrainkit.data.tokens import encoder
 from pretrainkit.data.tokens.tokenizer import TokenizerFile, load_tokenizer
 from pretrainkit.errors import RequestError
+from pretrainkit.files import nearest_existing
 from pretrainkit.logs import get_logger
 from pretrainkit.units import format_bytes
 
@@ -206,7 +207,7 @@ def check_outputs(plan: Plan, committed: int) -> None:
             action="give another --output-prefix, or --overwrite to replace it once the new one is complete",
         )
     wanted = sum(item.weight for item in plan.items.values()) * plan.dtype.itemsize // 4
-    folder = next(folder for folder in plan.state_folder.absolute().parents if folder.exists())
+    folder = nearest_existing(plan.state_folder.absolute().parent)
     free = shutil.disk_usage(folder).free
     if free < wanted:
         LOGGER.warning(

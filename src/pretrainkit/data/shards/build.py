@@ -70,7 +70,7 @@ def make_shards(plan: ShardPlan, shard_ids: list[int], *, stripe_count: int | No
 
 
 def _make_folder(folder: Path, stripe_count: int | None) -> None:
-    file = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    file = files.nearest_existing(folder)
     if not file.is_dir():
         raise RequestError("is a file", where=str(file), needed="a folder", action="give another --output_dir")
     with machine_errors(folder, "make it, or free disk space", RequestError):
