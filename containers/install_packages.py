@@ -19,6 +19,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -61,13 +62,15 @@ def install(project: Path, *, dry_run: bool) -> None:
     patterns = [*of_torch, *read_setting(settings, "KEEP_PACKAGES").split(",")]
     kept = {name: version for name, version in list_installed().items() if is_kept(name, patterns)}
     say(f"stay as they are: {', '.join(f'{name} {version}' for name, version in sorted(kept.items())) or 'none'}")
+    overridden = read_overrides(project / "pyproject.toml")
     merged = merge_constraints((project / "constraints.txt").read_text(encoding="utf-8"), kept)
     with tempfile.TemporaryDirectory(prefix="install_packages_") as folder:
         constraints = Path(folder, "constraints.txt")
-        constraints.write_text(merged, encoding="utf-8")
+        constraints.write_text(without_lines_of(merged, overridden), encoding="utf-8")
         pip = Pip(Path(folder, "cache"))
         wanted = resolve(pip, project, constraints, kept)
         wanted = without_provided(wanted, kept, of_torch)
+        wanted |= {name: version for name, version in pins_in(merged).items() if name in wanted and name in overridden}
         refuse_kept(wanted, kept, of_torch)
         say(f"to be installed: {', '.join(f'{name} {version}' for name, version in sorted(wanted.items()))}")
         if dry_run:
@@ -173,6 +176,22 @@ def check_unchanged(kept: dict[str, str], after: dict[str, str]) -> None:
     changed = [text for text, name in zip(changed, kept, strict=True) if after.get(name) != kept[name]]
     if changed:
         raise InstallError(f"replaced, though they must stay: {', '.join(changed)}")
+
+
+def read_overrides(path: Path) -> set[str]:
+    """Names of packages whose version in constraints.txt another package's metadata refuses, which pip would obey."""
+    uv = tomllib.loads(path.read_text(encoding="utf-8")).get("tool", {}).get("uv", {})
+    return {normal(re.split("[<>=!~ ]", line)[0]) for line in uv.get("override-dependencies", [])}
+
+
+def pins_in(text: str) -> dict[str, str]:
+    """Name -> version of the lines of a constraints.txt."""
+    return {normal(name): version for name, version in re.findall(r"^([A-Za-z0-9._-]+)\s*==\s*([^\s;]+)", text, re.M)}
+
+
+def without_lines_of(text: str, names: set[str]) -> str:
+    """A constraints.txt without the lines of these packages."""
+    return "".join(line for line in text.splitlines(keepends=True) if not pins_in(line).keys() & names)
 
 
 def merge_constraints(text: str, kept: dict[str, str]) -> str:

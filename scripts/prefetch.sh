@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Brings what a run needs to a group disk, for compute nodes without internet: models, tokenizers, a container. Run it where
-# there is internet. A second run resumes an interrupted download, and verifies what exists.
+# there is internet. A second run goes on with the files that are missing, and verifies what exists.
 #
 #   scripts/prefetch.sh --dir /group/me/offline --model meta-llama/Llama-3.1-8B --image /group/me/pretrainkit.sif
 #   . /group/me/offline/offline.sh

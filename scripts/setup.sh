@@ -11,7 +11,7 @@ venv=${1:-.venv}
 tested=$(sed -n 's/^\(torch==[^ ]*\).*/\1/p' constraints.txt)
 of_torch='^(torch==|cuda-toolkit==|nvidia-(cu|nccl|nvjitlink|nvshmem|nvtx))' # torch, and what its build for CUDA brings
 
-supported() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null; }
+supported() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' 2>/dev/null; }
 fail() { echo "setup: $1. What to do: $2" >&2; exit 2; }
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
 
@@ -20,13 +20,13 @@ packages() { awk -v of_torch="$of_torch" -v wanted="$1" '/^# Only for/ {exit} /^
 
 if ! { [ -x "$venv/bin/python" ] && supported "$venv/bin/python"; }; then
     [ "$venv" = .venv ] || [ ! -e "$venv/pyvenv.cfg" ] ||
-        fail "$venv has another Python than 3.11 or 3.12" "name another folder, which then gets one"
-    for python in ${PYTHON:-python3 python3.12 python3.11}; do
+        fail "$venv has another Python than 3.11, 3.12 or 3.13" "name another folder, which then gets one"
+    for python in ${PYTHON:-python3 python3.13 python3.12 python3.11}; do
         supported "$python" && break
         python=
     done
     [ -n "$python" ] ||
-        fail "no Python 3.11 or 3.12 found" "install one, or name it: make setup PYTHON=/path/to/python3.11"
+        fail "no Python 3.11, 3.12 or 3.13 found" "install one, or name it: make setup PYTHON=/path/to/python3.11"
     "$python" -m venv --clear "$venv" ||
         fail "$python can't make a virtual environment" "install its venv module (Debian: python3-venv)"
 fi
@@ -53,7 +53,8 @@ else
         pip install -c constraints.txt "$tested"
     fi
 fi
-# The rest is installed as it is listed, without pip's resolver, which takes minutes: the list is whole.
+# The rest is installed as it is listed, without pip's resolver: the list is whole, and it has versions that the metadata of
+# some packages refuse (pyproject.toml, override-dependencies).
 packages 0 "$list" > "$venv/packages.txt"
 count=$(grep -c '^[a-z]' "$venv/packages.txt")
 echo "setup: installing $count packages, 0.7 GB to download and 2.8 GB on disk: some minutes"

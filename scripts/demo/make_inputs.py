@@ -46,6 +46,9 @@ def write_model(folder: Path) -> None:
     gguf_file = next(Path(package.origin).parent.glob("*.gguf"))
     source = {"pretrained_model_name_or_path": gguf_file.parent, "gguf_file": gguf_file.name}
     model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    # Its weights are plain tensors now, which transformers doesn't save as long as it thinks them quantized.
+    model.hf_quantizer = None
+    del model.config.quantization_config
     tokenizer = AutoTokenizer.from_pretrained(**source)
     # Made from GGUF, the tokenizer takes the token that begins a message for the one that ends it.
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)

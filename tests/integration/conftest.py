@@ -15,6 +15,7 @@ import preprocess_runs
 import pytest
 import ranks
 
+import pretrainkit.engine.nemo  # noqa: F401  before NeMo itself
 from pretrainkit.config.run_file import read_run, write_run
 from pretrainkit.config.schema import (
     DataConfig,

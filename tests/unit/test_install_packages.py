@@ -160,3 +160,16 @@ def test_an_image_whose_own_do_not_fit_is_refused(image: Image) -> None:
     code, output = image.install()
     assert code == 1 and "numpy<2" in output and "choose another image in versions.env" in output, output
     assert image.installed() == {"torch": "2.10.0a0+nv", "numpy": "2.1.0"}
+
+
+def test_a_version_that_another_package_refuses_is_the_tested_one(image: Image) -> None:
+    for version in ("1.26", "2.8"):
+        image.add_wheel("urls", version)
+    image.add_wheel("asker", "1.0", "urls<2")
+    image.needs("asker==1.0\nurls==2.8\n", "asker")
+    with (image.project / "pyproject.toml").open("a") as project:
+        project.write('[tool.uv]\noverride-dependencies = ["urls>=2"]\n')
+    code, output = image.install()
+    assert code == 0, output
+    assert image.installed() == {"asker": "1.0", "urls": "2.8", "pretrainkit": "0.1.0"}
+    assert "asker 1.0 has requirement urls<2, but you have urls 2.8" in output

@@ -3,8 +3,8 @@
 `local_folder` is for every command that takes a model id. `fetch` is for nodes without internet: a model goes to
 DIR/models/OWNER/NAME, a tokenizer with its config to DIR/tokenizers/OWNER/NAME, plain folders for --hf_model_id,
 --nemo_model and --tokenizer-model. Such a folder appears when every file has the size and the hash that the hub
-gives; prefetched.json in it holds the commit and those hashes. huggingface_hub resumes an interrupted download and
-finds the token: HF_TOKEN, or that of `hf auth login`.
+gives; prefetched.json in it holds the commit and those hashes. An interrupted download goes on with the files that
+are missing. huggingface_hub finds the token: HF_TOKEN, or that of `hf auth login`.
 """
 
 from __future__ import annotations
@@ -92,6 +92,7 @@ def _download(
 @contextmanager
 def _hub_errors(repository: str, *, where: str) -> Iterator[None]:
     """Turn errors of the hub's client into a RequestError that says what to do."""
+    import httpx
     from huggingface_hub.errors import (
         GatedRepoError,
         LocalEntryNotFoundError,
@@ -105,7 +106,7 @@ def _hub_errors(repository: str, *, where: str) -> Iterator[None]:
 
     try:
         yield
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled, httpx.TransportError) as error:
         is_offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("0", "")
         why = "HF_HUB_OFFLINE is set" if is_offline else "the hub can't be reached"
         raise refusal(
@@ -250,13 +251,13 @@ def _fetch_all(repository: Repository, commit: str, wanted: list[HubFile], folde
 
 
 def _download_files(repository: Repository, commit: str, wanted: list[HubFile], folder: Path, *, force: bool) -> None:
-    """Download files to a folder; one that is interrupted is resumed once."""
+    """Download files to a folder; what is missing after an interruption is tried once more."""
     patterns = [file.name.replace("[", "[[]") for file in wanted]  # names, so brackets have no meaning
     options: dict[str, Any] = {"where": f"--{repository.kind}", "revision": commit, "folder": folder, "force": force}
     try:
         _download(repository.name, patterns, **options)
     except RequestError as error:
-        LOGGER.warning("%s: interrupted, resuming: %s", repository.name, one_line(error))
+        LOGGER.warning("%s: interrupted, trying again: %s", repository.name, one_line(error))
         _download(repository.name, patterns, **options)
 
 

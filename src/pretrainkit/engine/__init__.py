@@ -22,6 +22,7 @@ What is replaced in NeMo, Lightning, Megatron and Python for a run, by the file 
 
 | where | what | why |
 |---|---|---|
+| `nemo` | `override`, a module of Megatron that is gone | NeMo's imports fail with these versions |
 | `train` | NeMo's `_fix_tensors_device` | asserts that there is a GPU |
 | `trainer` | Lightning's signal handlers | they end a run before anything is saved |
 | `child_processes` | `os.fork` | a forked Python can hang before its first instruction |

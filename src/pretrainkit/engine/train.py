@@ -6,8 +6,6 @@ import logging
 
 import lightning.pytorch as pl
 import torch
-from nemo.collections import llm
-from nemo.utils import logging as nemo_logging
 
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.engine.callbacks.before_steps import FreezeGC, OptimizerSettings, UseCudaGraphs, VerifyRestoredState
@@ -18,6 +16,8 @@ from pretrainkit.engine.callbacks.loss_guard import LossGuard
 from pretrainkit.engine.callbacks.recording import Recording, begin_recorder
 from pretrainkit.engine.callbacks.stop import Evaluations, StopEarly
 from pretrainkit.engine.child_processes import kill_children, use_fork_timeout
+from pretrainkit.engine.nemo import llm
+from pretrainkit.engine.nemo import logging as nemo_logging
 from pretrainkit.engine.trainer import (
     build_logger,
     build_model,

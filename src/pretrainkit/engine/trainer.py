@@ -12,12 +12,11 @@ import torch
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
-from nemo import lightning as nl
-from nemo.collections import llm
-from nemo.collections.common.tokenizers.huggingface.auto_tokenizer import AutoTokenizer
 
 from pretrainkit.config.schema import Kernels, ResolvedRun
 from pretrainkit.data.shards.urls import names_shards
+from pretrainkit.engine.nemo import AutoTokenizer, llm
+from pretrainkit.engine.nemo import lightning as nl
 from pretrainkit.hf_tokenizer import readable_folder
 from pretrainkit.megatron import kernels, patches
 from pretrainkit.megatron.attention import with_document_bounds

@@ -129,8 +129,6 @@ def torch_layer_spec(
     attention.linear_qkv = ModuleSpec(module=linear, params={"overlaps": overlaps})
     if config.num_moe_experts:
         parts.pre_mlp_layernorm = RMSNorm
-        if config.moe_shared_expert_intermediate_size:
-            parts.mlp.submodules.shared_experts.params["gate"] = True
     else:
         parts.mlp.submodules.linear_fc1, parts.pre_mlp_layernorm = attention.linear_qkv, IdentityOp
     if overlaps:

@@ -142,3 +142,19 @@ def gathering_on_gpu(original: Callable[..., Any]) -> Callable[..., Any]:
         return gather(self)
 
     return get_parameter_state_dp_zero
+
+
+def without_conditions(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`get_megatron_optimizer` for NeMo, which passes arguments of Megatron-core before 0.16 at their defaults."""
+
+    def get_megatron_optimizer(
+        *arguments: Any,
+        no_weight_decay_cond: None = None,
+        scale_lr_cond: None = None,
+        lr_mult: float = 1.0,
+        **others: Any,
+    ) -> Any:
+        assert no_weight_decay_cond is None and scale_lr_cond is None and lr_mult == 1.0, "conditions are not supported"
+        return original(*arguments, **others)
+
+    return get_megatron_optimizer

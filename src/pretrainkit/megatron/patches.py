@@ -8,9 +8,11 @@ have changed. To support another version, read the code around each row's target
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.metadata
 import multiprocessing
 import pkgutil
+import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +23,7 @@ from packaging.requirements import Requirement
 from pretrainkit.config.schema import Kernels
 from pretrainkit.errors import RequestError
 
-MEGATRON = "megatron-core==0.15.3"
+MEGATRON = "megatron-core==0.16.1"
 NEMO = "nemo_toolkit==2.7.3"
 TORCH = "torch>=2.10.0a0,<2.14"
 NUMPY = "numpy>=1.26,<3"
@@ -136,6 +138,28 @@ NEMO_ON_CPU = (
 )
 """The same for NeMo, once it is imported."""
 
+NEMO_IMPORT = (
+    Patch(
+        "overrides:override",
+        lambda present: functools.partial(present, check_signature=False),
+        "NeMo imports a telemetry trainer, which this decorator refuses with Lightning 2.5 and newer",
+        "nv-one-logger-pytorch-lightning-integration==2.3.1",
+    ),
+    Patch(
+        "megatron.core.dist_checkpointing.strategies:tensorstore",
+        value(types.ModuleType("tensorstore")),
+        "NeMo imports it for checkpoints in Zarr, which Megatron has dropped and nothing here writes",
+        may_be_undefined=True,
+    ),
+)
+"""Before NeMo is imported, which `engine.nemo` does."""
+NEMO_OPTIMIZER = (
+    Patch(
+        "megatron.core.optimizer:get_megatron_optimizer",
+        wrapped_by("optimizer:without_conditions"),
+        "NeMo passes arguments for parameters without weight decay and with another rate, which Megatron has replaced",
+    ),
+)
 _TE_OR_APEX = "without Transformer Engine and apex Megatron takes torch.optim.AdamW, whose state it can't reshard"
 _SLOW_CLIPPING = "without Transformer Engine and apex Megatron waits for the GPU at each tensor"
 _OPTIMIZER = "megatron.core.optimizer"
@@ -214,7 +238,7 @@ INDEX_FILES = (
         NUMPY,
     ),
 )
-REGISTER = (*CPU, *OPTIMIZER, *OPTIMIZER_GATHER, *sum(KERNELS.values(), ()), *EXPERTS, *INDEX_FILES)
+REGISTER = (*CPU, *NEMO_OPTIMIZER, *OPTIMIZER, *OPTIMIZER_GATHER, *sum(KERNELS.values(), ()), *EXPERTS, *INDEX_FILES)
 
 
 def keep_errors(keeping: Callable[[Any], Any]) -> tuple[Patch, ...]:
@@ -274,4 +298,4 @@ def apply_optimizer() -> None:
     """Give Megatron our optimizer where neither Transformer Engine nor apex is installed; before one is built."""
     import megatron.core.optimizer as megatron_optimizer
 
-    apply((*(OPTIMIZER if megatron_optimizer.USING_PYTORCH_OPTIMIZER else ()), *OPTIMIZER_GATHER))
+    apply((*NEMO_OPTIMIZER, *(OPTIMIZER if megatron_optimizer.USING_PYTORCH_OPTIMIZER else ()), *OPTIMIZER_GATHER))

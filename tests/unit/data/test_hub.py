@@ -52,7 +52,7 @@ class Hub(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """The three requests that the library makes."""
+    """The requests that the library makes."""
 
     server: Hub
     protocol_version = "HTTP/1.1"
@@ -66,9 +66,14 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """The repository's description, or a file or the rest of it."""
+        if self.path == "/api/agent-harnesses":  # once a day, for the library's own statistics
+            return self._answer(404, b"", {})
         self.server.tokens.add(self.headers.get("Authorization", ""))
         if self.server.is_gated:
             return self._answer(403, b"", {"X-Error-Code": "GatedRepo", "X-Error-Message": "ask"})
+        if self.path.startswith("/api/models/someone/model/tree/"):
+            body = json.dumps([self._in_tree(name) for name in FILES])
+            return self._answer(200, body.encode(), {"Content-Type": "application/json"})
         if self.path.startswith("/api/models/someone/model"):
             siblings = [self._described(name) for name in FILES]
             body = json.dumps({"id": "someone/model", "modelId": "someone/model", "sha": COMMIT, "siblings": siblings})
@@ -86,6 +91,13 @@ class Handler(BaseHTTPRequestHandler):
             sha256 = hashlib.sha256(content).hexdigest()
             described["lfs"] = {"sha256": sha256, "size": len(content), "pointerSize": 130}
         return described
+
+    def _in_tree(self, name: str) -> dict[str, object]:
+        described = self._described(name)
+        entry = {"type": "file", "path": name, "size": described["size"], "oid": described["blobId"]}
+        if isinstance(lfs := described.get("lfs"), dict):
+            entry["lfs"] = {"oid": lfs["sha256"], "size": lfs["size"], "pointerSize": lfs["pointerSize"]}
+        return entry
 
     def _file(self, name: str) -> None:
         content = FILES[name]
@@ -118,11 +130,10 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A hub on this machine, which huggingface_hub takes for the real one."""
-    from huggingface_hub import configure_http_backend, constants
+    from huggingface_hub import close_session, constants
 
     server = Hub()
-    # Sessions are kept for the life of a thread; one that was made offline would refuse every address.
-    configure_http_backend()
+    close_session()  # a client that was made for being offline would refuse every address
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
@@ -176,12 +187,12 @@ def test_what_was_broken_off_goes_on_where_it_was(hub: Hub, tmp_path: Path, monk
     assert names_in(folder) == WANTED | {"prefetched.json"} and hub.served == [], "nothing comes twice"
 
 
-def test_a_connection_that_breaks_is_taken_up_again(hub: Hub, tmp_path: Path) -> None:
+def test_a_file_whose_connection_breaks_comes_at_the_second_attempt(hub: Hub, tmp_path: Path) -> None:
     hub.break_off = {"model.safetensors"}
     folder = downloads.fetch(MODEL, tmp_path)
     assert (folder / "model.safetensors").read_bytes() == FILES["model.safetensors"]
     starts = [begin for name, begin in hub.served if name == "model.safetensors"]
-    assert len(starts) == 2 and starts[1] > 0, starts
+    assert starts == [0, 0]
 
 
 def test_other_bytes_than_the_hub_describes_are_refused(hub: Hub, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import pretrainkit.engine.nemo  # noqa: F401  before NeMo itself
 from pretrainkit.megatron import patches
 from pretrainkit.megatron.patches import Patch
 

@@ -46,7 +46,7 @@ def dataset(
         random_seed=seed,
         sequence_length=SEQUENCE_LENGTH,
         # The tokenizer of a model that pads with its EOD.
-        tokenizer=SimpleNamespace(eod=eod, pad=eod, unique_identifiers={"name": "test"}),  # type: ignore[arg-type]
+        tokenizer=SimpleNamespace(eod=eod, pad=eod, vocab_size=1000, unique_identifiers={"name": "test"}),  # type: ignore[arg-type]
         path_to_cache=str(tmp_path / "cache"),
         reset_position_ids=False,
         reset_attention_mask=False,

@@ -84,7 +84,7 @@ def test_a_missing_attribute_is_an_error_unless_upstream_may_not_define_it(upstr
 @pytest.mark.parametrize(
     ("read_at", "words"),
     [
-        ("megatron-core==0.14.0", ["megatron-core 0.15.3 is installed", "Class.method", "megatron-core==0.14.0"]),
+        ("megatron-core==0.14.0", ["megatron-core 0.16.1 is installed", "Class.method", "megatron-core==0.14.0"]),
         ("torch<2", ["torch 2.", "torch<2"]),
         ("not-there==1", ["not-there is not an installed package"]),
     ],

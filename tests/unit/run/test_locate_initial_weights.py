@@ -31,14 +31,14 @@ def test_what_can_be_no_id_is_not_looked_up(name: str) -> None:
 
 
 def test_offline_and_not_in_the_cache_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from huggingface_hub import configure_http_backend, constants
+    from huggingface_hub import close_session, constants
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(RequestError, match="HF_HUB_OFFLINE is set") as error:
         hub.local_folder("someone/something")
-    configure_http_backend()  # drops the session that was made for being offline
+    close_session()  # drops the client that was made for being offline
     assert "scripts/prefetch.sh --dir FOLDER --model someone/something" in str(error.value)
 
 

@@ -197,7 +197,7 @@ def _through_transformers(source: Path) -> tuple[Path, dict[str, str]]:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(readable_folder(source), use_fast=True, local_files_only=True)
-        text = tokenizer.backend_tokenizer.to_str()
+        text = _with_every_prefix(tokenizer.backend_tokenizer.to_str(), source)
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         if any((source / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
@@ -216,3 +216,22 @@ def _through_transformers(source: Path) -> tuple[Path, dict[str, str]]:
     (folder / "tokenizer.json").write_text(text, encoding="utf-8")
     roles = {role: getattr(tokenizer, role) for role in ROLES if getattr(tokenizer, role, None)}
     return folder / "tokenizer.json", roles
+
+
+def _with_every_prefix(text: str, source: Path) -> str:
+    """A tokenizer.json made of tokenizer.model, whose prefix is also put before a text that begins with a space.
+
+    transformers 5 leaves that prefix out, other than SentencePiece and transformers 4. `legacy: false` asks for it.
+    """
+    import orjson
+
+    description = orjson.loads(text)
+    pre_tokenizer = description.get("pre_tokenizer") or {}
+    is_made = not (source / "tokenizer.json").is_file() and description.get("normalizer") is None
+    is_prefixed = pre_tokenizer.get("type") == "Metaspace" and pre_tokenizer.get("prepend_scheme") != "never"
+    if not (is_made and is_prefixed and _config(source / "tokenizer_config.json").get("legacy", True)):
+        return text
+    space = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+    prefix = {"type": "Prepend", "prepend": "\u2581"}
+    description |= {"normalizer": {"type": "Sequence", "normalizers": [prefix, space]}, "pre_tokenizer": None}
+    return orjson.dumps(description).decode()

@@ -33,7 +33,8 @@ class VerifyRestoredState(pl.Callback):
         strategy: Any = trainer.strategy
         load, restore = strategy.load_checkpoint, strategy.load_model_state_dict
 
-        def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        # Lightning says whether to load weights only, which NeMo's strategy doesn't take.
+        def load_checkpoint(*args: Any, weights_only: bool | None = None, **kwargs: Any) -> Any:
             with torch.no_grad():
                 for parameter in strategy.megatron_parallel.parameters():
                     parameter.fill_(torch.nan)

@@ -8,10 +8,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint
-from nemo.utils.callbacks.dist_ckpt_io import AsyncFinalizerCallback
 
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.engine.callbacks.recording import wait_for_device
+from pretrainkit.engine.nemo import AsyncFinalizerCallback
 from pretrainkit.engine.saving import SaveFailure, Saver
 from pretrainkit.errors import CheckpointError, PretrainkitError
 from pretrainkit.logs import get_logger
