@@ -189,6 +189,7 @@ def measure(path: str, arguments: argparse.Namespace, folder: Path) -> Measureme
 
 def train_rank(path: str, arguments: argparse.Namespace, folder: str, rank: int, port: int) -> None:
     """One rank of one run."""
+    multiprocessing.set_start_method("fork", force=True)  # a rank's DataLoader starts its workers as pretrain.py's do
     log = os.open(f"{folder}/rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
