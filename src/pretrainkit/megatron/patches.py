@@ -23,8 +23,8 @@ from packaging.requirements import Requirement
 from pretrainkit.config.schema import Kernels
 from pretrainkit.errors import RequestError
 
-MEGATRON = "megatron-core==0.16.1"
-NEMO = "nemo_toolkit==2.7.3"
+MEGATRON = "megatron-core>=0.16.0,<=0.16.1"
+NEMO = "nemo_toolkit>=2.7.0,<=2.7.3"
 TORCH = "torch>=2.10.0a0,<2.14"
 NUMPY = "numpy>=1.26,<3"
 

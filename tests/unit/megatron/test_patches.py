@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import inspect
 import sys
 import types
@@ -97,6 +98,37 @@ def test_a_version_that_a_patch_was_not_read_at_is_refused_before_any_is_applied
         patches.apply(rows)
     assert all(word in str(error.value) for word in [*words, "constraints.txt", "read_at"])
     assert (upstream.function(), upstream.Class().method()) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("versions", "needed"),
+    [
+        ({"nemo_toolkit": "2.7.0", "megatron-core": "0.16.0"}, ""),  # nemo:26.02
+        ({"nemo_toolkit": "2.7.3", "megatron-core": "0.16.1"}, ""),  # constraints.txt
+        ({"nemo_toolkit": "2.6.2", "megatron-core": "0.16.1"}, patches.NEMO),
+        ({"nemo_toolkit": "2.7.3", "megatron-core": "0.15.3"}, patches.MEGATRON),
+        ({"nemo_toolkit": "2.7.3", "megatron-core": "0.17.0"}, patches.MEGATRON),
+        ({"megatron-core": "0.16.1"}, patches.NEMO),  # nemo:26.04
+    ],
+    ids=lambda value: " ".join(value.values()) if isinstance(value, dict) else "",
+)
+def test_images_whose_packages_the_patches_were_read_at(
+    monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], needed: str
+) -> None:
+    installed = importlib.metadata.version
+
+    def version(name: str) -> str:
+        if name == "nemo_toolkit" and name not in versions:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return versions.get(name) or installed(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    rows = [*patches.NEMO_ON_CPU, *patches.REGISTER]
+    if not needed:
+        return patches.check_versions(rows)
+    with pytest.raises(RequestError) as error:
+        patches.check_versions(rows)
+    assert needed in str(error.value)
 
 
 def test_kernels_select_their_patches(monkeypatch: pytest.MonkeyPatch) -> None:
