@@ -65,6 +65,9 @@ def build_parser() -> Parser:
         help="copy config.json and tokenizer_config.json byte for byte, not in the spelling of transformers 4 and 5",
     )
     running.add_argument(
+        "--allow-nonfinite", action="store_true", help="convert weights with NaN or infinities instead of refusing them"
+    )
+    running.add_argument(
         "--test-precision",
         action="store_true",
         help="afterwards run both models on CPU and fail unless their logits agree",
@@ -103,6 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
         workers=arguments.workers,
         overwrite=arguments.overwrite,
         ignore_config_fields=tuple(arguments.ignore_config_fields),
+        allow_nonfinite=arguments.allow_nonfinite,
         keep_config=arguments.keep_config,
     )
     if arguments.test_precision:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 pytestmark = pytest.mark.integration
 
@@ -35,6 +37,19 @@ def test_there_and_back(
     back = run(tmp_path / "torch", tmp_path / "back", "--max-shard-size", "300KB", "--quiet")
     assert back.returncode == 0 and "mixtral" in back.stdout and not back.stderr
     assert_same(source, tmp_path / "back")
+
+
+def test_weights_that_are_not_finite_are_refused_with_their_counts(
+    make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    source = shutil.copytree(make_model("llama"), tmp_path / "hf")
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.norm.weight"][:3] = float("nan")
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    done = run(source, tmp_path / "out")
+    assert done.returncode == 1 and "model.norm.weight (3 NaN)" in done.stderr and not (tmp_path / "out").exists()
+    allowed = run(source, tmp_path / "out", "--allow-nonfinite")
+    assert allowed.returncode == 0 and "not finite: model.norm.weight (3 NaN)" in allowed.stdout
 
 
 def test_wrong_request_is_told_without_a_traceback(make_model: Callable[..., Path], tmp_path: Path) -> None:

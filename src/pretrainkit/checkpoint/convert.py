@@ -10,13 +10,14 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 
+from pretrainkit.checkpoint import nonfinite
 from pretrainkit.checkpoint.formats.hf_files import HF_SOURCE, REPORT_NAME, describe, weights_fingerprint
 from pretrainkit.checkpoint.formats.megatron_lm import required_flags
 from pretrainkit.checkpoint.lazy_tensor import LazyTensor
@@ -109,7 +110,14 @@ def convert(source: str | Path, target: str | Path, options: Options | None = No
     explained = machine_errors(target, "nothing was left behind; try again", CheckpointError)
     with explained, atomic_folder(target, replace=options.overwrite) as folder:
         writer = open_writer(folder, plan)
-        _copy(reader, writer, plan)
+        problems = _copy(reader, writer, plan)
+        if problems and not options.allow_nonfinite:
+            raise CheckpointError(
+                f"values that aren't finite in {_list(problems)}",
+                where=str(source),
+                needed="finite weights" + (" in this dtype" if options.dtype else ""),
+                action="use an earlier checkpoint, or convert them as they are: --allow-nonfinite",
+            )
         writer.finish()
         report = Report(
             source=str(source),
@@ -122,7 +130,7 @@ def convert(source: str | Path, target: str | Path, options: Options | None = No
             dtypes=dict(Counter(_name(dtype) for mapping, dtype in dtypes.items() for _ in mapping.hf)),
             elapsed_s=round(time.monotonic() - started, 3),
             source_fingerprint=weights_fingerprint(found.root) if is_copy else None,
-            notes=list(_notes(reader, plan)),
+            notes=[*_notes(reader, plan), *([f"not finite: {_list(problems)}"] if problems else [])],
         )
         if format is not CheckpointFormat.HF:
             # Names only: a checkpoint may be published, and paths reveal details of the machine.
@@ -157,10 +165,14 @@ def find_hf_folder(found: DetectedCheckpoint, given: Path | None = None) -> Path
     )
 
 
-def _copy(reader: WeightReader, writer: WeightWriter, plan: ConversionPlan) -> None:
-    """Stream all parts, one per worker at a time, with a progress bar on a terminal."""
+def _copy(reader: WeightReader, writer: WeightWriter, plan: ConversionPlan) -> list[str]:
+    """Stream all parts, one per worker at a time, with a progress bar on a terminal.
+
+    Gives the tensors with values that aren't finite, padding rows included, and how many those are.
+    """
     from tqdm import tqdm
 
+    problems = []
     with tqdm(
         total=plan.num_bytes,
         unit="B",
@@ -172,13 +184,26 @@ def _copy(reader: WeightReader, writer: WeightWriter, plan: ConversionPlan) -> N
 
         def values(part: int) -> Iterator[tuple[TensorMapping, list[LazyTensor]]]:
             for mapping in writer.parts[part]:
-                dtype = plan.dtypes[mapping]
-                yield mapping, [value.to(dtype) for value in reader.read(mapping)]
+                dtype, watch = plan.dtypes[mapping], nonfinite.Watch()
+                tensors = [replace(value.to(dtype), watch=watch) for value in reader.read(mapping)]
+                yield mapping, tensors
                 progress.update(mapping.numel * dtype.itemsize)
+                checked = dict(zip(mapping.hf, tensors, strict=True)) if watch.found else {}
+                if padding := reader.padding(mapping):
+                    checked[f"padding rows of {mapping}"] = padding
+                for name, value in checked.items():
+                    if counts := nonfinite.describe(value.tensor()):
+                        problems.append(f"{name} ({counts})")
 
         with ThreadPoolExecutor(max_workers=plan.options.workers) as pool:
             for _ in pool.map(lambda part: writer.write_part(part, values(part)), range(len(writer.parts))):
                 pass
+    return sorted(problems)
+
+
+def _list(names: Sequence[str]) -> str:
+    """The first of many names."""
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
 def _check_target(target: Path, found: DetectedCheckpoint, options: Options) -> None:
@@ -229,6 +254,10 @@ def _notes(reader: WeightReader, plan: ConversionPlan) -> Iterator[str]:
     for change, count in changes.items():
         yield f"{count} tensors cast from {change}"
     yield from reader.notes
+    for mapping in plan.mappings:
+        if padding := reader.padding(mapping):
+            found = nonfinite.describe_padding(padding.tensor())
+            yield f"{padding.shape[0]} padding rows of {mapping} removed: {found}"
     rows, vocab_size = plan.padded_vocab_size - plan.shape.vocab_size, plan.shape.vocab_size
     if rows and plan.format is not CheckpointFormat.HF:
         multiple = f"{plan.vocabulary_divisor} x TP {plan.options.parallelism.tensor}"

@@ -58,6 +58,8 @@ class Options:
     """Replace an existing target, once the new one is complete."""
     ignore_config_fields: tuple[str, ...] = ()
     """Unknown fields of config.json that change nothing in the forward pass."""
+    allow_nonfinite: bool = False
+    """Convert weights with NaN and infinities, and report them."""
     keep_config: bool = False
     """Copy config.json and tokenizer_config.json into a Hugging Face folder byte for byte, instead of in the spelling
     that both generations of transformers read."""

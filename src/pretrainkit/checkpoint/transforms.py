@@ -8,6 +8,7 @@ megatron-core's `SelfAttention.get_query_key_value_tensors` (QKV) and `MLP.forwa
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -63,7 +64,7 @@ def shard(
     if layout is Layout.ROW:
         tensor = values[0].tensor()
         length = tensor.shape[1] // size
-        return LazyTensor.of(tensor.narrow(1, rank * length, length))
+        return replace(values[0], blocks=(tensor.narrow(1, rank * length, length),))
     if layout is Layout.VOCABULARY:
         (value,), count = values, padded_rows // size
         padding = torch.zeros(padded_rows - value.shape[0], *value.shape[1:], dtype=value.dtype)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pretrainkit.checkpoint.formats.hf import open_by_package
+from pretrainkit.checkpoint.lazy_tensor import same_bits
 from pretrainkit.checkpoint.mapping import tensor_mappings
 from pretrainkit.checkpoint.open import DetectedCheckpoint, open_reader
 from pretrainkit.config.schema import ModelShape
@@ -54,7 +55,7 @@ def check_weights(found: DetectedCheckpoint, released: Path, shape: ModelShape) 
                 num_elements += tensor.numel()
         if shape.tie_word_embeddings and "lm_head.weight" in names:
             embedding = read("model.embed_tokens.weight")
-            same = _same_bits(read("lm_head.weight"), embedding)
+            same = same_bits(read("lm_head.weight"), embedding)
             yield Check("tied weights are equal", same, "lm_head.weight and model.embed_tokens.weight")
     cast = f", cast from {', '.join(sorted(casts))}" if casts else ""
     for kind, title, fine in (
@@ -77,19 +78,12 @@ def _problems(
     if dtype not in (None, tensor.dtype):
         yield "dtypes", f"{name} is {tensor.dtype}"
     expected = expected.to(tensor.dtype)
-    if not _same_bits(tensor, expected):
+    if not same_bits(tensor, expected):
         yield "bits", f"{name} ({int((tensor != expected).sum())} of {tensor.numel()} elements)"
     if not torch.isfinite(tensor).all():
         yield "finite", name
     if not name.endswith("bias") and not tensor.any():
         yield "zeros", name
-
-
-def _same_bits(first: Tensor, second: Tensor) -> bool:
-    """Equality of bits: 0 and -0 differ, a NaN equals itself."""
-    if first.dtype != second.dtype or first.shape != second.shape:
-        return False
-    return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (first, second)))
 
 
 def _declared_dtype(released: Path) -> torch.dtype | None:

@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import _TYPES as DTYPES
 
 from pretrainkit.checkpoint.formats.hf_files import INDEX_NAME, SINGLE_NAME, weight_files
-from pretrainkit.checkpoint.lazy_tensor import LazyTensor, StoredTensor, pwrite_all
+from pretrainkit.checkpoint.lazy_tensor import LazyTensor, StoredTensor, pwrite_all, same_bits
 from pretrainkit.checkpoint.mapping import TensorMapping, check_names, check_tensors
 from pretrainkit.checkpoint.plan import ConversionPlan
 from pretrainkit.errors import CheckpointError, RequestError
@@ -51,7 +51,7 @@ class HfReader:
         self.dtypes = {mapping: self.tensors[mapping.hf[0]].dtype for mapping in mappings}
         if extra_head in self.tensors:
             embedding = self.tensors["model.embed_tokens.weight"]
-            if not torch.equal(self.tensors[extra_head].read(), embedding.read()):
+            if not same_bits(self.tensors[extra_head].read(), embedding.read()):
                 raise RequestError(
                     f"{extra_head} differs from model.embed_tokens.weight, but config.json says tie_word_embeddings",
                     where=str(folder),
@@ -61,6 +61,9 @@ class HfReader:
     def read(self, mapping: TensorMapping) -> list[LazyTensor]:
         """The Hugging Face tensors of a mapping."""
         return [LazyTensor.of(self.tensors[name]) for name in mapping.hf]
+
+    def padding(self, mapping: TensorMapping) -> LazyTensor | None:
+        """None: the vocabulary of a Hugging Face model has no padding rows."""
 
 
 def locate_tensors(folder: Path) -> dict[str, StoredTensor]:

@@ -195,20 +195,17 @@ class TorchDistReader:
         used = {name for names, *_ in found.values() for name in names}
         missing = {str(mapping) for mapping, (names, *_) in found.items() if not names}
         check_names(used | missing, tensors, folder)
-        num_padding_rows = 0
         self._parts = {}
         for mapping, (names, leading, counts) in found.items():
             parts = {name: tensors[name] for name in names}
             rows, *rest = mapping.megatron_shape
-            if mapping.layout is Layout.VOCABULARY and (padding := parts[names[0]].shape[0] - rows) > 0:
-                num_padding_rows, rows = padding, rows + padding
+            if mapping.layout is Layout.VOCABULARY:
+                rows = max(rows, parts[names[0]].shape[0])
             check_tensors(parts, [(*counts, rows // len(parts), *rest)] * len(parts), folder)
             self._parts[mapping] = [(part, leading) for part in parts.values()]
         self.dtypes = {mapping: parts[0][0].dtype for mapping, parts in self._parts.items()}
         if num_left_out:
             self.notes.append(f"{num_left_out} optimizer and training states left out")
-        if num_padding_rows:
-            self.notes.append(f"{num_padding_rows} padding rows of the vocabulary removed")
 
     def _find(
         self, mapping: TensorMapping, tensors: Collection[str]
@@ -234,6 +231,14 @@ class TorchDistReader:
             return [read_rows(*part, 0, count) for part, count in zip(parts, rows, strict=True)]
         whole = read_rows(*parts[0], 0, sum(rows))
         return unshard(mapping.layout, [whole], rows=rows, groups=self.shape.num_query_groups)
+
+    def padding(self, mapping: TensorMapping) -> LazyTensor | None:
+        """The padding rows of a vocabulary tensor; None where there are none."""
+        (tensor, leading), *_ = self._parts[mapping]
+        rows = mapping.megatron_shape[0]
+        if mapping.layout is not Layout.VOCABULARY or tensor.shape[0] == rows:
+            return None
+        return read_rows(tensor, leading, rows, tensor.shape[0] - rows)
 
 
 def _index(index: int | None, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -18,11 +18,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import torch
-
 from pretrainkit.checkpoint.formats.megatron_lm import CHECKPOINT_VERSION, check_args
 from pretrainkit.checkpoint.formats.torch_save import read_torch_save
-from pretrainkit.checkpoint.lazy_tensor import LazyTensor, StoredTensor
+from pretrainkit.checkpoint.lazy_tensor import LazyTensor, StoredTensor, same_bits
 from pretrainkit.checkpoint.mapping import TensorMapping, check_names, check_tensors
 from pretrainkit.checkpoint.parallel import Parallelism
 from pretrainkit.checkpoint.transforms import local_shape, unshard
@@ -80,17 +78,16 @@ class TorchLegacyReader:
         check_names({name or str(mapping) for mapping, (name, _) in found.items()}, tensors, folder)
         self._parts = {mapping: parts for mapping, (_, parts) in found.items()}
         self.dtypes = {mapping: parts[0].dtype for mapping, parts in self._parts.items()}
-        num_padding_rows = max(self._check(*item) for item in self._parts.items())
+        for item in self._parts.items():
+            self._check(*item)
         for (rank, expert), output in tied.items():
-            if not torch.equal(tensors[EMBEDDING][rank, expert].read(), output.read()):
+            if not same_bits(tensors[EMBEDDING][rank, expert].read(), output.read()):
                 raise CheckpointError(
                     "the output layer differs from the embedding that it is tied to", where=str(output.path)
                 )
         others = {"optimizer", "opt_param_scheduler", "rng_state"}
         if left_out := sorted(others & {key for state in states.values() for key in state}):
             self.notes.append(f"left out: {', '.join(left_out)}")
-        if num_padding_rows:
-            self.notes.append(f"{num_padding_rows} padding rows of the vocabulary removed")
 
     def _tensors(self, states: Mapping[Rank, dict[str, Any]]) -> dict[str, dict[tuple[int, int], StoredTensor]]:
         """Tensors by name, with layers numbered in the model, and by tensor and expert parallel rank."""
@@ -143,26 +140,33 @@ class TorchLegacyReader:
             return group  # refused, as its shape is wrong
         return group.view(lambda tensor: tensor.view(count, shape[1], shape[0])[expert].T)
 
-    def _check(self, mapping: TensorMapping, parts: Sequence[StoredTensor]) -> int:
-        """Raise CheckpointError unless the parts form the tensor; the number of padding rows of the vocabulary."""
+    def _check(self, mapping: TensorMapping, parts: Sequence[StoredTensor]) -> None:
+        """Raise CheckpointError unless the parts form the tensor, which may have padding rows."""
         size, rows = len(parts), mapping.megatron_shape[0]
-        padding = max(0, parts[0].shape[0] * size - rows) if mapping.layout is Layout.VOCABULARY else 0
-        shape = local_shape(mapping.layout, mapping.megatron_shape, size=size, padded_rows=rows + padding)
+        padded_rows = max(rows, parts[0].shape[0] * size)
+        shape = local_shape(mapping.layout, mapping.megatron_shape, size=size, padded_rows=padded_rows)
         named = {f"{mapping} of tensor parallel rank {rank}": part for rank, part in enumerate(parts)}
         check_tensors(named, [shape] * size, self.folder)
-        return padding
 
     def read(self, mapping: TensorMapping) -> list[LazyTensor]:
         """The Hugging Face tensors of a mapping."""
         parts = [LazyTensor.of(part) for part in self._parts[mapping]]
         if mapping.layout is Layout.REPLICATED and any(
-            not torch.equal(parts[0].tensor(), part.tensor()) for part in parts[1:]
+            not same_bits(parts[0].tensor(), part.tensor()) for part in parts[1:]
         ):
             raise CheckpointError(
                 f"{mapping} differs between tensor parallel ranks, which must hold the same", where=str(self.folder)
             )
         rows = [shape[0] for shape in mapping.shapes]
         return unshard(mapping.layout, parts, rows=rows, groups=self.shape.num_query_groups)
+
+    def padding(self, mapping: TensorMapping) -> LazyTensor | None:
+        """The padding rows of a vocabulary tensor; None where there are none."""
+        whole = LazyTensor.joined(LazyTensor.of(part) for part in self._parts[mapping])
+        rows = mapping.megatron_shape[0]
+        if mapping.layout is not Layout.VOCABULARY or whole.shape[0] == rows:
+            return None
+        return whole.rows(rows, whole.shape[0] - rows)
 
 
 def _read_states(folder: Path) -> dict[Rank, dict[str, Any]]:
