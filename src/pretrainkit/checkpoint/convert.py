@@ -18,7 +18,13 @@ from pathlib import Path
 import torch
 
 from pretrainkit.checkpoint import nonfinite
-from pretrainkit.checkpoint.formats.hf_files import HF_SOURCE, REPORT_NAME, describe, weights_fingerprint
+from pretrainkit.checkpoint.formats.hf_files import (
+    HF_SOURCE,
+    REPORT_NAME,
+    check_no_adapter,
+    describe,
+    weights_fingerprint,
+)
 from pretrainkit.checkpoint.formats.megatron_lm import required_flags
 from pretrainkit.checkpoint.lazy_tensor import LazyTensor
 from pretrainkit.checkpoint.mapping import TensorMapping, tensor_mappings
@@ -151,11 +157,13 @@ def find_hf_folder(found: DetectedCheckpoint, given: Path | None = None) -> Path
     Raises RequestError when a Megatron checkpoint doesn't carry one and none is given.
     """
     if given is not None:
+        check_no_adapter(given)
         return given
     if found.format is CheckpointFormat.HF:
         return found.root
     for folder in (found.root / HF_SOURCE, found.weights / HF_SOURCE):
         if folder.is_dir():
+            check_no_adapter(folder)
             return folder
     raise RequestError(
         f"a {found.format} checkpoint that doesn't carry the model's config.json and tokenizer",

@@ -46,6 +46,7 @@ def detect(path: Path) -> DetectedCheckpoint:
         return DetectedCheckpoint(CheckpointFormat.TORCH, root, path)
     if (path / megatron_lm.TRACKER_NAME).is_file():
         return detect(megatron_lm.tracked_iteration(path))
+    hf_files.check_no_adapter(path)
     if (path / "config.json").is_file():
         return DetectedCheckpoint(CheckpointFormat.HF, path, path)
     for folder in (path, path / "weights"):

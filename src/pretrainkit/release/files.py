@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from importlib.metadata import version
@@ -33,6 +34,8 @@ from pretrainkit.release.weights import DTYPE_FIELDS, check_weights
 _SECRET = re.compile(r"hf_[A-Za-z0-9]{30,}|AKIA[0-9A-Z]{16}|ghp_[A-Za-z0-9]{36}|sk-[A-Za-z0-9]{40,}")
 MODEL_CARD = "README.md"
 """Not compared: a release has a model card of its own author."""
+_OF_ITS_OWN = {"config.json", INDEX_NAME, MODEL_CARD, ".gitattributes"}
+"""Files that a release may have although its source has none, besides weights and licences."""
 _NOT_COMPARED = {*DTYPE_FIELDS, "_name_or_path", "transformers_version", "rope_parameters"}
 """Fields of config.json that a release may have otherwise; rope_parameters are compared by what they mean."""
 _TEXT_SUFFIXES = (".json", ".jinja", ".txt", ".md", ".py")
@@ -56,6 +59,7 @@ def verify_files(
         "weight files": _check_weight_files(released),
         "weights": check_weights(found, released, shape),
         "side files": _check_side_files(origin, released),
+        "other files": _check_other_files(origin, released),
         "tokenizer": _check_tokenizer(released, shape, report.notes),
         "privacy": _check_privacy(released),
     }
@@ -121,7 +125,7 @@ def _check_weight_files(released: Path) -> Iterator[Check]:
 def _check_side_files(origin: Path, released: Path) -> Iterator[Check]:
     problems: list[str] = []
     same_meaning: list[str] = []
-    names = [path.name for path in hf_files.side_files(origin) if path.name != MODEL_CARD]
+    names = [name for name in _side_names(origin) if name != MODEL_CARD]
     for name in names:
         copy = released / name
         if not copy.is_file():
@@ -136,6 +140,29 @@ def _check_side_files(origin: Path, released: Path) -> Iterator[Check]:
     yield Check.of(
         "tokenizer, template and generation files are the source's", problems, "; ".join([fine, *same_meaning])
     )
+
+
+def _side_names(folder: Path) -> list[str]:
+    return [str(path.relative_to(folder)) for path in hf_files.side_files(folder)]
+
+
+def _check_other_files(origin: Path, released: Path) -> Iterator[Check]:
+    """Nothing is in the release that no other check looks at: transformers reads many files that may be absent."""
+    weights = {path.name for path in released.iterdir() if hf_files.is_weight_file(path)}
+    known = {*_OF_ITS_OWN, *weights, *_side_names(origin)}
+    files = [path for path in released.rglob("*") if path.is_symlink() or not path.is_dir()]
+    unknown = [
+        path.relative_to(released)
+        for path in files
+        if str(path.relative_to(released)) not in known
+        and not (path.parent == released and hf_files.is_licence(path.name))
+    ]
+    folders = Counter(path.parts[0] for path in unknown if len(path.parts) > 1)
+    listed = sorted(path.name for path in unknown if len(path.parts) == 1)
+    listed += [f"{name}/ ({count} file{'s' if count > 1 else ''})" for name, count in sorted(folders.items())]
+    action = "; the source has no such files: move them away, and add what you have checked after the gate has passed"
+    found = ", ".join(listed) + action if listed else f"{len(files)} files"
+    yield Check("every file is one that the source has", not listed, found)
 
 
 def _check_tokenizer(released: Path, shape: ModelShape, notes: list[str]) -> Iterator[Check]:

@@ -23,7 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import _TYPES as DTYPES
 
-from pretrainkit.checkpoint.formats.hf_files import INDEX_NAME, SINGLE_NAME, weight_files
+from pretrainkit.checkpoint.formats.hf_files import INDEX_NAME, SINGLE_NAME, other_files, weight_files
 from pretrainkit.checkpoint.lazy_tensor import LazyTensor, StoredTensor, pwrite_all, same_bits
 from pretrainkit.checkpoint.mapping import TensorMapping, check_names, check_tensors
 from pretrainkit.checkpoint.plan import ConversionPlan
@@ -39,7 +39,8 @@ class HfReader:
     """The weights of a Hugging Face folder, read one at a time."""
 
     def __init__(self, folder: Path, mappings: Sequence[TensorMapping], *, tied: bool) -> None:
-        self.notes = list[str]()
+        others = other_files(folder)
+        self.notes = [f"left out: {', '.join(others)}"] if others else []
         self.tensors = {
             name: location for name, location in locate_tensors(folder).items() if not name.endswith(_IGNORED_TENSORS)
         }

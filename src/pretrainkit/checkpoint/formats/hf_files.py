@@ -34,6 +34,8 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h
 _SIDE_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py", ".md", ".vocab", ".bpe")
 _NEVER_COPIED = {"config.json", INDEX_NAME, "pytorch_model.bin.index.json", "trainer_state.json", "training_args.bin"}
 _LICENCES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
+_CHAT_TEMPLATES = "additional_chat_templates"
+"""The one folder that transformers itself puts beside a model: chat templates by name."""
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -88,16 +90,34 @@ def is_weight_file(path: Path) -> bool:
     return path.name.endswith(_WEIGHT_SUFFIXES) and not path.name.startswith("tokenizer")
 
 
+def check_no_adapter(folder: Path) -> None:
+    """Raise RequestError when a model folder holds a PEFT adapter: transformers would load it onto the weights."""
+    files = [path for pattern in ("adapter_config.json", "adapter_model*") for path in folder.glob(pattern)]
+    if names := [path.name for path in files]:
+        raise RequestError(
+            f"{', '.join(names)}: a PEFT adapter, which isn't part of the weights",
+            where=str(folder),
+            needed="a model without adapter",
+            action="merge it first: peft.AutoPeftModelForCausalLM.from_pretrained(FOLDER).merge_and_unload()"
+            ".save_pretrained(MERGED); or move the adapter's files away to take the weights without it",
+        )
+
+
+def is_licence(name: str) -> bool:
+    """Whether a file of this name is a licence or another legal text."""
+    return name.startswith(_LICENCES)
+
+
 def side_files(folder: Path) -> list[Path]:
     """The files of a model folder that go along with its weights: tokenizer, chat template, generation config, ..."""
-    return [
+    return sorted((folder / _CHAT_TEMPLATES).glob("*.jinja")) + [
         path
         for path in sorted(folder.iterdir())
         if path.is_file()
         and path.name not in _NEVER_COPIED
         and not path.name.startswith(".")
         and not is_weight_file(path)
-        and (path.suffix in _SIDE_SUFFIXES or path.name.startswith(_LICENCES))
+        and (path.suffix in _SIDE_SUFFIXES or is_licence(path.name))
     ]
 
 
@@ -105,7 +125,19 @@ def copy_side_files(source: Path, target: Path, *, leave_out: Collection[str] = 
     """Copy the side files of a model folder byte for byte."""
     for path in side_files(source):
         if path.name not in leave_out:
-            shutil.copyfile(path, target / path.name)
+            copy = target / path.relative_to(source)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, copy)
+
+
+def other_files(folder: Path) -> list[str]:
+    """What a model folder holds besides the model, a folder as one entry: no conversion carries it.
+
+    Raises RequestError when it holds two models.
+    """
+    known = {folder / "config.json", folder / INDEX_NAME, *weight_files(folder), *side_files(folder)}
+    known |= {path.parent for path in known}
+    return [f"{path.name}/" if path.is_dir() else path.name for path in sorted(folder.iterdir()) if path not in known]
 
 
 def copy_description(source: Path, target: Path, *, leave_out: Collection[str] = ()) -> None:
