@@ -25,7 +25,7 @@ from pretrainkit.checkpoint.formats.hf_files import (
     describe,
     weights_fingerprint,
 )
-from pretrainkit.checkpoint.formats.megatron_lm import required_flags
+from pretrainkit.checkpoint.formats.megatron_lm import required_flags, run_notes
 from pretrainkit.checkpoint.lazy_tensor import LazyTensor
 from pretrainkit.checkpoint.mapping import TensorMapping, tensor_mappings
 from pretrainkit.checkpoint.open import (
@@ -106,7 +106,7 @@ def convert(source: str | Path, target: str | Path, options: Options | None = No
         for mapping, dtype in reader.dtypes.items()
     }
     is_copy = found.format is CheckpointFormat.HF and dtypes == reader.dtypes
-    plan = ConversionPlan(format, shape, mappings, dtypes, hf_folder, options)
+    plan = ConversionPlan(format, shape, mappings, dtypes, hf_folder, options, reader.run_state)
     check_expressible(shape, format)
     _check_kept_config(plan)
     _check_space(target, plan.num_bytes)
@@ -262,6 +262,7 @@ def _notes(reader: WeightReader, plan: ConversionPlan) -> Iterator[str]:
     for change, count in changes.items():
         yield f"{count} tensors cast from {change}"
     yield from reader.notes
+    yield from run_notes(plan)
     for mapping in plan.mappings:
         if padding := reader.padding(mapping):
             found = nonfinite.describe_padding(padding.tensor())
@@ -278,7 +279,7 @@ def _notes(reader: WeightReader, plan: ConversionPlan) -> Iterator[str]:
             f"{name} {value!r}" for name, value in absent.items()
         )
     if plan.format in MEGATRON_LM:
-        yield f"Megatron-LM needs, in addition to --use-checkpoint-args: {required_flags(plan.shape)}"
+        yield f"Megatron-LM needs, in addition to --use-checkpoint-args: {required_flags(plan)}"
 
 
 def _description_notes(plan: ConversionPlan) -> Iterator[str]:

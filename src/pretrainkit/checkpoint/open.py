@@ -117,7 +117,7 @@ def open_writer(folder: Path, plan: ConversionPlan) -> WeightWriter:
         )
         (folder / "weights").mkdir()
         return TorchDistWriter(folder / "weights", plan, nemo.common_state(), prefix="module.")
-    weights = megatron_lm.create_iteration(folder, plan.options.iteration)
+    weights = megatron_lm.create_iteration(folder, megatron_lm.iteration(plan))
     common = megatron_lm.common_state(plan)
     if plan.format is CheckpointFormat.TORCH_DIST:
         return TorchDistWriter(weights, plan, {**common, "content_metadata": nemo.CONTENT_METADATA}, prefix="")

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -78,6 +79,8 @@ class ConversionPlan:
     hf_folder: Path
     """Folder with the model's config.json, tokenizer and generation config."""
     options: Options = field(default_factory=Options)
+    run_state: Mapping[str, Any] = field(default_factory=dict)
+    """What a source of Megatron-LM's knows of its run (`megatron_lm.run_state`)."""
 
     @property
     def main_dtype(self) -> torch.dtype:

@@ -39,6 +39,7 @@ class HfReader:
     """The weights of a Hugging Face folder, read one at a time."""
 
     def __init__(self, folder: Path, mappings: Sequence[TensorMapping], *, tied: bool) -> None:
+        self.run_state: dict[str, Any] = {}
         others = other_files(folder)
         self.notes = [f"left out: {', '.join(others)}"] if others else []
         self.tensors = {

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from pretrainkit.checkpoint.formats.megatron_lm import check_args
+from pretrainkit.checkpoint.formats.megatron_lm import check_args, run_state
 from pretrainkit.checkpoint.formats.torch_save import OpaqueUnpickler, read_torch_save
 from pretrainkit.checkpoint.lazy_tensor import LazyTensor, StoredTensor
 from pretrainkit.checkpoint.mapping import TensorMapping, check_names, check_tensors
@@ -183,7 +183,9 @@ class TorchDistReader:
         self.shape, self.notes = shape, list[str]()
         if not (folder / COMMON_NAME).is_file():
             raise CheckpointError(f"incomplete checkpoint: no {COMMON_NAME}", where=str(folder), action=_OLDER)
-        check_args(read_torch_save(folder / COMMON_NAME), shape, folder)
+        common = read_torch_save(folder / COMMON_NAME)
+        check_args(common, shape, folder)
+        self.run_state = run_state(common, folder)
         tensors, num_left_out = {}, 0
         for name, tensor in read_metadata(folder).items():
             bare = _WRAPPERS.sub("", name)

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from pretrainkit.checkpoint.formats.megatron_lm import CHECKPOINT_VERSION, check_args
+from pretrainkit.checkpoint.formats.megatron_lm import CHECKPOINT_VERSION, check_args, run_state
 from pretrainkit.checkpoint.formats.torch_save import read_torch_save
 from pretrainkit.checkpoint.lazy_tensor import LazyTensor, StoredTensor, same_bits
 from pretrainkit.checkpoint.mapping import TensorMapping, check_names, check_tensors
@@ -72,6 +72,7 @@ class TorchLegacyReader:
         first = next(iter(states.values()))
         _check_version(first, folder)
         check_args(first, shape, folder)
+        self.run_state = run_state(first, folder)
         tensors = self._tensors(states)
         tied = tensors.pop(TIED_OUTPUT, {}) if shape.tie_word_embeddings else {}
         found = {mapping: self._find(mapping, tensors) for mapping in mappings}
