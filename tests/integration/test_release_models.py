@@ -148,3 +148,31 @@ def test_config_fields_to_ignore_are_ignored_where_models_run(release: Callable[
     assert back.returncode == 0, back.stderr
     done = verify(folder / "torch", folder / "back", *flags)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "planted", "first", "before"),
+    [
+        ("qwen2", "model.layers.2.mlp.up_proj.weight", "model.layers.2.mlp.up_proj", "model.layers.2.mlp.gate_proj"),
+        ("qwen3", "model.layers.1.self_attn.k_norm.weight", "model.layers.1.self_attn.k_norm", "self_attn.q_norm"),
+        ("qwen3-moe", "model.layers.3.self_attn.v_proj.weight", "model.layers.3.self_attn.v_proj", "self_attn.k_proj"),
+        ("llama-tied", "rope_theta", "model.layers.0.self_attn.o_proj", "model.layers.0.self_attn.v_proj"),
+    ],
+    ids=["mlp", "norm", "experts", "rotary"],
+)
+def test_the_first_module_that_differs_is_named(
+    release: Callable[..., tuple[Path, Path]], name: str, planted: str, first: str, before: str
+) -> None:
+    source, released = release(name, CheckpointFormat.NEMO, Parallelism())
+    if planted == "rope_theta":
+        config = json.loads((released / "config.json").read_text())
+        (released / "config.json").write_text(json.dumps({**config, "rope_theta": 500.0, "rope_parameters": None}))
+    else:
+        weights = load_file(released / "model.safetensors")
+        weights[planted] = weights[planted].flip(0)
+        save_file(weights, released / "model.safetensors", metadata={"format": "pt"})
+    checks = {check.name: check for check in check_models(source, released, options=SMALL)}
+    for size in (1, 2):
+        found = checks[f"where the models part at TP={size}"]
+        assert not found.passed and f"the outputs of {first} (Megatron-core: decoder.layers." in found.found
+        assert found.found.endswith(f"{before}"), found.found

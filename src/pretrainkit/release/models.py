@@ -44,6 +44,7 @@ LOGIT_TOLERANCE_RELATIVE = 1e-5
 LOSS_TOLERANCE = 1e-4
 """Largest difference of held-out losses, nats per token."""
 _RESULT = "result.json"
+_ACTIVATIONS = "activations.pt"
 _EMBEDDING = "embedding.word_embeddings.weight"
 
 
@@ -109,6 +110,12 @@ def _compare(source: Path, released: Path, hf_folder: Path | None, options: RunO
             logger.info("running the Megatron model at TP=%d", size)
             result = _run_megatron(size, weights, embedding, shape, dtype, folder)
             yield from _judge(result, losses, names, size, dtype)
+            different = [i for i, prompt in enumerate(result["prompts"]) if not _agrees(prompt)]
+            if different:
+                shortest = min(different, key=lambda i: int(result["prompts"][i]["asked"]))
+                _keep_outputs(released, folder, dtype, shape, shortest)
+                traced = _run_megatron(size, weights, embedding, shape, dtype, folder, traced_prompt=shortest)
+                yield Check(f"where the models part at TP={size}", False, f"{names[shortest]}: {traced['found']}")
     text = f"{losses['held_out']:.4f} nats per token released"
     if base is not None:
         text += f", {base['held_out']:.4f} before training ({losses['held_out'] - base['held_out']:+.4f})"
@@ -121,13 +128,31 @@ def _only_dtype(released: Path) -> torch.dtype | None:
     return dtypes.pop() if len(dtypes) == 1 else None
 
 
+def _logit_bound(prompt: dict[str, Any]) -> float:
+    return LOGIT_TOLERANCE + LOGIT_TOLERANCE_RELATIVE * float(prompt["largest"])
+
+
+def _agrees(prompt: dict[str, Any]) -> bool:
+    return bool(prompt["difference"] <= _logit_bound(prompt))
+
+
+def _keep_outputs(released: Path, folder: Path, dtype: torch.dtype | None, shape: ModelShape, prompt: int) -> None:
+    """Run the Hugging Face model once more for one prompt and keep the outputs of its modules."""
+    import torch
+
+    from pretrainkit.release import activations
+
+    model, _ = _load_transformers(released, dtype)
+    activations.keep_outputs(model, torch.load(folder / "tokens.pt")["prompts"][prompt], shape, folder / _ACTIVATIONS)
+
+
 def _judge(
     result: dict[str, Any], losses: dict[str, float], names: Sequence[str], size: int, dtype: torch.dtype | None
 ) -> Iterator[Check]:
     rounded = result["rounded"] or losses["rounded"]
     note = f", weights rounded to {str(dtype).removeprefix('torch.')}" if rounded else ""
     compared = [
-        {**prompt, "name": name, "bound": LOGIT_TOLERANCE + LOGIT_TOLERANCE_RELATIVE * prompt["largest"]}
+        {**prompt, "name": name, "bound": _logit_bound(prompt)}
         for name, prompt in zip(names, result["prompts"], strict=True)
     ]
     worst = max(compared, key=lambda prompt: prompt["difference"] / prompt["bound"])
@@ -187,22 +212,29 @@ def _run_transformers(
     Gives the held-out loss, and whether rounding changed anything.
     """
     import torch
-    from transformers import AutoModelForCausalLM
 
     logger.info("running %s in transformers", model_folder)
+    model, rounded = _load_transformers(model_folder, dtype)
+    tokens = torch.load(folder / "tokens.pt")
+    with torch.no_grad():
+        for i, prompt in enumerate(tokens["prompts"] if keep_logits else []):
+            torch.save(model(prompt).logits.float(), folder / f"logits_{i}.pt")
+        losses = [_loss(model(row[None]).logits, row[None]) for row in tokens["held_out"]]
+    return {"held_out": sum(losses) / len(losses), "rounded": rounded}
+
+
+def _load_transformers(model_folder: Path, dtype: torch.dtype | None) -> tuple[Any, bool]:
+    """A Hugging Face model in fp32, its weights rounded to `dtype`, and whether that changed any."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
     model, info = AutoModelForCausalLM.from_pretrained(
         readable_folder(model_folder), dtype=torch.float32, local_files_only=True, output_loading_info=True
     )
     left = {key: sorted(names) for key, names in info.items() if names}
     if left:
         raise CheckpointError(f"transformers reports {left}", where=str(model_folder))
-    rounded = _round_weights(model, dtype)
-    tokens = torch.load(folder / "tokens.pt")
-    with torch.no_grad():
-        for i, prompt in enumerate(tokens["prompts"] if keep_logits else []):
-            torch.save(model.eval()(prompt).logits.float(), folder / f"logits_{i}.pt")
-        losses = [_loss(model.eval()(row[None]).logits, row[None]) for row in tokens["held_out"]]
-    return {"held_out": sum(losses) / len(losses), "rounded": rounded}
+    return model.eval(), _round_weights(model, dtype)
 
 
 def _round_weights(model: torch.nn.Module, dtype: torch.dtype | None) -> bool:
@@ -247,16 +279,25 @@ def _prepare_ranks() -> None:
 
 
 def _run_megatron(
-    size: int, weights: Path, embedding: GlobalTensor, shape: ModelShape, dtype: torch.dtype | None, scratch: Path
+    size: int,
+    weights: Path,
+    embedding: GlobalTensor,
+    shape: ModelShape,
+    dtype: torch.dtype | None,
+    scratch: Path,
+    *,
+    traced_prompt: int | None = None,
 ) -> dict[str, Any]:
     """Run the Megatron model on `size` ranks, its weights rounded to `dtype`.
 
-    Gives the comparison with the kept logits by prompt, the held-out loss, and whether rounding changed anything.
+    Gives the comparison with the kept logits by prompt, the held-out loss, and whether rounding changed anything; with
+    `traced_prompt` instead where the outputs of the modules begin to differ from the kept ones.
     """
     from torch.multiprocessing.spawn import ProcessException, start_processes
 
     try:
-        start_processes(_rank, (size, weights, embedding, shape, dtype, scratch), size, start_method="forkserver")
+        arguments = (size, weights, embedding, shape, dtype, scratch, traced_prompt)
+        start_processes(_rank, arguments, size, start_method="forkserver")
     except ProcessException as error:
         logger.error("%s", error)
         raise CheckpointError(
@@ -273,13 +314,15 @@ def _rank(
     shape: ModelShape,
     dtype: torch.dtype | None,
     scratch: Path,
+    traced_prompt: int | None,
 ) -> None:
     import torch
 
     from pretrainkit.megatron.preloaded_cpu import megatron_model
 
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // size))
-    torch.distributed.init_process_group("gloo", f"file://{scratch}/ranks_{size}", rank=rank, world_size=size)
+    meeting = f"file://{scratch}/ranks_{size}_{traced_prompt}"
+    torch.distributed.init_process_group("gloo", meeting, rank=rank, world_size=size)
     megatron_model.initialize(tensor_parallel_size=size)
     tokens = torch.load(scratch / "tokens.pt")
     model = megatron_model.load_model(
@@ -296,6 +339,15 @@ def _rank(
         return megatron_model.logits(model, padded, vocab_size=shape.vocab_size)[:, : tokens.shape[1]]
 
     rounded, compared = _round_weights(model, dtype), []
+    if traced_prompt is not None:
+        from pretrainkit.release.activations import compare_outputs
+
+        prompt = tokens["prompts"][traced_prompt]
+        found = compare_outputs(model, lambda: padded_logits(prompt), shape, scratch / _ACTIVATIONS)
+        if rank == 0:
+            write_json(scratch / _RESULT, {"found": found})
+        torch.distributed.destroy_process_group()
+        return
     for i, prompt in enumerate(tokens["prompts"]):
         expected, logits = torch.load(scratch / f"logits_{i}.pt"), padded_logits(prompt)
         compared.append(
