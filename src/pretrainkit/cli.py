@@ -44,6 +44,10 @@ class Parser(argparse.ArgumentParser):
         words = sys.argv[1:] if args is None else list(args)
         known: list[str] = []
         for position, word in enumerate(words):
+            try:
+                word.encode()
+            except UnicodeEncodeError:  # no record could hold it, and not every terminal print it
+                self.error(f"{word!a} is not UTF-8: rename the file, e.g. with convmv")
             if word == "--":
                 known += words[position:]
                 break

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import psutil
 
+from pretrainkit.errors import RequestError
 from pretrainkit.logs import get_logger
 
 LOGGER = get_logger(__name__)
@@ -29,6 +30,15 @@ T = TypeVar("T")
 
 TEMPORARY_MARK = ".tmp-"
 """Part of every temporary name, so that leftovers of a killed process can be recognised."""
+
+
+def check_utf8(path: Path) -> None:
+    """Raises RequestError for a name that no record could hold."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        name = str(path).encode(errors="backslashreplace").decode()
+        raise RequestError("its name is not UTF-8", where=name, action="rename it, e.g. with convmv") from None
 
 
 def nearest_existing(path: Path) -> Path:

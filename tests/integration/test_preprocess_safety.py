@@ -63,6 +63,19 @@ def test_existing_output_is_left_alone_until_its_successor_is_complete(
     assert {path.name for path in tmp_path.iterdir()} == names
 
 
+def test_output_next_to_its_input_is_not_read_by_the_next_run(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"txt": 1}\n')
+    (tmp_path / "b.csv").write_text("a,b\n")
+    assert finish(start("--input", "."))[0] == 1  # it leaves out.partial
+    for output in ("out", "other"):
+        code, errors = finish(start("--input", ".", "--output-prefix", output, "--on-error", "skip"))
+        assert code == 0 and "1 in input folders are not read, as their suffix is unknown: b.csv" in errors
+    assert (tmp_path / "out_text_document.bin").read_bytes() == (tmp_path / "other_text_document.bin").read_bytes()
+    manifest = json.loads((tmp_path / "other_text_document.manifest.json").read_text())
+    assert [entry["path"] for entry in manifest["inputs"]] == ["a.jsonl"]
+    assert (manifest["num_files_left_out"], manifest["num_rejected"]) == (1, 1)
+
+
 def test_a_mended_file_is_not_mixed_with_work_on_the_old_one(start: Start, tmp_path: Path) -> None:
     lines = [json.dumps({"text": f"old {i} " * 200}) for i in range(9_000)]
     (tmp_path / "in.jsonl").write_text("\n".join([*lines, "{"]))

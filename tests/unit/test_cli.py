@@ -36,6 +36,13 @@ def test_a_flag_without_a_value_has_both_spellings(parser: Parser, word: str) ->
     assert parser.parse_args([word]).append_eod
 
 
+def test_arguments_that_are_not_utf8_are_refused(parser: Parser, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        parser.parse_args(["--max_steps", "a\udce9.jsonl"])
+    assert refused.value.code == 2
+    assert r"'a\udce9.jsonl' is not UTF-8" in capsys.readouterr().err
+
+
 def test_values_keep_their_spelling(parser: Parser) -> None:
     arguments = parser.parse_args(["--max-steps=5", "--", "a_b-c", "--max-steps", "--append_eod"])
     assert arguments.rest == ["a_b-c", "--max-steps", "--append_eod"]

@@ -146,6 +146,8 @@ class Manifest(DataRecord):
     """`plain`: encoded as ordinary text; `encode`: given their ids; `error`: such a record is bad."""
     tokenizer: TokenizerRecord
     inputs: tuple[InputFile, ...]
+    num_files_left_out: int = 0
+    """Files and `_*` folders in input folders that were not read, as they have no known suffix."""
     flags: dict[str, Any] = field(default_factory=dict)
     elapsed_s: float = 0.0
     megabytes_per_second: float = 0.0

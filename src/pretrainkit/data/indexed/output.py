@@ -181,6 +181,7 @@ class Output:
             special_tokens_in_text=request.special_tokens_in_text,
             tokenizer=tokenizer_record(plan.tokenizer, engine, request.verify_tokens),
             inputs=inputs,
+            num_files_left_out=plan.num_files_left_out,
             flags=plan.flags(),
             megabytes_per_second=round(num_input_bytes / elapsed_s / 1e6, 3),
             tokens_per_second=round(num_tokens / elapsed_s, 1),

@@ -15,6 +15,7 @@ import orjson
 from pretrainkit.data.indexed.format import bin_path, idx_path, optimal_dtype
 from pretrainkit.data.indexed.manifest import Manifest, manifest_path, read_manifest
 from pretrainkit.data.readers import work_items
+from pretrainkit.data.readers.folders import warn_of_left_out
 from pretrainkit.data.readers.inputs import resolve_inputs, stem_of
 from pretrainkit.data.readers.records import RecordRules
 from pretrainkit.data.readers.source import BLOCK_BYTES, Source
@@ -73,6 +74,7 @@ class Plan:
     """Id that ends every document."""
     bos_id: int | None
     """Id that begins every document."""
+    num_files_left_out: int
     cut: str = ""
     """Fingerprint of the items of all parts, where this is one of them."""
 
@@ -125,7 +127,9 @@ def make_plan(request: Request, tokenizer: TokenizerFile | None = None) -> Plan:
     dtype = optimal_dtype(tokenizer.num_ids) if request.dtype == "auto" else np.dtype(request.dtype)
     if max(eod_id or 0, bos_id or 0) > np.iinfo(dtype).max:
         raise RequestError("EOD or BOS has an id that 16 bits can't hold", where="--dtype uint16", needed="int32")
-    sources = resolve_inputs(request.inputs, request.text_documents)
+    left_out: list[str] = []
+    sources = resolve_inputs(request.inputs, request.text_documents, left_out)
+    warn_of_left_out(left_out)
     prefix, job, fingerprint = request.output_prefix, "", ""
     if request.shard is not None:
         job = f".shard-{request.shard[0]:05d}-of-{request.shard[1]:05d}"
@@ -147,7 +151,19 @@ def make_plan(request: Request, tokenizer: TokenizerFile | None = None) -> Plan:
         for base, group in zip(bases, groups, strict=True)
     ]
     state_folder = Path(f"{prefix.rstrip('/')}{job}.partial")
-    return Plan(request, tokenizer, sources, outputs, items, dtype, state_folder, eod_id, bos_id, fingerprint)
+    return Plan(
+        request=request,
+        tokenizer=tokenizer,
+        sources=sources,
+        outputs=outputs,
+        items=items,
+        dtype=dtype,
+        state_folder=state_folder,
+        eod_id=eod_id,
+        bos_id=bos_id,
+        num_files_left_out=len(left_out),
+        cut=fingerprint,
+    )
 
 
 def _bases_per_file(prefix: str, sources: list[Source]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import itertools
 import os
 import re
 from collections import Counter
@@ -10,15 +11,14 @@ from pathlib import Path
 
 from pretrainkit.data.readers import compressed
 from pretrainkit.data.readers.compressed import Compressed
+from pretrainkit.data.readers.folders import input_files, is_saved_dataset, saved_dataset_files
 from pretrainkit.data.readers.jsonl import JsonLines
 from pretrainkit.data.readers.source import Source
 from pretrainkit.data.readers.tables import Arrow, Parquet, Table
 from pretrainkit.data.readers.text import BOM, LineSource, TextFile, TextLines
 from pretrainkit.errors import RequestError
-from pretrainkit.files import read_json
-from pretrainkit.logs import get_logger
+from pretrainkit.files import check_utf8, read_json
 
-LOGGER = get_logger(__name__)
 FORMATS: dict[str, type[LineSource] | type[TextFile] | type[Table]] = {
     ".jsonl": JsonLines,
     ".json": JsonLines,
@@ -37,31 +37,28 @@ def natural_key(name: str) -> list[tuple[int, int, str]]:
     return [(0, int(piece), piece) if piece.isdigit() else (1, 0, piece) for piece in pieces if piece]
 
 
-def resolve_inputs(inputs: tuple[str, ...], text_documents: str = "line") -> list[Source]:
+def resolve_inputs(
+    inputs: tuple[str, ...], text_documents: str = "line", left_out: list[str] | None = None
+) -> list[Source]:
     """All files that files, folders and globs mean, in natural order of their paths.
 
-    `text_documents` says what a document is in a text file: a `line` or the whole `file`.
-    Raises RequestError for an input that is not there, empty folders, unknown formats, a file that is named twice.
+    `text_documents` says what a document is in a text file: a `line` or the whole `file`. To `left_out` it adds what
+    is in the folders and not read, though a user may have meant it.
+    Raises RequestError for an input that is not there, empty folders, unknown formats, a file that is named twice, or
+    that is there packed and unpacked, and names that are not UTF-8.
     """
+    left_out = [] if left_out is None else left_out
     found: list[tuple[Path, Path]] = []
     problems: list[RequestError] = []
     for name in inputs:
         path = Path(name)
-        if path.exists():
-            matches = [path]
-        else:
-            matches = [Path(match) for match in glob.glob(name, recursive=True)]  # noqa: PTH207
-        files = [(file, base) for match in matches for file, base in _files_of(match)]
+        matches = [path] if path.exists() else _matches(name, left_out)
+        files = [(file, base) for match in matches for file, base in _files_of(match, left_out)]
         if not files:
             what = "no input file in this folder" if matches else "input not found"
             problems.append(RequestError(what, where=name, needed=SUPPORTED))
         found += files
-    counts = Counter(os.path.realpath(file) for file, _ in found)
-    problems += [
-        RequestError("this file is meant twice by --input", where=file, action="name it once")
-        for file, count in counts.items()
-        if count > 1
-    ]
+    problems += _repeated([str(file) for file, _ in found])
     found.sort(key=lambda entry: natural_key(str(entry[0])))
     sources = []
     for file, base in found:
@@ -69,6 +66,19 @@ def resolve_inputs(inputs: tuple[str, ...], text_documents: str = "line") -> lis
             sources.append(_describe(file, base, text_documents))
     RequestError.raise_all(problems)
     return sources
+
+
+def _matches(pattern: str, left_out: list[str]) -> list[Path]:
+    """What a glob matches, without what is in folders that are left out."""
+    num_literal = len(list(itertools.takewhile(lambda part: not glob.has_magic(part), Path(pattern).parts)))
+    found = []
+    for match in map(Path, glob.glob(pattern, recursive=True)):  # noqa: PTH207
+        folders = match.parts[num_literal : None if match.is_dir() else -1]
+        if any(part.startswith("_") for part in folders):
+            left_out.append(str(match))
+        else:
+            found.append(match)
+    return found
 
 
 def stem_of(source: Source) -> str:
@@ -79,7 +89,7 @@ def stem_of(source: Source) -> str:
     return str(stem)
 
 
-def _files_of(path: Path) -> list[tuple[Path, Path]]:
+def _files_of(path: Path, left_out: list[str]) -> list[tuple[Path, Path]]:
     """The input files at a path, each with the folder that its relative path starts from."""
     if path.is_file():
         return [(path, path.parent)]
@@ -89,32 +99,30 @@ def _files_of(path: Path) -> list[tuple[Path, Path]]:
             where=str(path),
             action=f"name one of them: {', '.join(read_json(path / 'dataset_dict.json')['splits'])}",
         )
-    if (path / "state.json").is_file() and (path / "dataset_info.json").is_file():
-        return [(file, path.parent) for file in _arrow_files(path)]
-    files, num_others = [], 0
-    for folder, subfolders, names in os.walk(path, followlinks=True):
-        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
-        for name in names:
-            if name.startswith("."):
-                continue
-            if _format_of(name) is None:
-                num_others += 1
-            else:
-                files.append((Path(folder) / name, path))
-    if num_others:
-        LOGGER.info("%s: %d other files in this folder are not input", path, num_others)
-    return files
+    if is_saved_dataset(path):
+        return [(file, path.parent) for file in saved_dataset_files(path)]
+    return [(file, path) for file in input_files(path, lambda name: _format_of(name) is not None, left_out)]
 
 
-def _arrow_files(folder: Path) -> list[Path]:
-    state = read_json(folder / "state.json")
-    if state.get("_indices_files") or state.get("_indices_data_files"):
-        raise RequestError(
-            "a saved dataset that is a selection of another",
-            where=str(folder),
-            action="save it again after `dataset.flatten_indices()`",
+def _repeated(files: list[str]) -> list[RequestError]:
+    """Errors for files that hold the same: one that is named twice, or is there packed and unpacked."""
+    problems = [
+        RequestError("this file is meant twice by --input", where=file, action="name it once")
+        for file, count in Counter(map(os.path.realpath, files)).items()
+        if count > 1
+    ]
+    forms: dict[str, list[str]] = {}
+    for file in dict.fromkeys(files):
+        stem, suffix = os.path.splitext(file)  # noqa: PTH122
+        forms.setdefault(stem if suffix.lower() in compressed.SUFFIXES else file, []).append(file)
+    return problems + [
+        RequestError(
+            f"{' and '.join(twins)} seem to hold the same, packed and unpacked",
+            action="move one of them away, or rename it if it holds something else",
         )
-    return [folder / entry["filename"] for entry in state["_data_files"]]
+        for twins in forms.values()
+        if len(twins) > 1
+    ]
 
 
 def _format_of(name: str) -> type[LineSource] | type[TextFile] | type[Table] | None:
@@ -125,6 +133,7 @@ def _format_of(name: str) -> type[LineSource] | type[TextFile] | type[Table] | N
 
 def _describe(path: Path, base: Path, text_documents: str) -> Source:
     kind = _format_of(path.name)
+    check_utf8(path)
     try:
         with path.open("rb") as file:
             start = file.read(8)

@@ -224,6 +224,7 @@ class _ShardWriter:
             settings=plan.settings,
             tokenizer=tokenizer_record(plan.tokenizer, engine, request.verify_tokens),
             inputs=tuple(self._reader.inputs),
+            num_files_left_out=plan.num_files_left_out,
             **made_now(time.monotonic() - began),
         )
 

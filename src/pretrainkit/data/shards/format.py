@@ -98,6 +98,8 @@ class ShardRecord(DataRecord):
     """What must be equal in all shards of a set."""
     tokenizer: TokenizerRecord
     inputs: tuple[ShardInput, ...]
+    num_files_left_out: int = 0
+    """Files and `_*` folders in input folders that were not read, as they have no known suffix."""
     elapsed_s: float = 0.0
     finished_at: str = ""
     pretrainkit_version: str = ""

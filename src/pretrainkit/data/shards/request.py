@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrainkit.data.readers import work_items
+from pretrainkit.data.readers.folders import warn_of_left_out
 from pretrainkit.data.readers.inputs import resolve_inputs
 from pretrainkit.data.readers.source import Source
 from pretrainkit.data.readers.work_items import WorkItem
@@ -58,6 +59,7 @@ class ShardPlan:
     """What workers do."""
     settings: dict[str, Any]
     """What must be equal in all shards of a set."""
+    num_files_left_out: int
     _items: list[WorkItem]
 
     def items(self, shard_id: int) -> list[WorkItem]:
@@ -92,7 +94,9 @@ def make_shard_plan(request: ShardRequest) -> ShardPlan:
         raise RequestError(f"{request.workers}", where="--workers", needed="1 or more")
     if request.num_shards is not None and not 1 <= request.num_shards <= MAX_SHARDS:
         raise RequestError(f"{request.num_shards}", where="--num_shards", needed=f"1 to {MAX_SHARDS}")
-    sources = resolve_inputs(request.inputs, request.text_documents)
+    left_out: list[str] = []
+    sources = resolve_inputs(request.inputs, request.text_documents, left_out)
+    warn_of_left_out(left_out)
     tokenizer = load_tokenizer(request.model_id, request.eod_token)
     first, last = _special_ids(request, tokenizer)
     num_shards = request.num_shards or len(sources)
@@ -118,7 +122,7 @@ def make_shard_plan(request: ShardRequest) -> ShardPlan:
     if request.num_shards:
         settings["cut"] = work_items.fingerprint(items)
     task = ShardTask(first, last, tokenizer.num_ids, request.ids_format, request.has_text, request.rules(*keys))
-    return ShardPlan(request, tokenizer, sources, num_shards, task, settings, items)
+    return ShardPlan(request, tokenizer, sources, num_shards, task, settings, len(left_out), items)
 
 
 def _special_ids(request: ShardRequest, tokenizer: TokenizerFile) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -57,6 +57,8 @@ REFUSED = {
     "unknown kind": (("a.pdf",), "unknown kind"),
     "UTF-16": (("wide.jsonl",), "UTF-16"),
     "several splits": (("splits",), "train, test"),
+    "packed and unpacked": (("twins",), r"twins/b\.jsonl and twins/b\.jsonl\.gz seem to hold the same"),
+    "a name in another encoding": (("a\udce9.jsonl",), r"a.udce9\.jsonl: its name is not UTF-8"),
 }
 
 
@@ -64,11 +66,60 @@ REFUSED = {
 def test_wrong_inputs_are_refused(write: Callable[..., None], inputs: tuple[str, ...], message: str) -> None:
     write("a.jsonl")
     write("a.pdf", b"%PDF-1.7")
+    write("a\udce9.jsonl")
+    write("twins/b.jsonl")
+    write("twins/b.jsonl.gz", gzip.compress(RECORD))
     write("wide.jsonl", '{"text": "a"}'.encode("utf-16"))
     write("splits/dataset_dict.json", b'{"splits": ["train", "test"]}')
     Path("empty").mkdir()
     with pytest.raises(RequestError, match=message):
         resolve_inputs(inputs)
+
+
+OWN_OUTPUT = {
+    "x_text_document.manifest.json": b'{\n  "format": "pretrainkit-data-1",',
+    "x_text_document.bin": b"12",
+    "x.rejects.jsonl": b'{"file":"a.jsonl","line":1}',
+    "x.partial/request.json": b"{}",
+    "x.partial/lock": b"",
+    "mix.json": b'{\n  "format": "pretrainkit-blend-1",',
+    "shard-00003.json": b'{\n  "format": "pretrainkit-shard-1",',
+    "shard-00003.tar": b"",
+    "packed/packed.json": b"{}",
+    "packed/data-00000-of-00001.arrow": b"",
+    "packed.staging-0123456789abcdef/documents.partial/output-0.0.bin": b"",
+}
+
+
+def test_only_input_is_read_of_a_folder_and_the_rest_is_named(write: Callable[..., None]) -> None:
+    wanted = ["in/_a.jsonl", "in/a.jsonl", "in/deep/manifest.json", "in/deep/x.rejects.jsonl", "in/x.partial/a.jsonl"]
+    others = ["in/_temporary/0/part.jsonl", "in/part-00000", "in/a.jl.gz", "in/b.csv", "in/deep/a.jsonl.1"]
+    for name in (*wanted, *others, "in/_SUCCESS", "in/.cache/a.jsonl", "in/.b.jsonl"):
+        write(name)
+    left_out: list[str] = []
+    assert [source.path for source in resolve_inputs(("in",), left_out=left_out)] == sorted(wanted)
+    assert sorted(left_out) == sorted(["in/_temporary/", *others[1:]])
+    left_out.clear()
+    assert [source.path for source in resolve_inputs(("in/**/*.jsonl",), left_out=left_out)] == sorted(
+        name for name in wanted if name.endswith("l")
+    )
+    assert left_out == [others[0]]
+
+
+def test_what_our_tools_wrote_is_not_input(write: Callable[..., None]) -> None:
+    write("in/a.jsonl")
+    for name, content in OWN_OUTPUT.items():
+        write(f"in/{name}", content)
+    left_out: list[str] = []
+    assert [source.path for source in resolve_inputs(("in",), left_out=left_out)] == ["in/a.jsonl"]
+    assert not left_out
+
+
+def test_saved_datasets_below_a_folder_are_read(write: Callable[..., None]) -> None:
+    write("in/en/state.json", b'{"_data_files": [{"filename": "data.arrow"}]}')
+    for name in ("in/en/dataset_info.json", "in/en/data.arrow", "in/en/cache-1.arrow", "in/ja.jsonl"):
+        write(name)
+    assert [source.path for source in resolve_inputs(("in",))] == ["in/en/data.arrow", "in/ja.jsonl"]
 
 
 def test_a_file_without_a_known_suffix_is_json_lines_if_it_looks_so(write: Callable[..., None]) -> None:
