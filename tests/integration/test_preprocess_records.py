@@ -397,6 +397,10 @@ def test_one_pair_per_input_file(tool: Tool, tmp_path: Path, reference: Callable
 
 
 def test_jobs_of_an_array_joined_in_order_equal_one_run(tool: Tool, tmp_path: Path) -> None:
+    def inspect(*words: object) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(ROOT / "tools/inspect_data.py"), *map(str, words)]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+
     texts = [f"text {i} " * 30 for i in range(50_000)]
     (tmp_path / "a.jsonl").write_bytes(lines_of(*texts))
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines_of(*texts[:100])))
@@ -406,11 +410,18 @@ def test_jobs_of_an_array_joined_in_order_equal_one_run(tool: Tool, tmp_path: Pa
         environment = {"SLURM_ARRAY_TASK_ID": str(i + 4), "SLURM_ARRAY_TASK_MIN": "4", "SLURM_ARRAY_TASK_MAX": "6"}
         result = tool(*arguments, "--shard", "array", **environment)
         assert result.returncode == 0, result.stderr
+        if i == 1:  # the folder is refused while a part is missing
+            alone = tmp_path / "alone"
+            alone.mkdir()
+            for path in tmp_path.glob("out.shard-*"):
+                (alone / path.name).symlink_to(path)
+            for command in (["count", "alone"], ["verify", "alone"], ["blend", "alone", "--output", "b.json"]):
+                refused = inspect(*command)
+                assert refused.returncode == 2 and "1 of 3 parts of an array are missing: 2" in refused.stderr
     shards = sorted(tmp_path.glob("out.shard-*.bin"))
     assert len(shards) == 3
     assert min(shard.stat().st_size for shard in shards) > 0
-    merge = [sys.executable, str(ROOT / "tools/inspect_data.py"), "merge", "--output-prefix", "whole", "--input"]
-    subprocess.run([*merge, *map(str, shards)], cwd=tmp_path, check=True)
+    assert inspect("merge", "--output-prefix", "whole", "--input", *shards).returncode == 0
     for kind in ("bin", "idx"):
         assert (tmp_path / f"whole.{kind}").read_bytes() == (tmp_path / f"out_text_document.{kind}").read_bytes()
     one, whole = (
@@ -424,5 +435,5 @@ def test_jobs_of_an_array_joined_in_order_equal_one_run(tool: Tool, tmp_path: Pa
     refused = tool(*arguments, "--shard", "1/3")
     assert refused.returncode == 2 and "output exists" in refused.stderr
     assert tool(*arguments, "--shard", "1/3", "--overwrite").returncode == 0
-    refused = subprocess.run([*merge, *map(str, shards), "--overwrite"], cwd=tmp_path, capture_output=True, text=True)
-    assert refused.returncode == 2 and "was cut out of other input than" in refused.stderr
+    refused = inspect("merge", "--output-prefix", "whole", "--overwrite", "--input", *shards)
+    assert refused.returncode == 2 and "are parts of different runs" in refused.stderr

@@ -21,8 +21,9 @@ from pretrainkit import files
 from pretrainkit.config.schema import DatasetFacts
 from pretrainkit.config.split import parse_split, split_bounds
 from pretrainkit.data.indexed.blend import read_blend
-from pretrainkit.data.indexed.format import IndexedDataset, bin_path, find_pairs, idx_path
+from pretrainkit.data.indexed.format import IndexedDataset, bin_path, idx_path
 from pretrainkit.data.indexed.manifest import Manifest, TokenizerRecord, read_manifest
+from pretrainkit.data.indexed.pair_set import find_pairs, scan, several_forms
 from pretrainkit.data.indexed.verify import eod_problem
 from pretrainkit.data.packed.format import PackedDocuments, is_packed_folder
 from pretrainkit.data.shards.shard_set import ShardDocuments, is_shard_folder
@@ -38,17 +39,16 @@ _EOD_DOCUMENTS = 200
 def documents_kind(path: Path | str) -> type[ShardDocuments] | type[PackedDocuments] | None:
     """What one path of --dataset_path means: token shards, a packed dataset, or None: .bin/.idx pairs.
 
-    Megatron's own IndexedDataset opens pairs. Raises RequestError for a folder that holds two kinds.
+    Megatron's own IndexedDataset opens pairs. Raises RequestError for a folder with other data than one set, in it or
+    below.
     """
     if names_shards(path):
         return ShardDocuments
     kind = PackedDocuments if is_packed_folder(path) else ShardDocuments if is_shard_folder(path) else None
-    if kind and any(Path(path).glob("*.idx")):
-        raise RequestError(
-            "both .bin/.idx pairs and token shards or a packed dataset are here",
-            where=str(path),
-            action="keep them in separate folders, or name the pairs by their prefixes",
-        )
+    if kind:
+        prefixes, sets = scan(Path(path))
+        if prefixes or len(sets) > 1:
+            raise several_forms(Path(path), [*(prefix.parent for prefix in prefixes), *sets])
     return kind
 
 

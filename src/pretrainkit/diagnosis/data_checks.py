@@ -72,8 +72,9 @@ def _count_lines(path: Path) -> str:
 
 
 def _pair_checks(place: Path) -> list[Check]:
-    from pretrainkit.data.indexed.format import IndexedDataset, find_pairs
+    from pretrainkit.data.indexed.format import IndexedDataset
     from pretrainkit.data.indexed.manifest import read_manifest
+    from pretrainkit.data.indexed.pair_set import find_pairs
 
     checks, tokens, documents = [], 0, 0
     for prefix in find_pairs(place):

@@ -12,7 +12,8 @@ import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from pretrainkit.data.indexed.format import find_pairs, open_pair
+from pretrainkit.data.indexed.format import open_pair
+from pretrainkit.data.indexed.pair_set import find_pairs
 from pretrainkit.errors import RequestError
 from pretrainkit.files import read_json, write_json
 

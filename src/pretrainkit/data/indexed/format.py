@@ -14,21 +14,18 @@
     34 + 12 S       8 D     i64, document index: document d is the sequences [index[d], index[d + 1])
 
 Must agree with `megatron/core/datasets/indexed_dataset.py`. Written here, a document is one sequence.
-Also the complete pairs under a path.
 """
 
 from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pretrainkit.data.readers.inputs import natural_key
 from pretrainkit.errors import DataError, RequestError
 from pretrainkit.files import commit, fsync_path
 
@@ -58,6 +55,17 @@ def bin_path(prefix: Path | str) -> Path:
 def idx_path(prefix: Path | str) -> Path:
     """`<prefix>.idx`; the prefix may hold dots."""
     return Path(f"{prefix}.idx")
+
+
+def check_output_prefix(prefix: str) -> None:
+    """Raises RequestError for a prefix without a name: its files would be hidden."""
+    name = prefix.rpartition("/")[2]
+    if not name or name.startswith("."):
+        raise RequestError(
+            f"{prefix!r} would give hidden files" if name else f"{prefix!r} is a folder",
+            where="--output-prefix",
+            needed="a folder and the beginning of the files' names, such as data/corpus",
+        )
 
 
 def optimal_dtype(num_ids: int) -> np.dtype:
@@ -172,48 +180,6 @@ def commit_pair(temporary_bin: Path, temporary_idx: Path, prefix: Path | str) ->
     idx_path(prefix).unlink(missing_ok=True)
     commit(temporary_bin, bin_path(prefix))
     commit(temporary_idx, idx_path(prefix))
-
-
-def find_pairs(path: Path | str) -> list[Path]:
-    """The prefixes of all complete pairs at `path`, in natural order: a prefix, one of its files, or a folder.
-
-    A folder without pairs means all folders in it, as `preprocess_data.py --per-file` writes them.
-    Raises RequestError when there is none, or half of one.
-    """
-    path = Path(path)
-    if path.suffix in (".bin", ".idx") and path.is_file():
-        path = path.with_suffix("")
-    if path.is_dir():
-        prefixes = _prefixes(path, path.iterdir()) or _prefixes(path, path.rglob("*"))
-    else:
-        prefixes = [path] if bin_path(path).is_file() or idx_path(path).is_file() else []
-    if not prefixes:
-        is_saved = (path / "dataset_info.json").is_file()
-        raise RequestError(
-            "a saved Hugging Face dataset, not packed" if is_saved else "no .bin/.idx pair here",
-            where=str(path),
-            needed="a folder with .bin/.idx pairs, itself or in folders below, or a prefix P of P.bin and P.idx; to "
-            "train from also token shards (shard-*.tar with shard-*.json) or a packed dataset (packed.json)",
-            action="make it with tools/preprocess_data.py, make_shards.py or pack_dataset.py",
-        )
-    halves = [half for prefix in prefixes for half in (bin_path(prefix), idx_path(prefix)) if not half.is_file()]
-    if halves:
-        raise RequestError(
-            "half of a pair is missing: " + ", ".join(str(half) for half in halves),
-            where=str(path),
-            action="preprocess or copy this data again, or move the other half away",
-        )
-    return prefixes
-
-
-def _prefixes(folder: Path, found: Iterable[Path]) -> list[Path]:
-    """Those of pairs among `found`, without what a preprocessing has not finished."""
-    names = {
-        file.with_suffix("")
-        for file in found
-        if file.suffix in (".bin", ".idx") and not any(above.suffix == ".partial" for above in file.parents)
-    }
-    return sorted(names, key=lambda prefix: natural_key(str(prefix.relative_to(folder))))
 
 
 def open_pair(prefix: Path | str) -> IndexedDataset:

@@ -17,9 +17,10 @@ import numpy as np
 
 from pretrainkit.config.split import SPLIT_NAMES, num_samples, parse_split, split_bounds
 from pretrainkit.data.indexed import blend
-from pretrainkit.data.indexed.format import IndexedDataset, find_pairs, open_pair
+from pretrainkit.data.indexed.format import IndexedDataset, open_pair
 from pretrainkit.data.indexed.manifest import read_manifest
 from pretrainkit.data.indexed.merge import merge
+from pretrainkit.data.indexed.pair_set import find_pairs
 from pretrainkit.data.indexed.verify import verify
 from pretrainkit.data.readers.inputs import natural_key
 from pretrainkit.data.report import Report

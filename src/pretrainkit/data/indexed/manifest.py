@@ -117,6 +117,18 @@ def tokenizer_record(tokenizer: TokenizerFile, engine: str, verify_tokens: str) 
 
 
 @dataclass(frozen=True)
+class SetPart:
+    """Which part of a set a pair is: what the tasks of an array make, or the files of a run with --per-file."""
+
+    index: int
+    count: int
+    set_id: str
+    """Of the input and of the flags that decide the ids: equal in all parts."""
+    path: str = ""
+    """With --per-file, where the pair is below the run's output folder, without `_KEY_document`."""
+
+
+@dataclass(frozen=True)
 class Manifest(DataRecord):
     """All of a dataset's record. in = out + empty + rejected holds for every one."""
 
@@ -148,6 +160,8 @@ class Manifest(DataRecord):
     inputs: tuple[InputFile, ...]
     num_files_left_out: int = 0
     """Files and `_*` folders in input folders that were not read, as they have no known suffix."""
+    part: SetPart | None = None
+    """None: the pair is all of what it was made from."""
     flags: dict[str, Any] = field(default_factory=dict)
     elapsed_s: float = 0.0
     megabytes_per_second: float = 0.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,12 +14,14 @@ from pretrainkit.data.indexed.format import (
     HEADER,
     IndexedDataset,
     bin_path,
+    check_output_prefix,
     commit_pair,
     idx_path,
     open_pair,
     write_header,
 )
 from pretrainkit.data.indexed.manifest import InputFile, Manifest, manifest_path, read_manifest
+from pretrainkit.data.indexed.pair_set import SHARD_NAME, check_sets
 from pretrainkit.errors import RequestError
 from pretrainkit.files import remove_leftovers, temporary_name, write_json
 from pretrainkit.logs import get_logger
@@ -38,7 +39,6 @@ SUMMED = (
     "num_input_bytes",
     "bin_bytes",
 )
-SHARD_NAME = re.compile(r"\.shard-(\d+)-of-(\d+)_")
 
 
 def merge(prefixes: list[Path], output_prefix: Path | str, *, overwrite: bool = False) -> Manifest | None:
@@ -47,6 +47,7 @@ def merge(prefixes: list[Path], output_prefix: Path | str, *, overwrite: bool = 
     Gives the manifest of the result, None if the parts have none. Raises RequestError, before it writes, for parts
     of different dtype or tokenizer, missing shards, or existing output without `overwrite`.
     """
+    check_output_prefix(str(output_prefix))
     dtypes = [open_pair(prefix).dtype for prefix in prefixes]
     manifests = _check(prefixes, dtypes)
     finals = [bin_path(output_prefix), idx_path(output_prefix), manifest_path(output_prefix)]
@@ -84,13 +85,10 @@ def _check(prefixes: list[Path], dtypes: list[np.dtype]) -> list[Manifest] | Non
                 needed="one dtype",
                 action="preprocess one of them again with the same tokenizer, or --dtype int32",
             )
-    shards = [match for prefix in prefixes if (match := SHARD_NAME.search(prefix.name))]
-    if len(shards) == len(prefixes):
-        found, count = [int(match[1]) for match in shards], int(shards[0][2])
-        if found != list(range(count)):
-            missing = sorted(set(range(count)) - set(found))
-            what = f"shards {missing} of {count} are missing" if missing else f"shards come in the order {found}"
-            raise RequestError(what, where="--input", needed=f"all {count}, in order")
+    check_sets(prefixes)
+    shards = [int(match[1]) for prefix in prefixes if (match := SHARD_NAME.search(prefix.name))]
+    if len(shards) == len(prefixes) and shards != sorted(shards):
+        raise RequestError(f"parts come in the order {shards}", where="--input", needed="ascending order")
     manifests = [read_manifest(prefix) for prefix in prefixes]
     known = [manifest for manifest in manifests if manifest is not None]
     if len(known) < len(manifests):
@@ -101,12 +99,6 @@ def _check(prefixes: list[Path], dtypes: list[np.dtype]) -> list[Manifest] | Non
         for name in ("append_eod", "add_bos"):
             if getattr(manifest, name) != getattr(known[0], name):
                 raise RequestError(f"{prefixes[0]} and {prefix} differ in {name}", needed="one policy")
-        if len(shards) == len(prefixes) and manifest.flags.get("cut") != known[0].flags.get("cut"):
-            raise RequestError(
-                f"{prefix} was cut out of other input than {prefixes[0]}: files had other sizes",
-                needed="parts of the same files, or records are lost or doubled",
-                action="preprocess all parts again",
-            )
         if manifest.tokenizer.sha256 != known[0].tokenizer.sha256:
             raise RequestError(
                 f"{prefixes[0]} was made with {known[0].tokenizer.name}, {prefix} with {manifest.tokenizer.name}",
@@ -170,6 +162,7 @@ def _join(manifests: list[Manifest]) -> Manifest:
         **sums,
         bin_crc32=checksum,
         inputs=tuple(inputs.values()),
+        part=None,
         elapsed_s=sum(manifest.elapsed_s for manifest in manifests),
         finished_at=max(manifest.finished_at for manifest in manifests),
         notes=(*manifests[0].notes, f"joined from {len(manifests)} parts"),

@@ -182,6 +182,7 @@ class Output:
             tokenizer=tokenizer_record(plan.tokenizer, engine, request.verify_tokens),
             inputs=inputs,
             num_files_left_out=plan.num_files_left_out,
+            part=self._names.part,
             flags=plan.flags(),
             megabytes_per_second=round(num_input_bytes / elapsed_s / 1e6, 3),
             tokens_per_second=round(num_tokens / elapsed_s, 1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 from collections import Counter
@@ -12,8 +13,9 @@ from typing import Any
 import numpy as np
 import orjson
 
-from pretrainkit.data.indexed.format import bin_path, idx_path, optimal_dtype
-from pretrainkit.data.indexed.manifest import Manifest, manifest_path, read_manifest
+from pretrainkit.data.indexed.format import bin_path, check_output_prefix, idx_path, optimal_dtype
+from pretrainkit.data.indexed.manifest import Manifest, SetPart, manifest_path, read_manifest
+from pretrainkit.data.names import STATE_SUFFIX
 from pretrainkit.data.readers import work_items
 from pretrainkit.data.readers.folders import warn_of_left_out
 from pretrainkit.data.readers.inputs import resolve_inputs, stem_of
@@ -29,6 +31,16 @@ from pretrainkit.logs import get_logger
 from pretrainkit.units import format_bytes
 
 LOGGER = get_logger(__name__)
+SAME = (
+    "json_keys",
+    "per_file",
+    "append_eod",
+    "add_bos",
+    "special_tokens_in_text",
+    "text_documents",
+    "max_document_bytes",
+)
+"""Flags that must be equal in all parts of a set."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +69,7 @@ class OutputNames:
     """Per key, without .bin and .idx."""
     rejects: str
     sources: list[int]
+    part: SetPart | None = None
 
 
 @dataclass(frozen=True)
@@ -75,8 +88,6 @@ class Plan:
     bos_id: int | None
     """Id that begins every document."""
     num_files_left_out: int
-    cut: str = ""
-    """Fingerprint of the items of all parts, where this is one of them."""
 
     @property
     def rules(self) -> RecordRules:
@@ -97,7 +108,7 @@ class Plan:
         kept = asdict(self.request)
         for name in ("workers", "resume", "overwrite", "log_interval"):
             del kept[name]
-        return kept | ({"cut": self.cut} if self.cut else {})
+        return kept
 
     def identity(self) -> dict[str, Any]:
         """What must be equal for unfinished work to be continued."""
@@ -111,6 +122,7 @@ class Plan:
             "tokenizer": self.tokenizer.sha256,
             "eod_id": self.eod_id,
             "versions": encoder.versions(),
+            "sets": [output.part and output.part.set_id for output in self.outputs[:1]],
             "inputs": [[source.path, source.num_bytes, source.modified_ns] for source in self.sources],
         }
 
@@ -130,27 +142,31 @@ def make_plan(request: Request, tokenizer: TokenizerFile | None = None) -> Plan:
     left_out: list[str] = []
     sources = resolve_inputs(request.inputs, request.text_documents, left_out)
     warn_of_left_out(left_out)
-    prefix, job, fingerprint = request.output_prefix, "", ""
+    prefix, job = request.output_prefix, ""
+    same = [*(getattr(request, name) for name in SAME), tokenizer.sha256, eod_id, bos_id, dtype.name]
     if request.shard is not None:
         job = f".shard-{request.shard[0]:05d}-of-{request.shard[1]:05d}"
+    parts: list[SetPart | None]
     if request.per_file:
-        bases = _bases_per_file(prefix, sources)
+        root, bases = _bases_per_file(prefix, sources)
+        set_id = _digest([*same, [[source.relative, source.num_bytes] for source in sources]])
+        parts = [SetPart(i, len(bases), set_id, os.path.relpath(base, root)) for i, base in enumerate(bases)]
         if request.shard is not None:  # jobs of an array share out files
             index, count = request.shard
-            sources, bases = sources[index::count], bases[index::count]
+            sources, bases, parts = sources[index::count], bases[index::count], parts[index::count]
         groups = [[number] for number in range(len(sources))]
     else:
-        bases, groups = [prefix + job], [[*range(len(sources))]]
+        bases, parts, groups = [prefix + job], [None], [[*range(len(sources))]]
     output_of_sources = [output for output, group in enumerate(groups) for _ in group]
     items = dict(enumerate(work_items.cut(sources, output_of_sources, request.json_keys)))
     if request.shard is not None and not request.per_file:
-        fingerprint = work_items.fingerprint([*items.values()])
+        parts = [SetPart(*request.shard, _digest([*same, work_items.fingerprint([*items.values()])]))]
         items = {number: items[number] for number in range(*work_items.shard([*items.values()], *request.shard))}
     outputs = [
-        OutputNames([f"{base}_{key}_document" for key in request.json_keys], f"{base}.rejects.jsonl", group)
-        for base, group in zip(bases, groups, strict=True)
+        OutputNames([f"{base}_{key}_document" for key in request.json_keys], f"{base}.rejects.jsonl", group, part)
+        for base, group, part in zip(bases, groups, parts, strict=True)
     ]
-    state_folder = Path(f"{prefix.rstrip('/')}{job}.partial")
+    state_folder = Path(f"{prefix.rstrip('/')}{job}{STATE_SUFFIX}")
     return Plan(
         request=request,
         tokenizer=tokenizer,
@@ -162,16 +178,26 @@ def make_plan(request: Request, tokenizer: TokenizerFile | None = None) -> Plan:
         eod_id=eod_id,
         bos_id=bos_id,
         num_files_left_out=len(left_out),
-        cut=fingerprint,
     )
 
 
-def _bases_per_file(prefix: str, sources: list[Source]) -> list[str]:
-    """A folder takes the files' names below it; any other prefix is put before their names."""
-    if prefix.endswith("/") or Path(prefix).is_dir():
-        bases = [str(Path(prefix) / stem_of(source)) for source in sources]
+def _digest(value: list[Any]) -> str:
+    return hashlib.sha256(orjson.dumps(value)).hexdigest()
+
+
+def _is_folder(prefix: str) -> bool:
+    return prefix.endswith("/") or Path(prefix).is_dir()
+
+
+def _bases_per_file(prefix: str, sources: list[Source]) -> tuple[Path, list[str]]:
+    """The output folder, and a prefix in it or below for each file.
+
+    A folder takes the files' names below it; any other prefix is put before their names.
+    """
+    if _is_folder(prefix):
+        root, bases = Path(prefix), [str(Path(prefix) / stem_of(source)) for source in sources]
     else:
-        bases = [f"{prefix}_{stem_of(source).replace(os.sep, '_')}" for source in sources]
+        root, bases = Path(prefix).parent, [f"{prefix}_{stem_of(source).replace(os.sep, '_')}" for source in sources]
     repeated = [base for base, count in Counter(bases).items() if count > 1]
     if repeated:
         raise RequestError(
@@ -179,11 +205,14 @@ def _bases_per_file(prefix: str, sources: list[Source]) -> list[str]:
             where="--per-file",
             action="name their common folder as --input, so that paths below it distinguish them",
         )
-    return bases
+    return root, bases
 
 
 def _check_flags(request: Request) -> None:
-    problems = []
+    problems: list[RequestError] = []
+    if not (request.per_file and _is_folder(request.output_prefix)):
+        with RequestError.collected(problems):
+            check_output_prefix(request.output_prefix)
     if request.workers < 1:
         problems.append(RequestError(f"{request.workers}", where="--workers", needed="1 or more"))
     if len(set(request.json_keys)) < len(request.json_keys):

@@ -18,7 +18,8 @@ from pretrainkit.data.indexed.build import preprocess_with
 from pretrainkit.data.indexed.format import IndexedDataset
 from pretrainkit.data.indexed.manifest import Manifest, made_now, read_manifest
 from pretrainkit.data.indexed.request import Request
-from pretrainkit.data.packed.format import DOCUMENTS, MARK, PackedFile, PackedManifest
+from pretrainkit.data.names import PACKED_RECORD
+from pretrainkit.data.packed.format import DOCUMENTS, PackedFile, PackedManifest
 from pretrainkit.data.packed.once import build_once
 from pretrainkit.data.packed.packing import Packing, pack
 from pretrainkit.data.packed.request import HUB, PackPlan
@@ -71,7 +72,7 @@ def _prepare(plan: PackPlan, pool: EncodePool) -> bool:
     final = plan.request.output_dir
     if found := plan.touched():
         ready, inputs = found
-        files.write_json(final / MARK, replace(ready, inputs=inputs).to_json())
+        files.write_json(final / PACKED_RECORD, replace(ready, inputs=inputs).to_json())
         LOGGER.info("%s was made of inputs with the same content", final)
         return False
     for old in _unfinished(plan):
@@ -109,7 +110,7 @@ def _write_set(
         rejects = plan.staging / "documents.rejects.jsonl"
         if rejects.is_file():
             shutil.copyfile(rejects, folder / "rejects.jsonl")
-        files.write_json(folder / MARK, manifest.to_json())
+        files.write_json(folder / PACKED_RECORD, manifest.to_json())
     return manifest
 
 

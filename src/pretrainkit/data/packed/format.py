@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pretrainkit.data.indexed.manifest import DataRecord, TokenizerRecord
+from pretrainkit.data.names import PACKED_RECORD
 from pretrainkit.errors import DataError, RequestError
 from pretrainkit.files import hash_file
 
-MARK = "packed.json"
 DOCUMENTS = "documents.npy"
 """In sets made by `concat`: the lengths of the documents in their stream."""
 IGNORED_LABEL = -100
@@ -96,12 +96,12 @@ class PackedManifest(DataRecord):
 
 def is_packed_folder(path: Path | str) -> bool:
     """Whether a folder is a packed dataset."""
-    return (Path(path) / MARK).is_file()
+    return (Path(path) / PACKED_RECORD).is_file()
 
 
 def read_packed_manifest(folder: Path) -> PackedManifest | None:
     """The record of a packed dataset; None when there is no set. Raises DataError when it can't be read as one."""
-    return PackedManifest.read(folder / MARK)
+    return PackedManifest.read(folder / PACKED_RECORD)
 
 
 def _view(array: Any) -> NDArray[np.int32]:
@@ -125,7 +125,10 @@ class PackedDataset:
             raise RequestError(error.found, where=error.where) from error
         if manifest is None:
             raise RequestError(
-                "no packed dataset here", where=str(folder), needed=MARK, action="build one with tools/pack_dataset.py"
+                "no packed dataset here",
+                where=str(folder),
+                needed=PACKED_RECORD,
+                action="build one with tools/pack_dataset.py",
             )
         self.manifest = manifest
         for entry in manifest.files:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from pretrainkit.data.names import PACKED_RECORD, STATE_SUFFIX, UNFINISHED_FOLDER
 from pretrainkit.errors import RequestError
 from pretrainkit.files import TEMPORARY_MARK, read_json
 from pretrainkit.logs import get_logger
@@ -24,7 +25,6 @@ _OWN_NAME = re.compile(
     r".+_document\.(bin|idx|manifest\.json)|shard-\d{5}\.(tar|samples)|.+\.(lock|preparing|failed)"
     rf"|.+{re.escape(TEMPORARY_MARK)}.+"
 )
-_OWN_FOLDER = re.compile(rf".+\.staging-[0-9a-f]{{16}}|.+{re.escape(TEMPORARY_MARK)}.+")
 
 
 def input_files(folder: Path, has_format: Callable[[str], bool], left_out: list[str]) -> list[Path]:
@@ -83,9 +83,8 @@ def saved_dataset_files(folder: Path) -> list[Path]:
 
 def _is_own_folder(folder: Path, names: list[str]) -> bool:
     """Whether it is a packed dataset, or unfinished work."""
-    if "packed.json" in names or _OWN_FOLDER.fullmatch(folder.name):
-        return True
-    return folder.name.endswith(".partial") and "lock" in names
+    is_other = folder.name.endswith(STATE_SUFFIX) and "lock" not in names
+    return PACKED_RECORD in names or (UNFINISHED_FOLDER.fullmatch(folder.name) is not None and not is_other)
 
 
 def _is_own_file(path: Path) -> bool:

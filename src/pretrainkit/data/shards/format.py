@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import io
 import itertools
-import re
 import tarfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,12 +36,12 @@ import orjson
 from numpy.typing import NDArray
 
 from pretrainkit.data.indexed.manifest import DataRecord, TokenizerRecord
+from pretrainkit.data.names import SHARD_FILE
 from pretrainkit.units import format_bytes, format_count, format_duration
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-NAME = re.compile(r"shard-\d{5}\.(tar|json)")
 SAMPLE = np.dtype([("offset", "<i8"), ("num_bytes", "<i4"), ("num_tokens", "<i4")])
 BLOCK = tarfile.BLOCKSIZE
 COUNTS = (
@@ -123,7 +122,7 @@ def shard_name(shard_id: int) -> str:
 
 def read_records(folder: Path) -> dict[int, ShardRecord]:
     """The records of all finished shards in a folder, by shard."""
-    paths = sorted(path for path in folder.glob("shard-*.json") if NAME.fullmatch(path.name))
+    paths = sorted(path for path in folder.glob("shard-*.json") if SHARD_FILE.fullmatch(path.name))
     return {record.shard_id: record for record in map(ShardRecord.read, paths) if record}
 
 

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pretrainkit.data.shards.format import NAME, SAMPLE, ShardRecord, decode_ids, read_records, shard_name
+from pretrainkit.data.names import SHARD_FILE
+from pretrainkit.data.shards.format import SAMPLE, ShardRecord, decode_ids, read_records, shard_name
 from pretrainkit.data.shards.urls import ForwardStream, expand, fetch, is_url, sibling
 from pretrainkit.errors import DataError, RequestError
 
@@ -65,7 +66,7 @@ class ShardSet:
 def is_shard_folder(path: Path | str) -> bool:
     """Whether a folder holds token shards, finished or not."""
     path = Path(path)
-    return path.is_dir() and any(NAME.fullmatch(file.name) for file in path.glob("shard-*"))
+    return path.is_dir() and any(SHARD_FILE.fullmatch(file.name) for file in path.glob("shard-*"))
 
 
 def open_shards(urls: str | Path | list[str]) -> ShardSet:

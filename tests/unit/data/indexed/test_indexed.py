@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from indexed_writer import IndexedDatasetWriter
 
-from pretrainkit.data.indexed.blend import make_blend
-from pretrainkit.data.indexed.format import IndexedDataset, bin_path, find_pairs, idx_path, open_pair, optimal_dtype
+from pretrainkit.data.indexed.format import IndexedDataset, bin_path, idx_path, open_pair, optimal_dtype
+from pretrainkit.data.indexed.pair_set import find_pairs
 from pretrainkit.data.readers.inputs import natural_key
 from pretrainkit.errors import DataError, RequestError
 
@@ -83,30 +83,6 @@ def test_damaged_pairs_are_refused_with_the_file(make_pair: Callable[..., Path],
     with pytest.raises(RequestError, match=str(prefix)):
         for found in find_pairs(prefix.parent):
             open_pair(found)
-
-
-def test_pairs_of_a_folder_come_in_natural_order(make_pair: Callable[..., Path], tmp_path: Path) -> None:
-    for name in ("part10_text", "part2_text", "part1_text"):
-        make_pair(name, DOCUMENTS)
-    assert [prefix.name for prefix in find_pairs(tmp_path)] == ["part1_text", "part2_text", "part10_text"]
-    assert find_pairs(tmp_path / "part2_text") == find_pairs(tmp_path / "part2_text.idx") == [tmp_path / "part2_text"]
-    assert open_pair(tmp_path / "part2_text").num_tokens == 6
-
-
-def test_a_folder_without_pairs_stands_for_those_below_it(make_pair: Callable[..., Path], tmp_path: Path) -> None:
-    for name in ("ja/part10", "ja/part2", "en/a/part1", "ja.partial/0"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        make_pair(name, DOCUMENTS)
-    found = [str(prefix.relative_to(tmp_path)) for prefix in find_pairs(tmp_path)]
-    assert found == ["en/a/part1", "ja/part2", "ja/part10"]
-    assert [entry.name for entry in make_blend([f"text={tmp_path}"])] == [f"text/{name}" for name in found]
-    make_pair("own", DOCUMENTS)
-    assert find_pairs(tmp_path) == [tmp_path / "own"]
-
-
-def test_a_folder_without_pairs_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match=r"no \.bin/\.idx pair"):
-        find_pairs(tmp_path)
 
 
 def test_natural_order_compares_numbers_as_numbers() -> None:

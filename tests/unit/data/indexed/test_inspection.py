@@ -5,53 +5,23 @@ from __future__ import annotations
 import socket
 import subprocess
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from isal.isal_zlib import crc32
+from pair_manifests import EOD, describe
 
 from pretrainkit.data.indexed.blend import dataset_path, make_blend, read_blend, write_blend
 from pretrainkit.data.indexed.format import IndexedDataset, bin_path, idx_path
 from pretrainkit.data.indexed.inspect import count_epoch, plot, read_statistics, show
-from pretrainkit.data.indexed.manifest import Manifest, TokenizerRecord, manifest_path, read_manifest
+from pretrainkit.data.indexed.manifest import TokenizerRecord, manifest_path, read_manifest
 from pretrainkit.data.indexed.merge import merge
 from pretrainkit.data.indexed.verify import verify
 from pretrainkit.data.tokens.tokenizer import load_tokenizer
 from pretrainkit.errors import DataError, RequestError
-from pretrainkit.files import write_json
 
-EOD = 1
 DOCUMENTS = [[5, 6, EOD], [7, EOD], [8, 9, 10, EOD]]
 MakePair = Callable[..., Path]
-
-
-def describe(prefix: Path, **changes: object) -> Manifest:
-    """Write a true manifest for a pair, or one that says something else."""
-    dataset = IndexedDataset(prefix)
-    tokenizer = TokenizerRecord("folder", "ab" * 32, 319, EOD, 0, "tokenizers")
-    manifest = Manifest(
-        key="text",
-        dtype=dataset.dtype.name,
-        num_documents=dataset.num_documents,
-        num_tokens=dataset.num_tokens,
-        num_records=dataset.num_documents,
-        num_empty=0,
-        num_rejected=0,
-        num_blank_lines=0,
-        num_replaced=0,
-        num_input_bytes=10,
-        bin_bytes=bin_path(prefix).stat().st_size,
-        bin_crc32=crc32(bin_path(prefix).read_bytes()),
-        append_eod=True,
-        add_bos=False,
-        special_tokens_in_text="plain",
-        tokenizer=tokenizer,
-        inputs=(),
-    )
-    write_json(manifest_path(prefix), replace(manifest, **changes).to_json())  # type: ignore[arg-type]
-    return manifest
 
 
 def test_a_manifest_comes_back_as_written(make_pair: MakePair) -> None:
@@ -175,7 +145,7 @@ def test_parts_that_do_not_fit_together_are_refused_before_writing(make_pair: Ma
     with pytest.raises(RequestError, match="named twice"):
         merge([first, first], tmp_path / "whole")
     shards = [make_pair(f"x.shard-0000{i}-of-00003_text_document", DOCUMENTS) for i in (0, 2)]
-    with pytest.raises(RequestError, match=r"shards \[1\] of 3 are missing"):
+    with pytest.raises(RequestError, match=r"1 of 3 parts of an array are missing: 1"):
         merge(shards, tmp_path / "whole")
     make_pair("whole", DOCUMENTS)
     with pytest.raises(RequestError, match="output exists"):
