@@ -6,6 +6,7 @@ kill, a full disk or a power cut leaves either the old state or the new one.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import glob
 import hashlib
@@ -15,7 +16,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,6 +31,8 @@ T = TypeVar("T")
 
 TEMPORARY_MARK = ".tmp-"
 """Part of every temporary name, so that leftovers of a killed process can be recognised."""
+_OLD = "-old"
+"""Ends the temporary name of what is being replaced."""
 
 
 def check_utf8(path: Path) -> None:
@@ -121,6 +124,52 @@ def commit(temporary: Path, final: Path) -> None:
     fsync_path(final.parent)
 
 
+def commit_all(moves: Sequence[tuple[Path, Path]], stale: Sequence[Path] = ()) -> None:
+    """Give finished, flushed files their final names in order, all of them, or after an error none.
+
+    The last file marks the set as complete: it is there only with all others. What has these names now, and what is
+    `stale`, is moved aside, and comes back after an error. After a kill another call with the same arguments goes on.
+    """
+    done: list[tuple[Path, Path]] = []
+
+    def move(source: Path, target: Path) -> None:
+        source.replace(target)
+        done.append((source, target))
+
+    finals = [final for _, final in moves]
+    try:
+        if moves[0][0].exists():  # otherwise a killed process got past this, and what is there is new
+            for final in (*reversed(finals), *stale):
+                if final.exists():
+                    move(final, _aside(final))
+        for temporary, final in moves:
+            if final == finals[-1]:
+                _fsync_parents(finals)
+            if temporary.exists():
+                final.parent.mkdir(parents=True, exist_ok=True)
+                move(temporary, final)
+        _fsync_parents(finals)
+    except OSError:
+        for source, target in reversed(done):
+            with contextlib.suppress(OSError):
+                target.replace(source)
+        raise
+    for final in (*finals, *stale):
+        for old in leftovers(final):
+            if old.name.endswith(_OLD):
+                old.unlink(missing_ok=True)
+
+
+def _aside(final: Path) -> Path:
+    return final.with_name(f"{temporary_name(final).name}{_OLD}")
+
+
+def _fsync_parents(paths: Sequence[Path]) -> None:
+    for folder in {path.parent for path in paths}:
+        if folder.exists():
+            fsync_path(folder)
+
+
 @contextmanager
 def atomic_file(final: Path) -> Iterator[Path]:
     """Yield a temporary path to write; it becomes `final` when the block ends without an error."""
@@ -143,7 +192,7 @@ def atomic_folder(final: Path, *, replace: bool = False) -> Iterator[Path]:
     """
     final.parent.mkdir(parents=True, exist_ok=True)
     temporary = temporary_name(final)
-    old = temporary.with_name(f"{temporary.name}-old")
+    old = _aside(final)
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     try:
@@ -155,6 +204,8 @@ def atomic_folder(final: Path, *, replace: bool = False) -> Iterator[Path]:
             final.replace(old)
         commit(temporary, final)
     finally:
+        if old.exists() and not final.exists():
+            old.replace(final)
         shutil.rmtree(temporary, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
 
@@ -166,7 +217,7 @@ def leftovers(final: Path) -> list[Path]:
 
 def owner_of(leftover: Path) -> int | None:
     """The process of this host that made a temporary file or folder; None for other hosts' and unknown ones."""
-    host, _, process = leftover.name.rpartition(TEMPORARY_MARK)[2].removesuffix("-old").rpartition("-")
+    host, _, process = leftover.name.rpartition(TEMPORARY_MARK)[2].removesuffix(_OLD).rpartition("-")
     return int(process) if host == socket.gethostname() and process.isdecimal() else None
 
 

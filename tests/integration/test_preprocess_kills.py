@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,46 @@ def test_a_kill_at_any_change_of_a_folder_is_mended_by_the_same_command(tmp_path
         for name in names:
             (tmp_path / name).unlink()
     assert moment > 10
+
+
+FULL_AT = """
+import sys
+sys.path.insert(0, {tools!r})
+import preprocess_data
+
+left = int(sys.argv.pop(1))
+
+def count(event, arguments):
+    global left
+    if event == "os.rename" and "out_text" in str(arguments[1]):
+        left -= 1
+        if left == 0:
+            raise OSError(28, "No space left on device")
+
+sys.addaudithook(count)
+sys.exit(preprocess_data.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("moment", [2, 5])
+def test_a_disk_that_is_full_at_the_renaming_leaves_the_old_set(
+    tmp_path: Path, tokenizer_folder: Path, moment: int
+) -> None:
+    words = ["--output-prefix", "out", "--tokenizer-model", str(tokenizer_folder), "--engine", "tokenizers"]
+    run = partial(subprocess.run, cwd=tmp_path, capture_output=True, text=True)
+    command = [sys.executable, "-c", FULL_AT.format(tools=str(ROOT / "tools"))]
+    names = {f"out_text_document.{kind}" for kind in ("bin", "idx", "manifest.json")}
+    (tmp_path / "in.jsonl").write_text('{"text": "old"}\n')
+    if moment > 3:  # an old set; its three files are moved aside first
+        assert run([*command, "0", *words, "--input", "in.jsonl"]).returncode == 0
+    before = {name: (tmp_path / name).read_bytes() for name in names if (tmp_path / name).exists()}
+    (tmp_path / "in.jsonl").write_text('{"text": "new text"}\n')
+    full = run([*command, str(moment), *words, "--input", "in.jsonl", "--overwrite"])
+    assert full.returncode == 1 and "No space left on device" in full.stderr
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("out_*")} == before
+    again = run([*command, "0", *words, "--input", "in.jsonl", "--overwrite"])
+    assert again.returncode == 0, again.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", *names}
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,30 @@ def test_output_next_to_its_input_is_not_read_by_the_next_run(start: Start, tmp_
     assert (manifest["num_files_left_out"], manifest["num_rejected"]) == (1, 1)
 
 
+@pytest.mark.parametrize("change", ["grows", "is replaced"])
+def test_an_input_that_changes_while_it_is_read_is_named_and_not_committed(
+    start: Start, tmp_path: Path, change: str
+) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"text": "old"}\n' * 99)
+    process = start("--input", "in.jsonl", workers=1)
+    wait_for((tmp_path / "out.partial/request.json").exists)
+    process.send_signal(signal.SIGSTOP)
+    if change == "grows":
+        with source.open("a") as file:
+            file.write('{"text": "new"}\n')
+    else:
+        (tmp_path / "new.jsonl").write_text('{"text": "new"}\n' * 99)
+        (tmp_path / "new.jsonl").replace(source)
+    process.send_signal(signal.SIGCONT)
+    code, errors = finish(process)
+    assert code == 1 and "in.jsonl: the file changed while it was read" in errors
+    assert digest(tmp_path) is None
+    assert finish(start("--input", "in.jsonl", workers=1))[0] == 0
+    manifest = json.loads((tmp_path / "out_text_document.manifest.json").read_text())
+    assert manifest["num_documents"] == 99 + (change == "grows")
+
+
 def test_a_mended_file_is_not_mixed_with_work_on_the_old_one(start: Start, tmp_path: Path) -> None:
     lines = [json.dumps({"text": f"old {i} " * 200}) for i in range(9_000)]
     (tmp_path / "in.jsonl").write_text("\n".join([*lines, "{"]))

@@ -9,7 +9,7 @@ from types import TracebackType
 import numpy as np
 from numpy.typing import NDArray
 
-from pretrainkit.data.indexed.format import bin_path, commit_pair, idx_path, write_header, write_index_tail
+from pretrainkit.data.indexed.format import bin_path, idx_path, write_header, write_index_tail
 from pretrainkit.errors import DataError
 from pretrainkit.files import temporary_name
 
@@ -71,7 +71,8 @@ class IndexedDatasetWriter:
             if kind is None:
                 indices = np.asarray(self._document_indices, dtype=np.int64)
                 write_index(self._temporary[1], self.dtype, np.asarray(self._lengths, dtype=np.int32), indices)
-                commit_pair(self._temporary[0], self._temporary[1], self.prefix)
+                self._temporary[0].replace(bin_path(self.prefix))
+                self._temporary[1].replace(idx_path(self.prefix))
         finally:
             for path in self._temporary:
                 path.unlink(missing_ok=True)

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,25 @@ from pretrainkit import files
 
 class Interrupted(Exception):
     """What stops a writer in the middle."""
+
+
+def test_several_files_get_their_names_all_or_none(tmp_path: Path) -> None:
+    names = [tmp_path / name for name in ("a", "b", "c")]
+    new = [tmp_path / f"{path.name}.new" for path in names]
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as elsewhere:  # another file system: renaming to it fails
+        for text, last in (("old", names[2]), ("new", Path(elsewhere) / "c")):
+            for path in new:
+                path.write_text(text)
+            moves = [*zip(new, [*names[:2], last], strict=True)]
+            if text == "old":
+                files.commit_all(moves)
+                continue
+            with pytest.raises(OSError, match="cross-device"):
+                files.commit_all(moves, stale=[names[2]])
+    assert [path.read_text() for path in names] == ["old"] * 3
+    assert [path.read_text() for path in new] == ["new"] * 3
+    files.commit_all([*zip(new[:2], names[:2], strict=True)], stale=[names[2]])
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"a": "new", "b": "new", "c.new": "new"}
 
 
 def test_a_file_appears_when_the_block_ends(tmp_path: Path) -> None:

@@ -27,7 +27,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pretrainkit.errors import DataError, RequestError
-from pretrainkit.files import commit, fsync_path
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
@@ -168,18 +167,6 @@ def write_index_tail(
         end = min(begin + _BLOCK, length)
         block = np.arange(begin, end) if document_indices is None else document_indices[begin:end]
         file.write(np.ascontiguousarray(block, dtype=np.int64).data)
-
-
-def commit_pair(temporary_bin: Path, temporary_idx: Path, prefix: Path | str) -> None:
-    """Give a finished pair its names: tokens first, index last, so that no .idx is next to the .bin of another run.
-
-    An old pair under the same name stays until the new one is on disk.
-    """
-    for path in (temporary_bin, temporary_idx):
-        fsync_path(path)
-    idx_path(prefix).unlink(missing_ok=True)
-    commit(temporary_bin, bin_path(prefix))
-    commit(temporary_idx, idx_path(prefix))
 
 
 def open_pair(prefix: Path | str) -> IndexedDataset:

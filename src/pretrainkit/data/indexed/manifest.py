@@ -158,6 +158,8 @@ class Manifest(DataRecord):
     """`plain`: encoded as ordinary text; `encode`: given their ids; `error`: such a record is bad."""
     tokenizer: TokenizerRecord
     inputs: tuple[InputFile, ...]
+    idx_xxh3_128: str = ""
+    """Of the .idx, in hex; empty in manifests of older versions."""
     num_files_left_out: int = 0
     """Files and `_*` folders in input folders that were not read, as they have no known suffix."""
     part: SetPart | None = None

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import xxhash
 from isal.isal_zlib import crc32_combine
 
 from pretrainkit.data.indexed.file_bytes import copy_range
@@ -15,7 +16,6 @@ from pretrainkit.data.indexed.format import (
     IndexedDataset,
     bin_path,
     check_output_prefix,
-    commit_pair,
     idx_path,
     open_pair,
     write_header,
@@ -23,7 +23,7 @@ from pretrainkit.data.indexed.format import (
 from pretrainkit.data.indexed.manifest import InputFile, Manifest, manifest_path, read_manifest
 from pretrainkit.data.indexed.pair_set import SHARD_NAME, check_sets
 from pretrainkit.errors import RequestError
-from pretrainkit.files import remove_leftovers, temporary_name, write_json
+from pretrainkit.files import commit_all, fsync_path, hash_file, remove_leftovers, temporary_name, write_json
 from pretrainkit.logs import get_logger
 
 LOGGER = get_logger(__name__)
@@ -59,19 +59,20 @@ def merge(prefixes: list[Path], output_prefix: Path | str, *, overwrite: bool = 
     Path(output_prefix).parent.mkdir(parents=True, exist_ok=True)
     for path in finals:
         remove_leftovers(path)
-    tokens, index = (temporary_name(path) for path in finals[:2])
+    tokens, index, record = temporaries = [temporary_name(path) for path in finals]
+    joined = None
     try:
         _write_tokens(tokens, prefixes)
         _write_index(index, prefixes, dtypes[0])
-        finals[2].unlink(missing_ok=True)
-        commit_pair(tokens, index, output_prefix)
-    finally:
         for path in (tokens, index):
+            fsync_path(path)
+        if manifests is not None:
+            joined = _join(manifests, hash_file(index, xxhash.xxh3_128))
+            write_json(record, joined.to_json())
+        commit_all([*zip(temporaries, finals, strict=True)])
+    finally:
+        for path in temporaries:
             path.unlink(missing_ok=True)
-    if manifests is None:
-        return None
-    joined = _join(manifests)
-    write_json(finals[2], joined.to_json())
     return joined
 
 
@@ -141,7 +142,7 @@ def _write_index(path: Path, prefixes: list[Path], dtype: np.dtype) -> None:
             first_sequence += part.num_sequences
 
 
-def _join(manifests: list[Manifest]) -> Manifest:
+def _join(manifests: list[Manifest], idx_xxh3_128: str) -> Manifest:
     checksum = 0
     inputs: dict[str, InputFile] = {}
     for manifest in manifests:
@@ -161,6 +162,7 @@ def _join(manifests: list[Manifest]) -> Manifest:
         manifests[0],
         **sums,
         bin_crc32=checksum,
+        idx_xxh3_128=idx_xxh3_128,
         inputs=tuple(inputs.values()),
         part=None,
         elapsed_s=sum(manifest.elapsed_s for manifest in manifests),

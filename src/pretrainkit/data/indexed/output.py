@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -20,7 +19,7 @@ from pretrainkit.data.indexed.manifest import InputFile, Manifest, made_now, man
 from pretrainkit.data.indexed.request import Plan
 from pretrainkit.data.readers.source import BLOCK_BYTES, RangeCounts
 from pretrainkit.errors import DataError
-from pretrainkit.files import fsync_path, write_json
+from pretrainkit.files import commit_all, fsync_path, hash_file, write_json
 
 
 @dataclass
@@ -114,7 +113,12 @@ class Output:
             fsync_path(path)
 
     def finish(self, engine: str, elapsed_s: float) -> None:
-        """Complete all files under their temporary names, flushed to disk. All data must have been written."""
+        """Complete all files under their temporary names, flushed to disk. All data must have been written.
+
+        Raises DataError when an input file changed since the work began.
+        """
+        for number in self._sources:
+            self._plan.sources[number].check_unchanged()
         for k, key in enumerate(self._plan.request.json_keys):
             tokens, lengths = self._columns[2 * k : 2 * k + 2]
             self._finish_pair(self._path(f"{k}.bin"), tokens.num_bytes, self._path(f"{k}.idx"), lengths.num_bytes // 4)
@@ -176,6 +180,7 @@ class Output:
             num_input_bytes=num_input_bytes,
             bin_bytes=tokens.num_bytes,
             bin_crc32=tokens.crc32,
+            idx_xxh3_128=hash_file(self._path(f"{k}.idx"), xxhash.xxh3_128),
             append_eod=request.append_eod,
             add_bos=request.add_bos,
             special_tokens_in_text=request.special_tokens_in_text,
@@ -200,31 +205,13 @@ class Output:
         An old output of the same name stays until here. May be called again after it was cut off. Raises DataError when
         files are missing.
         """
-        prefixes = self._names.prefixes
-        folders = {Path(prefix).parent for prefix in prefixes}
-        for k, prefix in enumerate(prefixes):
-            Path(prefix).parent.mkdir(parents=True, exist_ok=True)
-            if self._path(f"{k}.bin").exists():
-                manifest_path(prefix).unlink(missing_ok=True)
-                idx_path(prefix).unlink(missing_ok=True)
-                if k == 0:
-                    Path(self._names.rejects).unlink(missing_ok=True)
-                self._path(f"{k}.bin").replace(bin_path(prefix))
-            self._rename(f"{k}.idx", idx_path(prefix))
-        self._rename("rejects.jsonl", Path(self._names.rejects))
-        for folder in folders:
-            fsync_path(folder)
-        for k, prefix in enumerate(prefixes):
-            self._rename(f"{k}.manifest.json", manifest_path(prefix))
-        for folder in folders:
-            fsync_path(folder)
+        prefixes, rejects = self._names.prefixes, Path(self._names.rejects)
+        names = {"bin": bin_path, "idx": idx_path, "manifest.json": manifest_path}
+        moves = [(self._path(f"{k}.{kind}"), name(p)) for kind, name in names.items() for k, p in enumerate(prefixes)]
+        commit_all([*moves[:-1], (self._path("rejects.jsonl"), rejects), moves[-1]])
         if not all(path.exists() for prefix in prefixes for path in (bin_path(prefix), manifest_path(prefix))):
             raise DataError(
                 "this finished output was removed while others were not finished",
                 where=prefixes[0],
                 action="run again with --no-resume",
             )
-
-    def _rename(self, kind: str, final: Path) -> None:
-        with contextlib.suppress(FileNotFoundError):  # there is none, or an earlier process, cut off here, renamed it
-            self._path(kind).replace(final)

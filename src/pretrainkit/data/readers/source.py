@@ -11,6 +11,7 @@ from typing import ClassVar
 import xxhash
 
 from pretrainkit.data.readers.records import Batch, RecordRules
+from pretrainkit.errors import DataError
 
 BLOCK_BYTES = 4 << 20
 """Text in a piece of work, and bytes in a hashed piece: about 50 ms of a worker's time, little memory compared with a
@@ -110,6 +111,20 @@ class Source(ABC):
     def lines_before(self, begin: int) -> int:
         """Lines, or rows, of the file before the first one of a range that begins at `begin`."""
         return 0
+
+    def check_unchanged(self) -> None:
+        """Raises DataError when the file isn't the one that the work began with: what was read may be of both."""
+        try:
+            status = Path(self.path).stat()
+            what = "changed" if (status.st_size, status.st_mtime_ns) != (self.num_bytes, self.modified_ns) else ""
+        except FileNotFoundError:
+            what = "was removed"
+        if what:
+            raise DataError(
+                f"the file {what} while it was read; nothing of it was committed",
+                where=self.path,
+                action="run the command again once nothing writes to its input",
+            )
 
     def digests(self, part: FileRange) -> list[str]:
         """XXH3-128 of the range's pieces of the file, in hex."""

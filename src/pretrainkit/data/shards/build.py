@@ -117,25 +117,24 @@ def _make_shard(plan: ShardPlan, shard_id: int, pool: EncodePool | EncodeHere, e
     with machine_errors(finals[0], again):
         for path in finals:
             _remove_leftovers(path)
-        *contents, record_path = finals
         reader = InputReader(plan.sources, plan.items(shard_id), plan.task.rules)
-        with contextlib.ExitStack() as commits:
-            temporaries = [commits.enter_context(files.atomic_file(path)) for path in contents]
+        temporaries = [files.temporary_name(path) for path in finals]
+        try:
             with contextlib.ExitStack() as stack:
-                writer = _ShardWriter(plan, reader, temporaries, stack)
+                writer = _ShardWriter(plan, reader, temporaries[:-1], stack)
                 with contextlib.closing(ByteProgress(reader.total_bytes, shard_name(shard_id))) as progress:
                     for block, piece in pool.ordered(reader.blocks(f"sample_{shard_id}_")):
                         writer.add(piece, block)
                         progress.add(block.content.disk_bytes)
                 record = writer.finish(shard_id, engine, began)
-            for path in temporaries:
+            files.write_json(temporaries[-1], record.to_json())
+            moves = [move for move in zip(temporaries, finals, strict=True) if move[0].stat().st_size]
+            for path, _ in moves:
                 files.fsync_path(path)
-            record_path.unlink(missing_ok=True)  # without a record the shard counts as not made
-            files.fsync_path(record_path.parent)
-        for path in contents:
-            if not path.stat().st_size:
-                path.unlink()
-        files.write_json(record_path, record.to_json())
+            files.commit_all(moves, stale=[*{*finals} - {final for _, final in moves}])
+        finally:
+            for path in temporaries:
+                path.unlink(missing_ok=True)
     LOGGER.info("%s", record.summary)
     return record
 
@@ -208,7 +207,9 @@ class _ShardWriter:
         self._counts.update(piece.counts)
 
     def finish(self, shard_id: int, engine: str, began: float) -> ShardRecord:
-        """End the tar; gives the shard's record."""
+        """End the tar; gives the shard's record. Raises DataError when an input file changed since the work began."""
+        for source in {part.source for item in self._plan.items(shard_id) for part in item.ranges}:
+            self._plan.sources[source].check_unchanged()
         if self._counts["num_samples"]:
             self._tar.write(end_of_archive(self._tar.num_bytes))
         plan, request = self._plan, self._plan.request
