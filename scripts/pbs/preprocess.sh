@@ -5,12 +5,14 @@
 #PBS -l select=1:ncpus=16:mem=32gb
 #PBS -l walltime=04:00:00
 #PBS -j oe
+#PBS -W umask=0022
 #PBS -J 0-9
 ##PBS -P GROUP
 # Text to .bin/.idx, one part of the input in each task of an array:
 #     qsub scripts/pbs/preprocess.sh
 # To rerun a failed task: qsub -J 3-4 (PBS has no arrays of one task; what is complete stays as it is)
 # The same from a command line: tools/preprocess_data.py ... --shard array --executor pbs --array 0-9
+umask 022 # PBS starts jobs with 077: a group could not read what they write
 set -euo pipefail
 cd "${PBS_O_WORKDIR:-.}"
 

@@ -5,11 +5,13 @@
 #PBS -l select=1:ncpus=64:ngpus=8
 #PBS -l walltime=24:00:00
 #PBS -j oe
+#PBS -W umask=0022
 ##PBS -P GROUP
 # Trains on one node. Submitting it again continues from the newest checkpoint:
 #     qsub scripts/pbs/train.sh
 # Several nodes, containers, chains of jobs: pretraining/pretrain.py --executor pbs --num_nodes 4 --chain 3 ...
 # writes such a script; --dry_run prints it.
+umask 022 # PBS starts jobs with 077: a group could not read what they write
 set -euo pipefail
 cd "${PBS_O_WORKDIR:-.}"
 

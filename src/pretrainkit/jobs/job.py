@@ -52,6 +52,8 @@ class Job:
     warning_s: int | None = None
     """Seconds before the end of its time at which Slurm sends a signal; None: it sends none."""
     array: Array | None = None
+    umask: int = 0o022
+    """File mode creation mask of the submitter: a PBS job starts with 077, one of Grid Engine with 022."""
     secrets: Path | None = None
     """File with mode 600 that exports tokens."""
 

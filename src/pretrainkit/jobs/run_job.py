@@ -57,9 +57,17 @@ def new_job(
         container=container,
         environment={**plain, **(environment or {})},
         on_gpu=on_gpu,
+        umask=_umask(),
         secrets=folder / submit.SECRETS if secret else None,
         **settings,
     )
+
+
+def _umask() -> int:
+    """This process's file mode creation mask, which can only be read by setting it."""
+    mask = os.umask(0o022)
+    os.umask(mask)
+    return mask
 
 
 def planned_job(run: ResolvedRun, train_script: Path) -> Job:

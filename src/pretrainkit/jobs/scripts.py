@@ -147,4 +147,5 @@ def _environment() -> Environment:
     environment.filters["quote"] = lambda word: shlex.quote(str(word))
     environment.filters["join_words"] = lambda words: shlex.join(str(word) for word in words)
     environment.filters["hours"] = _hours
+    environment.filters["octal"] = lambda mask: f"{mask:04o}"
     return environment

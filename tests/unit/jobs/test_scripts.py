@@ -37,7 +37,8 @@ NASTY = [
 PRINTER = """
 import json, os, sys
 names = [name for name in os.environ if name.startswith(("NASTY", "PRETRAINKIT_", "WANDB_API"))]
-line = {"words": sys.argv[1:], "cwd": os.getcwd(), "environment": {name: os.environ[name] for name in names}}
+line = {"words": sys.argv[1:], "cwd": os.getcwd(), "umask": os.umask(0)}
+line["environment"] = {name: os.environ[name] for name in names}
 print(json.dumps(line), flush=True)
 sys.exit(int(os.environ.get("EXIT_CODE", "0")))
 """
@@ -75,7 +76,7 @@ def stubs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "stub.log"
 
 
-def a_job(folder: Path, executor: str, *words: str, nodes: int = 1, **settings: object) -> Job:
+def a_job(folder: Path, executor: str, *words: str, nodes: int = 1, umask: int = 0o022, **settings: object) -> Job:
     """A job that prints its words, folder and variables."""
     (folder / "code").mkdir(parents=True)
     printer = folder / "print.py"
@@ -90,6 +91,7 @@ def a_job(folder: Path, executor: str, *words: str, nodes: int = 1, **settings: 
         container=None,
         num_nodes=nodes,
         time_limit="1-02:00:00",
+        umask=umask,
     )
 
 
@@ -137,6 +139,17 @@ def test_every_word_folder_and_variable_survives(executor: str, tmp_path: Path, 
     assert line["words"] == NASTY and line["cwd"] == os.path.normpath(folder)
     assert {name: line["environment"][name] for name in variables} == variables
     assert line["environment"]["PRETRAINKIT_JOB_ID"] == "7" and line["environment"]["PRETRAINKIT_NODE"] == "0"
+
+
+@pytest.mark.parametrize("executor", ["slurm", "sge", "pbs"])
+def test_a_group_can_read_what_a_job_writes_where_that_holds_for_its_submitter(
+    executor: str, tmp_path: Path, stubs: Path
+) -> None:
+    job = a_job(tmp_path / "job", executor, umask=0o027)
+    subprocess.run(["bash", str(written(job))], env=environment_of(job), check=True, umask=0o077, timeout=60)
+    (line,) = printed(job)
+    assert line["umask"] == 0o027
+    assert (job.folder / "exit-7").stat().st_mode & 0o777 == 0o640
 
 
 @pytest.mark.parametrize("executor", ["slurm", "sge", "pbs"])
