@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from pretrainkit.config.run_file import read_run, write_run
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import RequestError
 from pretrainkit.logs import get_logger
-from pretrainkit.run.checkpoints import saved_data
+from pretrainkit.run.checkpoints import newest_complete, saved_data
 from pretrainkit.run.folder import RunFolder
+from pretrainkit.run.lr_schedule import learning_rate
 
 IDENTITY = (
     "model",
@@ -28,6 +30,8 @@ IDENTITY = (
 """Fields of run.json that define a run: weights, data, and the order in which the data is read."""
 DATA = ("dataset.weights", "dataset.data_hash")
 """Those of them that --allow_data_change lets change."""
+RATE_TOLERANCE = 0.01
+"""Relative change of the learning rate at a resume that is worth a warning; assumed."""
 _NOT_COMPARED = (
     "config.experiments_dir",
     "experiment_dir",
@@ -79,7 +83,8 @@ def write_run_file(run: ResolvedRun, *, is_dry: bool = False) -> Path:
 def changes_since_last_start(run: ResolvedRun) -> Changes:
     """Fields of run.json that a start would change; empty before the first start.
 
-    Raises RequestError as `write_run_file` does.
+    Warns when the learning rate jumps though no option of the schedule changed. Raises RequestError as `write_run_file`
+    does.
     """
     folder = RunFolder.of(run)
     if not any(folder.checkpoints.glob("*")):
@@ -98,7 +103,25 @@ def changes_since_last_start(run: ResolvedRun) -> Changes:
     data = saved_data(folder.checkpoints)
     saved = dataclasses.replace(before, dataset=dataclasses.replace(before.dataset, **data))
     _check_identity(folder, changes(saved, run), allowed=DATA if run.config.data.allow_data_change else ())
-    return changes(before, run)
+    changed = changes(before, run)
+    _warn_of_rate_jump(before, run, changed)
+    return changed
+
+
+def _warn_of_rate_jump(before: ResolvedRun, now: ResolvedRun, changed: Changes) -> None:
+    """Unless they are given, the schedule's lengths follow --max_steps: a longer run would raise the learning rate."""
+    derived = sorted({"lr_decay_steps", "lr_warmup_steps"} & changed.keys())
+    if not derived or any(name.startswith("config.optimizer.") for name in changed):
+        return
+    if newest := newest_complete(RunFolder.of(now).checkpoints):
+        old, new = learning_rate(before, newest.step), learning_rate(now, newest.step)
+        if not math.isclose(old, new, rel_tol=RATE_TOLERANCE):
+            log.warning(
+                "--max_steps %d -> %d moves the schedule: the learning rate of step %d is %.3g instead of %.3g. To "
+                "keep the schedule: %s",
+                *(before.max_steps, now.max_steps, newest.step + 1, new, old),
+                " ".join(f"--{name} {changed[name][0]}" for name in derived),
+            )
 
 
 def _check_identity(folder: RunFolder, changed: Changes, *, allowed: tuple[str, ...]) -> None:

@@ -10,20 +10,20 @@ from typing import Any
 import pytest
 
 from pretrainkit.checkpoint.formats.hf_files import REPORT_NAME
+from pretrainkit.config.load import load_config
 from pretrainkit.config.resolve import RunFacts, resolve
 from pretrainkit.config.run_file import read_run
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import RequestError
+from pretrainkit.launch.start import inspect_inputs
 from pretrainkit.run import checkpoints, initial_weights
 from pretrainkit.run.folder import RunFolder
 from pretrainkit.run.identity import changes_since_last_start, write_run_file
+from pretrainkit.run.lr_schedule import learning_rate
 
 
 @pytest.fixture
 def run(tmp_path: Path, hf_folder: Path, dataset_folder: Path) -> ResolvedRun:
-    from pretrainkit.config.load import load_config
-    from pretrainkit.launch.start import inspect_inputs
-
     flags: dict[str, Any] = {
         "hf_model_id": str(hf_folder),
         "data.dataset_path": str(dataset_folder),
@@ -259,3 +259,27 @@ def test_checkpoints_without_a_run_file_are_not_taken_over(run: ResolvedRun) -> 
     save_a_checkpoint(run)
     with pytest.raises(RequestError, match=r"no run\.json"):
         write_run_file(run)
+
+
+def test_more_steps_warn_of_a_jump_of_the_learning_rate(run: ResolvedRun, caplog: pytest.LogCaptureFixture) -> None:
+    def resolved(max_steps: int, **optimizer: int) -> ResolvedRun:
+        config = other(run, training__max_steps=max_steps).config
+        config = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, **optimizer))
+        return resolve(config, inspect_inputs(config)[0])
+
+    first, longer = resolved(20), resolved(40)
+    write_run_file(first)
+    folder = RunFolder.of(run).checkpoint(20)
+    (folder / "weights").mkdir(parents=True)
+    (folder / "weights" / ".metadata").write_bytes(b"optimizer.state.param.")
+    checkpoints.commit(checkpoints.Checkpoint(folder, step=20, consumed_samples=160, global_batch_size=8))
+    changes_since_last_start(longer)
+    old, new = (f"{learning_rate(one, 20):.3g}" for one in (first, longer))
+    assert (
+        f"the learning rate of step 21 is {new} instead of {old}. To keep the schedule: --lr_decay_steps 20"
+        in caplog.text
+    )
+    caplog.clear()
+    kept = resolved(40, lr_decay_steps=20)
+    changes_since_last_start(kept)
+    assert learning_rate(kept, 20) == learning_rate(first, 20) and not caplog.text
