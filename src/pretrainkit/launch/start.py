@@ -114,6 +114,10 @@ def start(config: RunConfig, *, train_script: Path, command_line: Sequence[str],
     written.
     """
     run = resolve_request(config)
+    if (plan := plan_start(run)).is_done:
+        changes_since_last_start(run)
+        log.info("nothing to do: %s. More steps need a larger --max_steps", plan.progress)
+        return EXIT_DONE
     if config.launch.is_scheduled:
         return start_job(run, train_script=train_script, command_line=command_line, follow=follow)
     count_time_from_here()

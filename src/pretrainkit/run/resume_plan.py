@@ -63,6 +63,17 @@ class StartPlan:
         """Training samples used when all steps are done; earlier steps may have had another batch size."""
         return self.consumed_samples + max(0, self.max_steps - self.step) * run.config.training.global_batch_size
 
+    @property
+    def is_done(self) -> bool:
+        """Whether all steps are done and saved."""
+        return self.step >= self.max_steps
+
+    @property
+    def progress(self) -> str:
+        """The steps that are done, such as '12 of 20 done'."""
+        of_more = f", more than --max_steps {self.max_steps}"
+        return f"{self.step} done{of_more}" if self.step > self.max_steps else f"{self.step} of {self.max_steps} done"
+
     def describe(self) -> str:
         """The plan as aligned lines 'what  value'."""
         loads = {RANDOM: "random weights", WEIGHTS: f"the weights of {self.checkpoint}"}.get(self.mode, self.checkpoint)
@@ -72,7 +83,7 @@ class StartPlan:
         lines = {
             "start": MODES[self.mode],
             "loads": loads,
-            "step": f"{self.step} of {self.max_steps} done",
+            "step": self.progress,
             "data": f"{self.consumed_samples} samples used, next is {where}",
             "optimizer": moments[self.optimizer_state],
             "next lr": rate,
