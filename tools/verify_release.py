@@ -19,7 +19,12 @@ from pretrainkit.errors import EXIT_DONE, EXIT_FAILED
 def build_parser() -> Parser:
     """The command's flags."""
     parser = Parser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("source", type=Path, help="checkpoint that the release was made from, of any known kind")
+    parser.add_argument(
+        "source",
+        type=Path,
+        nargs="+",
+        help="checkpoint that the release was made from, of any known kind; of an average its parents, or their run",
+    )
     parser.add_argument("released", type=Path, help="Hugging Face folder to be released")
     parser.add_argument("--hf-model", type=Path, help="original Hugging Face folder, if SOURCE doesn't carry its files")
     parser.add_argument(

@@ -37,6 +37,7 @@ from pretrainkit.checkpoint.open import (
     open_reader,
     open_writer,
 )
+from pretrainkit.checkpoint.origin import read_origin, write_origin
 from pretrainkit.checkpoint.plan import MEGATRON_LM, CheckpointFormat, ConversionPlan, Options
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import CheckpointError, RequestError, machine_errors
@@ -85,15 +86,15 @@ class Report:
         return "\n  ".join(lines)
 
 
-def convert(source: str | Path, target: str | Path, options: Options | None = None) -> Report:
-    """Convert the model at `source` to the folder `target`.
+def convert(source: str | Path | DetectedCheckpoint, target: str | Path, options: Options | None = None) -> Report:
+    """Convert the model at `source`, or an average of checkpoints, to the folder `target`.
 
     Raises RequestError before anything is written when the request is invalid: unknown source format,
     architecture, setting or tensor, wrong shape, existing target without `overwrite`, full disk.
     """
     options = options or Options()
     started = time.monotonic()
-    found, target = detect(Path(source)), Path(target)
+    found, target = source if isinstance(source, DetectedCheckpoint) else detect(Path(source)), Path(target)
     format = options.to or default_target(found.format)
     _check_target(target, found, options)
     hf_folder = find_hf_folder(found, options.hf_folder)
@@ -105,14 +106,15 @@ def convert(source: str | Path, target: str | Path, options: Options | None = No
         mapping: dtype if mapping.weight.keep_dtype else options.dtype or dtype
         for mapping, dtype in reader.dtypes.items()
     }
-    is_copy = found.format is CheckpointFormat.HF and dtypes == reader.dtypes
+    is_copy = found.format is CheckpointFormat.HF and not found.average and dtypes == reader.dtypes
+    origin = read_origin(found)
     plan = ConversionPlan(format, shape, mappings, dtypes, hf_folder, options, reader.run_state)
     check_expressible(shape, format)
     _check_kept_config(plan)
     _check_space(target, plan.num_bytes)
     if left := remove_leftovers(target):
         logger.warning("left by other processes, to be removed unless they still run: %s", ", ".join(map(str, left)))
-    logger.info("converting %s (%s) to %s (%s)", source, found.format, target, format)
+    logger.info("converting %s (%s) to %s (%s)", source, found.kind, target, format)
     explained = machine_errors(target, "nothing was left behind; try again", CheckpointError)
     with explained, atomic_folder(target, replace=options.overwrite) as folder:
         writer = open_writer(folder, plan)
@@ -127,7 +129,7 @@ def convert(source: str | Path, target: str | Path, options: Options | None = No
         writer.finish()
         report = Report(
             source=str(source),
-            source_kind=str(found.format),
+            source_kind=found.kind,
             target=str(target),
             target_kind=str(format),
             shape=shape,
@@ -140,7 +142,10 @@ def convert(source: str | Path, target: str | Path, options: Options | None = No
         )
         if format is not CheckpointFormat.HF:
             # Names only: a checkpoint may be published, and paths reveal details of the machine.
-            write_json(folder / REPORT_NAME, {**asdict(report), "source": Path(source).name, "target": target.name})
+            write_json(
+                folder / REPORT_NAME, {**asdict(report), "source": Path(str(source)).name, "target": target.name}
+            )
+        write_origin(folder, origin)
     elapsed_s = time.monotonic() - started
     logger.info("wrote %s in %s", format_bytes(report.num_bytes), format_duration(elapsed_s))
     return report
@@ -215,7 +220,8 @@ def _list(names: Sequence[str]) -> str:
 
 
 def _check_target(target: Path, found: DetectedCheckpoint, options: Options) -> None:
-    if target.resolve() in (found.root.resolve(), found.weights.resolve()):
+    sources = [parent.checkpoint for parent in found.average.parents] if found.average else [found]
+    if target.resolve() in {folder.resolve() for each in sources for folder in (each.root, each.weights)}:
         raise RequestError("source and target are the same folder", where=str(target))
     if target.exists() and not target.is_dir():
         raise RequestError("exists and is not a folder", where=str(target))

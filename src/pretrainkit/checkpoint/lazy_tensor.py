@@ -1,4 +1,4 @@
-"""Tensors in files: StoredTensor is one of them, LazyTensor joins rows of several without reading them.
+"""Tensors in files: StoredTensor is one of them, ComputedTensor some rows made from several, LazyTensor joins rows.
 
 Most of a conversion moves rows unchanged from one file to another. A block that is in a file is copied in small pieces,
 through a buffer that stays in the processor's cache; one that must be cast or gathered is processed in slices.
@@ -8,6 +8,7 @@ So conversion is as fast as copying, and its memory doesn't grow with the model.
 from __future__ import annotations
 
 import errno
+import math
 import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -79,12 +80,32 @@ class StoredTensor:
         return data.view(self.dtype).as_strided(self.shape, self.meta.stride())
 
 
-Block: TypeAlias = StoredTensor | Tensor
+@dataclass(frozen=True, eq=False)
+class ComputedTensor:
+    """Rows that are computed each time they are read."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    compute: Callable[[int, int], Tensor]
+    """Gives the rows `first` to `first + count`."""
+    first: int = 0
+
+    def narrow(self, dim: int, first: int, count: int) -> ComputedTensor:
+        """As Tensor.narrow; along rows only."""
+        assert dim == 0, dim
+        return replace(self, shape=(count, *self.shape[1:]), first=self.first + first)
+
+    def read(self) -> Tensor:
+        """The rows."""
+        return self.compute(self.first, self.shape[0])
+
+
+Block: TypeAlias = StoredTensor | ComputedTensor | Tensor
 
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor made of blocks of rows, in files or in memory, and the dtype that it will have."""
+    """A tensor made of blocks of rows, in files, in memory or computed, and the dtype that it will have."""
 
     blocks: tuple[Block, ...]
     dtype: torch.dtype
@@ -101,6 +122,15 @@ class LazyTensor:
         """The concatenation of several along the first dimension."""
         parts = list(parts)
         return replace(parts[0], blocks=tuple(block for part in parts for block in part.blocks))
+
+    @staticmethod
+    def computed(shape: tuple[int, ...], dtype: torch.dtype, compute: Callable[[int, int], Tensor]) -> LazyTensor:
+        """A tensor whose rows `first` to `first + count` are `compute(first, count)`: SLICE_BYTES of them at a time."""
+        step = max(1, SLICE_BYTES // max(1, math.prod(shape[1:]) * dtype.itemsize))
+        whole = ComputedTensor(shape, dtype, compute)
+        return LazyTensor.of(
+            *(whole.narrow(0, first, min(step, shape[0] - first)) for first in range(0, shape[0], step))
+        )
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
@@ -154,7 +184,7 @@ def same_bits(first: Tensor, second: Tensor) -> bool:
 
 
 def _tensor(block: Block) -> Tensor:
-    return block.read() if isinstance(block, StoredTensor) else block
+    return block if isinstance(block, Tensor) else block.read()
 
 
 def _pieces_of_file(source: FileIO, begin: int, size: int) -> Iterator[memoryview]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
+from pretrainkit.checkpoint.average import Average, AverageReader
 from pretrainkit.checkpoint.formats import hf_files, megatron_lm, nemo, torch_dist
 from pretrainkit.checkpoint.formats.hf import HfReader, HfWriter
 from pretrainkit.checkpoint.formats.torch_dist import TorchDistReader
@@ -29,6 +30,18 @@ class DetectedCheckpoint:
     """The folder that belongs together: what a user calls the checkpoint."""
     weights: Path
     """The folder with the weight files."""
+    average: Average | None = None
+    """Set where the average of several checkpoints is meant; format and folders are then those of the last of them."""
+
+    def __str__(self) -> str:
+        """What it is, for people."""
+        return f"average of {len(self.average.parents)} checkpoints" if self.average else str(self.root)
+
+    @property
+    def kind(self) -> str:
+        """Its format, or those of the checkpoints that are averaged."""
+        each = [parent.checkpoint.format for parent in self.average.parents] if self.average else [self.format]
+        return ", ".join(dict.fromkeys(each))
 
 
 def detect(path: Path) -> DetectedCheckpoint:
@@ -76,7 +89,7 @@ def _hint(path: Path) -> str:
     return ""
 
 
-WeightReader: TypeAlias = HfReader | TorchDistReader | TorchLegacyReader
+WeightReader: TypeAlias = HfReader | TorchDistReader | TorchLegacyReader | AverageReader
 """`read` gives a mapping's Hugging Face tensors. `dtypes` are the stored ones, `notes` say what is left out."""
 WeightWriter: TypeAlias = HfWriter | TorchDistWriter | TorchLegacyWriter
 """`write_part` writes the Hugging Face tensors of `parts[i]`, each part by one worker; `finish` comes after all."""
@@ -84,6 +97,8 @@ WeightWriter: TypeAlias = HfWriter | TorchDistWriter | TorchLegacyWriter
 
 def open_reader(checkpoint: DetectedCheckpoint, mappings: Sequence[TensorMapping], shape: ModelShape) -> WeightReader:
     """The reader of a checkpoint. Raises RequestError or CheckpointError unless it has exactly the model's tensors."""
+    if average := checkpoint.average:
+        return AverageReader([open_reader(each.checkpoint, mappings, shape) for each in average.parents], average)
     if checkpoint.format is CheckpointFormat.HF:
         return HfReader(checkpoint.weights, mappings, tied=shape.tie_word_embeddings)
     if checkpoint.format is CheckpointFormat.TORCH:

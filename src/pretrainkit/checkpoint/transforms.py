@@ -82,9 +82,20 @@ def unshard(layout: Layout, parts: Sequence[LazyTensor], *, rows: Sequence[int],
     if layout is Layout.REPLICATED:
         return [parts[0]]
     if layout is Layout.ROW:
-        return [parts[0] if size == 1 else LazyTensor.of(torch.cat([part.tensor() for part in parts], dim=1))]
+        return [parts[0] if size == 1 else _side_by_side(parts)]
     if layout is Layout.VOCABULARY:
         return [LazyTensor.joined(parts).rows(0, rows[0])]
     counts, groups = [count // size for count in rows], groups // size if layout is Layout.QKV else 1
     split = [split_rows(part, groups, counts) for part in parts]
     return [LazyTensor.joined(of_all) for of_all in zip(*split, strict=True)]
+
+
+def _side_by_side(parts: Sequence[LazyTensor]) -> LazyTensor:
+    """[R, C1, ...], [R, C2, ...] -> [R, C1 + C2, ...]."""
+    rows, _, *rest = parts[0].shape
+    shape = (rows, sum(part.shape[1] for part in parts), *rest)
+    return LazyTensor.computed(
+        shape,
+        parts[0].dtype,
+        lambda first, count: torch.cat([part.rows(first, count).tensor() for part in parts], dim=1),
+    )

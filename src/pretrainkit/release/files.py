@@ -8,15 +8,14 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from pretrainkit.checkpoint.convert import find_hf_folder
 from pretrainkit.checkpoint.formats import hf, hf_files
-from pretrainkit.checkpoint.formats.hf_files import INDEX_NAME
+from pretrainkit.checkpoint.formats.hf_files import INDEX_NAME, ORIGIN_NAME
 from pretrainkit.checkpoint.open import detect
 from pretrainkit.checkpoint.plan import CheckpointFormat
 from pretrainkit.config.schema import ModelShape
@@ -29,12 +28,13 @@ from pretrainkit.models.hf_config import read_fields
 from pretrainkit.models.registry import family_named, read_config, read_shape
 from pretrainkit.release import prompts
 from pretrainkit.release.report import Check, ReleaseReport, collect
+from pretrainkit.release.source import check_origin, find_source
 from pretrainkit.release.weights import DTYPE_FIELDS, check_weights
 
 _SECRET = re.compile(r"hf_[A-Za-z0-9]{30,}|AKIA[0-9A-Z]{16}|ghp_[A-Za-z0-9]{36}|sk-[A-Za-z0-9]{40,}")
 MODEL_CARD = "README.md"
 """Not compared: a release has a model card of its own author."""
-_OF_ITS_OWN = {"config.json", INDEX_NAME, MODEL_CARD, ".gitattributes"}
+_OF_ITS_OWN = {"config.json", INDEX_NAME, ORIGIN_NAME, MODEL_CARD, ".gitattributes"}
 """Files that a release may have although its source has none, besides weights and licences."""
 _NOT_COMPARED = {*DTYPE_FIELDS, "_name_or_path", "transformers_version", "rope_parameters"}
 """Fields of config.json that a release may have otherwise; rope_parameters are compared by what they mean."""
@@ -42,22 +42,27 @@ _TEXT_SUFFIXES = (".json", ".jinja", ".txt", ".md", ".py")
 
 
 def verify_files(
-    source: Path, released: Path, *, hf_folder: Path | None = None, ignore_config_fields: Iterable[str] = ()
+    source: Path | Sequence[Path],
+    released: Path,
+    *,
+    hf_folder: Path | None = None,
+    ignore_config_fields: Iterable[str] = (),
 ) -> ReleaseReport:
-    """Compare a released Hugging Face folder with the checkpoint that it was made from.
+    """Compare a released Hugging Face folder with the checkpoint that it was made from, or of an average its parents.
 
     Raises RequestError when one of the two isn't a model folder at all; every other fault is a failed check.
     """
-    found = detect(source)
     if detect(released).format is not CheckpointFormat.HF:
         raise RequestError("not a Hugging Face folder", where=str(released), needed="the folder to be released")
-    origin = find_hf_folder(found, hf_folder)
-    shape = read_shape(origin, ignore_fields=ignore_config_fields)
-    report = ReleaseReport(str(source), str(released))
+    compared = find_source(source, released, hf_folder=hf_folder, ignore_config_fields=ignore_config_fields)
+    origin, shape = compared.hf_folder, compared.shape
+    given = [source] if isinstance(source, Path) else source
+    report = ReleaseReport(", ".join(map(str, given)), str(released))
     steps = {  # generators, so that each fails alone
         "config.json": _check_config(origin, released, shape),
         "weight files": _check_weight_files(released),
-        "weights": check_weights(found, released, shape),
+        "origin": check_origin(compared, released),
+        "weights": check_weights(compared, released),
         "side files": _check_side_files(origin, released),
         "other files": _check_other_files(origin, released),
         "tokenizer": _check_tokenizer(released, shape, report.notes),

@@ -11,15 +11,15 @@ import multiprocessing.forkserver
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pretrainkit.checkpoint.convert import Report, convert, default_target, find_hf_folder
+from pretrainkit.checkpoint.convert import Report, convert, default_target
 from pretrainkit.checkpoint.formats import hf
 from pretrainkit.checkpoint.formats.hf_files import readable_folder
 from pretrainkit.checkpoint.formats.torch_dist import GlobalTensor, read_metadata
-from pretrainkit.checkpoint.open import detect
+from pretrainkit.checkpoint.open import DetectedCheckpoint, detect
 from pretrainkit.checkpoint.parallel import Parallelism
 from pretrainkit.checkpoint.plan import CheckpointFormat, Options
 from pretrainkit.checkpoint.transforms import padded_vocabulary
@@ -28,9 +28,10 @@ from pretrainkit.errors import CheckpointError, RequestError
 from pretrainkit.files import read_json, write_json
 from pretrainkit.imports import heavy_imports
 from pretrainkit.logs import get_logger
-from pretrainkit.models.registry import family_named, read_shape
+from pretrainkit.models.registry import family_named
 from pretrainkit.release import prompts
 from pretrainkit.release.report import Check, collect
+from pretrainkit.release.source import find_source
 
 if TYPE_CHECKING:
     import torch
@@ -67,7 +68,11 @@ class RunOptions:
 
 
 def check_models(
-    source: Path, released: Path, *, hf_folder: Path | None = None, options: RunOptions | None = None
+    source: Path | Sequence[Path],
+    released: Path,
+    *,
+    hf_folder: Path | None = None,
+    options: RunOptions | None = None,
 ) -> list[Check]:
     """Run both models on the same tokens and compare logits and losses; any error is a failed check."""
     return collect("the models run", _compare(source, released, hf_folder, options or RunOptions()))
@@ -91,9 +96,11 @@ def convert_and_check(source: Path, target: Path, options: Options) -> tuple[Rep
     return report, check_models(megatron, hugging_face, hf_folder=options.hf_folder, options=run_options)
 
 
-def _compare(source: Path, released: Path, hf_folder: Path | None, options: RunOptions) -> Iterator[Check]:
-    found = detect(source)
-    shape = read_shape(find_hf_folder(found, hf_folder), ignore_fields=options.ignore_config_fields)
+def _compare(
+    source: Path | Sequence[Path], released: Path, hf_folder: Path | None, options: RunOptions
+) -> Iterator[Check]:
+    compared = find_source(source, released, hf_folder=hf_folder, ignore_config_fields=options.ignore_config_fields)
+    shape = compared.shape
     dtype = options.dtype or _only_dtype(released)
     _prepare_ranks()  # it imports Megatron while the Hugging Face model runs
     with tempfile.TemporaryDirectory() as scratch:
@@ -105,7 +112,7 @@ def _compare(source: Path, released: Path, hf_folder: Path | None, options: RunO
         # Megatron-LM can't express every rotary scaling, and NeMo hasn't a class for every family.
         format = CheckpointFormat.NEMO if family_named(shape.family).nemo else CheckpointFormat.TORCH_DIST
         conversion = Options(format, hf_folder, ignore_config_fields=options.ignore_config_fields)
-        weights, embedding = _megatron_weights(source, folder, conversion)
+        weights, embedding = _megatron_weights(compared.found, folder, conversion)
         for size in _tensor_parallel_sizes(shape):
             logger.info("running the Megatron model at TP=%d", size)
             result = _run_megatron(size, weights, embedding, shape, dtype, folder)
@@ -257,14 +264,14 @@ def _loss(logits: Any, tokens: Any) -> float:
     return float(F.cross_entropy(logits[0, :-1].float(), tokens[0, 1:]))
 
 
-def _megatron_weights(source: Path, scratch: Path, conversion: Options) -> tuple[Path, GlobalTensor]:
+def _megatron_weights(found: DetectedCheckpoint, scratch: Path, conversion: Options) -> tuple[Path, GlobalTensor]:
     """A folder in the torch_dist format with the weights of a checkpoint, and the embedding in it.
 
-    A classic checkpoint or a Hugging Face folder is converted for it.
+    A classic checkpoint, a Hugging Face folder or an average is converted for it.
     """
-    found = detect(source)
-    if found.format in (CheckpointFormat.HF, CheckpointFormat.TORCH):
-        convert(source, scratch / "megatron", conversion)
+    if found.average or found.format in (CheckpointFormat.HF, CheckpointFormat.TORCH):
+        conversion = replace(conversion, dtype=found.average and found.average.dtype)
+        convert(found, scratch / "megatron", conversion)
         found = detect(scratch / "megatron")
     tensors = read_metadata(found.weights).values()
     return found.weights, next(

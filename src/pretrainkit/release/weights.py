@@ -17,19 +17,18 @@ from torch import Tensor
 from pretrainkit.checkpoint.formats.hf import open_by_package
 from pretrainkit.checkpoint.lazy_tensor import same_bits
 from pretrainkit.checkpoint.mapping import tensor_mappings
-from pretrainkit.checkpoint.open import DetectedCheckpoint, open_reader
-from pretrainkit.config.schema import ModelShape
 from pretrainkit.models.hf_config import dtype_of
 from pretrainkit.models.registry import read_config
 from pretrainkit.release.report import Check
+from pretrainkit.release.source import ReleaseSource
 
 DTYPE_FIELDS = ("dtype", "torch_dtype")
 """Names that config.json has had for the dtype of the weights."""
 
 
-def check_weights(found: DetectedCheckpoint, released: Path, shape: ModelShape) -> Iterator[Check]:
+def check_weights(source: ReleaseSource, released: Path) -> Iterator[Check]:
+    shape = source.shape
     mappings = tensor_mappings(shape)
-    reader = open_reader(found, mappings, shape)
     wanted = {name for mapping in mappings for name in mapping.hf}
     declared = _declared_dtype(released)
     problems: defaultdict[str, list[str]] = defaultdict(list)
@@ -39,12 +38,12 @@ def check_weights(found: DetectedCheckpoint, released: Path, shape: ModelShape) 
         extra = names - wanted - ({"lm_head.weight"} if shape.tie_word_embeddings else set())
         yield Check.of("every tensor is there", sorted(wanted - names), f"{len(wanted)} tensors")
         yield Check.of("no tensor that the architecture doesn't have", sorted(extra), "none")
-        for mapping in mappings:
+        for mapping, tensors in source.read_tensors(mappings):
             keep_dtype = mapping.weight.keep_dtype
-            for name, hf_shape, source in zip(mapping.hf, mapping.shapes, reader.read(mapping), strict=True):
+            for name, hf_shape, expected in zip(mapping.hf, mapping.shapes, tensors, strict=True):
                 if name not in names:
                     continue
-                tensor, expected = read(name), source.tensor()
+                tensor = read(name)
                 if expected.dtype != tensor.dtype:
                     casts.add(f"{expected.dtype} to {tensor.dtype}".replace("torch.", ""))
                     if keep_dtype:

@@ -26,13 +26,22 @@ HF_SOURCE = "hf_source"
 """Folder inside a Megatron checkpoint with the model's config.json and side files."""
 REPORT_NAME = "conversion.json"
 """File in a converted checkpoint with the report of its conversion."""
+ORIGIN_NAME = "pretrainkit_origin.json"
+"""File that states what a checkpoint was made of (`checkpoint.origin`); not copied: training changes the weights."""
 GENERATION_CONFIG = "generation_config.json"
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 """What the fingerprint of a weight file reads of it besides the header."""
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx")
 _SIDE_SUFFIXES = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py", ".md", ".vocab", ".bpe")
-_NEVER_COPIED = {"config.json", INDEX_NAME, "pytorch_model.bin.index.json", "trainer_state.json", "training_args.bin"}
+_NEVER_COPIED = {
+    "config.json",
+    ORIGIN_NAME,
+    INDEX_NAME,
+    "pytorch_model.bin.index.json",
+    "trainer_state.json",
+    "training_args.bin",
+}
 _LICENCES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
 _CHAT_TEMPLATES = "additional_chat_templates"
 """The one folder that transformers itself puts beside a model: chat templates by name."""
@@ -135,7 +144,13 @@ def other_files(folder: Path) -> list[str]:
 
     Raises RequestError when it holds two models.
     """
-    known = {folder / "config.json", folder / INDEX_NAME, *weight_files(folder), *side_files(folder)}
+    known = {
+        folder / "config.json",
+        folder / ORIGIN_NAME,
+        folder / INDEX_NAME,
+        *weight_files(folder),
+        *side_files(folder),
+    }
     known |= {path.parent for path in known}
     return [f"{path.name}/" if path.is_dir() else path.name for path in sorted(folder.iterdir()) if path not in known]
 

@@ -143,7 +143,8 @@ def read_metadata(folder: Path) -> dict[str, GlobalTensor]:
 def read_rows(tensor: GlobalTensor, leading: tuple[int, ...], first: int, count: int) -> LazyTensor:
     """Rows of a global tensor at some leading indices (layer, expert).
 
-    Chunks that follow one another along the rows stay separate blocks; chunks side by side are joined in memory.
+    Chunks that follow one another along the rows stay separate blocks; chunks side by side are joined, some rows at a
+    time, when they are read.
     """
     depth, trailing = len(leading), tensor.shape[len(leading) + 1 :]
     parts: list[tuple[tuple[int, ...], StoredTensor]] = []
@@ -160,10 +161,18 @@ def read_rows(tensor: GlobalTensor, leading: tuple[int, ...], first: int, count:
     parts.sort(key=lambda part: part[0])
     if all(rows.shape[1:] == trailing for _, rows in parts):
         return LazyTensor.of(*(rows for _, rows in parts))
-    joined = torch.empty((count, *trailing), dtype=tensor.dtype)
-    for offsets, rows in parts:
-        joined[tuple(slice(i, i + size) for i, size in zip(offsets, rows.shape, strict=True))] = rows.read()
-    return LazyTensor.of(joined)
+
+    def joined(first: int, count: int) -> torch.Tensor:
+        result = torch.empty((count, *trailing), dtype=tensor.dtype)
+        for (row, *columns), rows in parts:
+            begin, end = max(first, row), min(first + count, row + rows.shape[0])
+            if begin < end:
+                place = (begin - first, *columns)
+                piece = rows.narrow(0, begin - row, end - begin)
+                result[tuple(slice(i, i + size) for i, size in zip(place, piece.shape, strict=True))] = piece.read()
+        return result
+
+    return LazyTensor.computed((count, *trailing), tensor.dtype, joined)
 
 
 def _stored(tensor: GlobalTensor, chunk: Chunk) -> StoredTensor:
