@@ -35,6 +35,19 @@ def build_parser() -> Parser:
         "--hf-model", type=Path, help="Hugging Face folder with config and tokenizer, for a source without them"
     )
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], help="cast the weights; default: keep")
+    vocabulary = parser.add_argument_group("vocabulary")
+    vocabulary.add_argument(
+        "--add-tokens",
+        type=Path,
+        metavar="FILE",
+        help="add tokens: one a line of FILE, or objects in a .jsonl file",
+    )
+    vocabulary.add_argument(
+        "--new-token-init",
+        default="mean",
+        metavar="INIT",
+        help="their rows: mean of all tokens', pieces (mean of the pieces of the token's text) or copy:TOKEN",
+    )
     cut = parser.add_argument_group("cut of the formats torch (ranks) and, for its arguments, torch_dist")
     cut.add_argument("--target-tensor-parallel-size", type=int, default=1, metavar="TP")
     cut.add_argument("--target-pipeline-parallel-size", type=int, default=1, metavar="PP")
@@ -84,6 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
     with heavy_imports():
         import torch
 
+    from pretrainkit.checkpoint.added_tokens import read_new_tokens
     from pretrainkit.checkpoint.convert import convert
     from pretrainkit.checkpoint.parallel import Parallelism
     from pretrainkit.checkpoint.plan import CheckpointFormat, Options
@@ -108,6 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
         ignore_config_fields=tuple(arguments.ignore_config_fields),
         allow_nonfinite=arguments.allow_nonfinite,
         keep_config=arguments.keep_config,
+        new_tokens=read_new_tokens(arguments.add_tokens, arguments.new_token_init) if arguments.add_tokens else (),
     )
     if arguments.test_precision:
         report, checks = convert_and_check(arguments.source, arguments.target, options)

@@ -62,6 +62,7 @@ def build_parser() -> Parser:
     running.add_argument("--workers", type=int, default=min(8, len(os.sched_getaffinity(0))), help="files at a time")
     running.add_argument("--overwrite", action="store_true", help="replace TARGET once the new one is complete")
     running.add_argument("--ignore-config-fields", nargs="+", default=[], metavar="NAME")
+    running.add_argument("--allow-nonfinite", action="store_true", help="write NaN and infinities, and report them")
     running.add_argument("--json", action="store_true", help="print the report as JSON")
     running.add_argument("--verbose", action="store_true", help="log more")
     running.add_argument("--quiet", action="store_true", help="log warnings only")
@@ -109,6 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
         workers=arguments.workers,
         overwrite=arguments.overwrite,
         ignore_config_fields=tuple(arguments.ignore_config_fields),
+        allow_nonfinite=arguments.allow_nonfinite,
     )
     report = convert(found, arguments.target, options)
     print(json.dumps(asdict(report), indent=2) if arguments.json else report.as_text())

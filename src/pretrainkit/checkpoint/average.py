@@ -15,7 +15,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -63,7 +63,9 @@ class AverageReader:
         self._weights = [parent.weight for parent in average.parents]
         self.dtypes: Mapping[TensorMapping, torch.dtype] = readers[-1].dtypes
         # The average of a run's checkpoints has the run's arguments, and is of none of its iterations.
-        self.run_state = {name: value for name, value in readers[-1].run_state.items() if name != "iteration"}
+        self.run_state: dict[str, Any] = {
+            name: value for name, value in readers[-1].run_state.items() if name != "iteration"
+        }
         for reader, parent in zip(readers, average.parents, strict=True):
             _check_dtypes(reader.dtypes, self.dtypes, parent, average.parents[-1])
         parents = ", ".join(f"{parent.weight:.6g} x {parent.name}" for parent in average.parents)

@@ -39,6 +39,7 @@ from pretrainkit.checkpoint.open import (
 )
 from pretrainkit.checkpoint.origin import read_origin, write_origin
 from pretrainkit.checkpoint.plan import MEGATRON_LM, CheckpointFormat, ConversionPlan, Options
+from pretrainkit.checkpoint.vocabulary import ExtendedReader, plan_extension
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import CheckpointError, RequestError, machine_errors
 from pretrainkit.files import atomic_folder, nearest_existing, remove_leftovers, write_json
@@ -101,13 +102,18 @@ def convert(source: str | Path | DetectedCheckpoint, target: str | Path, options
     shape = read_shape(hf_folder, ignore_fields=options.ignore_config_fields)
     options.parallelism.check(shape)
     mappings = tensor_mappings(shape)
-    reader = open_reader(found, mappings, shape)
+    reader, origin = open_reader(found, mappings, shape), read_origin(found)
+    if options.new_tokens:
+        extension = plan_extension(hf_folder, shape, options.new_tokens)
+        reader = ExtendedReader(reader, extension)
+        hf_folder, shape, mappings = extension.hf_folder, extension.shape, list(reader.dtypes)
+        origin = [*origin, extension.step]
     dtypes = {
         mapping: dtype if mapping.weight.keep_dtype else options.dtype or dtype
         for mapping, dtype in reader.dtypes.items()
     }
-    is_copy = found.format is CheckpointFormat.HF and not found.average and dtypes == reader.dtypes
-    origin = read_origin(found)
+    is_changed = bool(found.average or options.new_tokens or dtypes != reader.dtypes)
+    is_copy = found.format is CheckpointFormat.HF and not is_changed
     plan = ConversionPlan(format, shape, mappings, dtypes, hf_folder, options, reader.run_state)
     check_expressible(shape, format)
     _check_kept_config(plan)
@@ -239,6 +245,8 @@ def _check_kept_config(plan: ConversionPlan) -> None:
             where="--keep-config",
             action="leave it out: a Megatron checkpoint carries the model's files as they are",
         )
+    if plan.options.new_tokens:
+        raise RequestError("config.json and tokenizer change with --add-tokens", where="--keep-config")
     stated, written = dtype_of(read_config(plan.hf_folder)), _name(plan.main_dtype)
     if stated not in (None, written):
         raise RequestError(

@@ -16,6 +16,7 @@ from pretrainkit.checkpoint.formats.torch_legacy import TorchLegacyReader
 from pretrainkit.checkpoint.formats.torch_legacy_writer import TorchLegacyWriter
 from pretrainkit.checkpoint.mapping import TensorMapping
 from pretrainkit.checkpoint.plan import CheckpointFormat, ConversionPlan
+from pretrainkit.checkpoint.vocabulary import ExtendedReader
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import RequestError
 from pretrainkit.models.megatron_fields import megatron_lm_arguments, nemo_model
@@ -89,7 +90,7 @@ def _hint(path: Path) -> str:
     return ""
 
 
-WeightReader: TypeAlias = HfReader | TorchDistReader | TorchLegacyReader | AverageReader
+WeightReader: TypeAlias = HfReader | TorchDistReader | TorchLegacyReader | AverageReader | ExtendedReader
 """`read` gives a mapping's Hugging Face tensors. `dtypes` are the stored ones, `notes` say what is left out."""
 WeightWriter: TypeAlias = HfWriter | TorchDistWriter | TorchLegacyWriter
 """`write_part` writes the Hugging Face tensors of `parts[i]`, each part by one worker; `finish` comes after all."""

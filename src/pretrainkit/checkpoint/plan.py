@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from pretrainkit.checkpoint.added_tokens import NewToken
 from pretrainkit.checkpoint.mapping import TensorMapping
 from pretrainkit.checkpoint.parallel import Parallelism
 from pretrainkit.checkpoint.transforms import padded_vocabulary
@@ -61,6 +62,8 @@ class Options:
     """Unknown fields of config.json that change nothing in the forward pass."""
     allow_nonfinite: bool = False
     """Convert weights with NaN and infinities, and report them."""
+    new_tokens: tuple[NewToken, ...] = ()
+    """Tokens that the vocabulary gets."""
     keep_config: bool = False
     """Copy config.json and tokenizer_config.json into a Hugging Face folder byte for byte, instead of in the spelling
     that both generations of transformers read."""

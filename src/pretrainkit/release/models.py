@@ -19,7 +19,7 @@ from pretrainkit.checkpoint.convert import Report, convert, default_target
 from pretrainkit.checkpoint.formats import hf
 from pretrainkit.checkpoint.formats.hf_files import readable_folder
 from pretrainkit.checkpoint.formats.torch_dist import GlobalTensor, read_metadata
-from pretrainkit.checkpoint.open import DetectedCheckpoint, detect
+from pretrainkit.checkpoint.open import detect
 from pretrainkit.checkpoint.parallel import Parallelism
 from pretrainkit.checkpoint.plan import CheckpointFormat, Options
 from pretrainkit.checkpoint.transforms import padded_vocabulary
@@ -31,7 +31,7 @@ from pretrainkit.logs import get_logger
 from pretrainkit.models.registry import family_named
 from pretrainkit.release import prompts
 from pretrainkit.release.report import Check, collect
-from pretrainkit.release.source import find_source
+from pretrainkit.release.source import ReleaseSource, find_source
 
 if TYPE_CHECKING:
     import torch
@@ -90,6 +90,12 @@ def convert_and_check(source: Path, target: Path, options: Options) -> tuple[Rep
             f"compares a Megatron with a Hugging Face model, not {found.format} with {format}",
             where="--test-precision",
         )
+    if options.new_tokens:
+        raise RequestError(
+            "compares two models of one vocabulary",
+            where="--test-precision",
+            action="leave it out with --add-tokens: verify_release.py SOURCE TARGET compares them",
+        )
     report = convert(source, target, options)
     megatron, hugging_face = (source, target) if format is CheckpointFormat.HF else (target, source)
     run_options = RunOptions(ignore_config_fields=options.ignore_config_fields, dtype=options.dtype)
@@ -112,7 +118,7 @@ def _compare(
         # Megatron-LM can't express every rotary scaling, and NeMo hasn't a class for every family.
         format = CheckpointFormat.NEMO if family_named(shape.family).nemo else CheckpointFormat.TORCH_DIST
         conversion = Options(format, hf_folder, ignore_config_fields=options.ignore_config_fields)
-        weights, embedding = _megatron_weights(compared.found, folder, conversion)
+        weights, embedding = _megatron_weights(compared, folder, conversion)
         for size in _tensor_parallel_sizes(shape):
             logger.info("running the Megatron model at TP=%d", size)
             result = _run_megatron(size, weights, embedding, shape, dtype, folder)
@@ -264,13 +270,14 @@ def _loss(logits: Any, tokens: Any) -> float:
     return float(F.cross_entropy(logits[0, :-1].float(), tokens[0, 1:]))
 
 
-def _megatron_weights(found: DetectedCheckpoint, scratch: Path, conversion: Options) -> tuple[Path, GlobalTensor]:
+def _megatron_weights(source: ReleaseSource, scratch: Path, conversion: Options) -> tuple[Path, GlobalTensor]:
     """A folder in the torch_dist format with the weights of a checkpoint, and the embedding in it.
 
-    A classic checkpoint, a Hugging Face folder or an average is converted for it.
+    What is in another format, averaged or gets tokens is converted for it.
     """
-    if found.average or found.format in (CheckpointFormat.HF, CheckpointFormat.TORCH):
-        conversion = replace(conversion, dtype=found.average and found.average.dtype)
+    found, tokens = source.found, source.extension.tokens if source.extension else ()
+    if found.average or tokens or found.format in (CheckpointFormat.HF, CheckpointFormat.TORCH):
+        conversion = replace(conversion, dtype=found.average and found.average.dtype, new_tokens=tokens)
         convert(found, scratch / "megatron", conversion)
         found = detect(scratch / "megatron")
     tensors = read_metadata(found.weights).values()

@@ -17,10 +17,11 @@ from torch import Tensor
 from pretrainkit.checkpoint.formats.hf import open_by_package
 from pretrainkit.checkpoint.lazy_tensor import same_bits
 from pretrainkit.checkpoint.mapping import tensor_mappings
+from pretrainkit.models.family import Layout
 from pretrainkit.models.hf_config import dtype_of
 from pretrainkit.models.registry import read_config
 from pretrainkit.release.report import Check
-from pretrainkit.release.source import ReleaseSource
+from pretrainkit.release.source import ReleaseSource, wrong_rows
 
 DTYPE_FIELDS = ("dtype", "torch_dtype")
 """Names that config.json has had for the dtype of the weights."""
@@ -38,7 +39,7 @@ def check_weights(source: ReleaseSource, released: Path) -> Iterator[Check]:
         extra = names - wanted - ({"lm_head.weight"} if shape.tie_word_embeddings else set())
         yield Check.of("every tensor is there", sorted(wanted - names), f"{len(wanted)} tensors")
         yield Check.of("no tensor that the architecture doesn't have", sorted(extra), "none")
-        for mapping, tensors in source.read_tensors(mappings):
+        for mapping, tensors in source.read_tensors():
             keep_dtype = mapping.weight.keep_dtype
             for name, hf_shape, expected in zip(mapping.hf, mapping.shapes, tensors, strict=True):
                 if name not in names:
@@ -48,6 +49,12 @@ def check_weights(source: ReleaseSource, released: Path) -> Iterator[Check]:
                     casts.add(f"{expected.dtype} to {tensor.dtype}".replace("torch.", ""))
                     if keep_dtype:
                         problems["dtypes"].append(f"{name} must not be cast")
+                if source.extension and mapping.layout is Layout.VOCABULARY and tensor.shape == expected.shape:
+                    wrong = wrong_rows(tensor, expected, source.extension)
+                    problems["rows"] += [f"{name}: {token}" for token in wrong]
+                    expected = expected.to(tensor.dtype)
+                    new = slice(source.extension.ids.start, source.extension.ids.stop)
+                    expected[new] = tensor[new]
                 dtype = None if keep_dtype else declared
                 for kind, problem in _problems(name, tensor, expected, hf_shape, dtype):
                     problems[kind].append(problem)
@@ -56,6 +63,9 @@ def check_weights(source: ReleaseSource, released: Path) -> Iterator[Check]:
             embedding = read("model.embed_tokens.weight")
             same = same_bits(read("lm_head.weight"), embedding)
             yield Check("tied weights are equal", same, "lm_head.weight and model.embed_tokens.weight")
+    if source.extension:
+        fine = f"{len(source.extension.ids)} rows; every other row is in the comparison with the source"
+        yield Check.of("rows of new tokens begin as stated", problems["rows"], fine)
     cast = f", cast from {', '.join(sorted(casts))}" if casts else ""
     for kind, title, fine in (
         ("shapes", "shapes", "right"),
