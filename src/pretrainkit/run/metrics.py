@@ -20,8 +20,8 @@ from pretrainkit.run.folder import RunFolder
 from pretrainkit.run.json_lines import JsonLinesWriter
 from pretrainkit.units import format_count, format_duration
 
-TRACKER_FLUSH_TIMEOUT_S = 600.0
-"""Less than the 30 minutes that other ranks wait for the first."""
+TRACKER_FLUSH_TIMEOUT_S = 60.0
+"""The run is done, and its GPUs wait: what isn't sent by then is on disk."""
 _ETA_RECORDS = 20
 """The ETA uses the median of the last records: the first step of a start is an outlier, and some later ones are."""
 
