@@ -203,10 +203,13 @@ def _check_opened_tokenizer(released: Path, tokenizer: TokenizerFile, notes: lis
     from tokenizers import Tokenizer
     from transformers import AutoTokenizer
 
-    opened = AutoTokenizer.from_pretrained(hf_files.readable_folder(released), local_files_only=True)
+    opened = AutoTokenizer.from_pretrained(
+        hf_files.readable_folder(released), local_files_only=True, trust_remote_code=False
+    )
     name = f"transformers {version('transformers')}"
     yield Check("transformers opens the tokenizer", True, f"{type(opened).__name__} in {name}")
-    stated = Tokenizer.from_file(str(tokenizer.json_path))
+    own = released / "tokenizer.json"
+    stated = Tokenizer.from_file(str(own if own.is_file() else tokenizer.json_path))
     different = [
         prompt
         for prompt, text in prompts.SHORT.items()

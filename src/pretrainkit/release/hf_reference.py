@@ -129,9 +129,9 @@ def _streaming_model(folder: Path, rounded: Any, stack: ExitStack) -> Any:
     from pretrainkit.checkpoint.formats.hf_files import readable_folder
 
     read, names = open_by_package(folder, stack)
-    config = AutoConfig.from_pretrained(readable_folder(folder), local_files_only=True)
+    config = AutoConfig.from_pretrained(readable_folder(folder), local_files_only=True, trust_remote_code=False)
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     aliases = {"lm_head.weight": "model.embed_tokens.weight"} if config.tie_word_embeddings else {}
     stored = {name: _stored_parts(aliases.get(name, name), shape, names) for name, shape in shapes.items()}

@@ -198,7 +198,7 @@ def _write_tokens(released: Path, shape: ModelShape, options: RunOptions, folder
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401  both need most of transformers
 
-    tokenizer = AutoTokenizer.from_pretrained(readable_folder(released), local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(readable_folder(released), local_files_only=True, trust_remote_code=False)
     length = min(options.long_tokens, shape.max_position_embeddings)
     text = options.text.read_text(encoding="utf-8") if options.text else prompts.long_text()
     # No tokenizer here packs more than 16 characters into a token on average.
@@ -242,7 +242,11 @@ def _load_transformers(model_folder: Path, dtype: torch.dtype | None) -> tuple[A
     from transformers import AutoModelForCausalLM
 
     model, info = AutoModelForCausalLM.from_pretrained(
-        readable_folder(model_folder), dtype=torch.float32, local_files_only=True, output_loading_info=True
+        readable_folder(model_folder),
+        dtype=torch.float32,
+        local_files_only=True,
+        trust_remote_code=False,
+        output_loading_info=True,
     )
     left = {key: sorted(names) for key, names in info.items() if names}
     if left:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,13 @@ from pretrainkit.data.report import Report
 from pretrainkit.data.request import TextRequest
 from pretrainkit.data.shards.blocks import ShardTask
 from pretrainkit.data.shards.format import ShardRecord, read_records, shard_name
+from pretrainkit.data.tokens.template import template_ids
 from pretrainkit.data.tokens.tokenizer import TokenizerFile, load_tokenizer
 from pretrainkit.errors import RequestError
+from pretrainkit.logs import get_logger
 from pretrainkit.units import format_ranges
 
+LOGGER = get_logger(__name__)
 MAX_SHARDS = 100_000
 """Shard names have five digits."""
 SAME = (
@@ -121,7 +123,15 @@ def make_shard_plan(request: ShardRequest) -> ShardPlan:
     }
     if request.num_shards:
         settings["cut"] = work_items.fingerprint(items)
-    task = ShardTask(first, last, tokenizer.num_ids, request.ids_format, request.has_text, request.rules(*keys))
+    task = ShardTask(
+        first,
+        last,
+        tokenizer.num_ids,
+        request.ids_format,
+        request.has_text,
+        request.rules(*keys),
+        tuple(tokenizer.special_tokens),
+    )
     return ShardPlan(request, tokenizer, sources, num_shards, task, settings, len(left_out), items)
 
 
@@ -130,6 +140,8 @@ def _special_ids(request: ShardRequest, tokenizer: TokenizerFile) -> tuple[tuple
     first: tuple[int, ...] = ()
     last: tuple[int, ...] = ()
     if request.special_tokens == "template":
+        for note in tokenizer.template_notes:
+            LOGGER.warning("%s: %s", request.model_id, note)
         try:
             first, last = template_ids(tokenizer.post_processor)
         except (ValueError, KeyError) as error:
@@ -143,36 +155,6 @@ def _special_ids(request: ShardRequest, tokenizer: TokenizerFile) -> tuple[tuple
         if eod_id not in last:
             last = (*last, eod_id)
     return first, last
-
-
-def template_ids(post_processor: dict | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The ids that a tokenizer.json's `post_processor` puts before and after a single text.
-
-    Raises ValueError for a kind that the file doesn't describe in full.
-    """
-    if post_processor is None or post_processor["type"] == "ByteLevel":
-        return (), ()
-    kind = post_processor["type"]
-    if kind == "Sequence":
-        first: tuple[int, ...] = ()
-        last: tuple[int, ...] = ()
-        for part in post_processor["processors"]:
-            before, after = template_ids(part)
-            first, last = (*before, *first), (*last, *after)
-        return first, last
-    if kind in ("BertProcessing", "RobertaProcessing"):
-        return (int(post_processor["cls"][1]),), (int(post_processor["sep"][1]),)
-    if kind != "TemplateProcessing":
-        raise ValueError(kind)
-    known = post_processor["special_tokens"]
-    found: Sequence[list[int]] = ([], [])
-    after_text = False
-    for piece in post_processor["single"]:
-        if "Sequence" in piece:
-            after_text = True
-        else:
-            found[after_text].extend(known[piece["SpecialToken"]["id"]]["ids"])
-    return tuple(found[0]), tuple(found[1])
 
 
 def check_set(plan: ShardPlan) -> dict[int, ShardRecord]:

@@ -1,37 +1,22 @@
 """A Hugging Face tokenizer as a data engine needs it: its tokenizer.json, largest id, EOD, BOS and hash.
 
-Nothing here loads a Rust tokenizer unless the folder leaves no other way: a process that has one must not
-fork, and a wrong request is refused in a fraction of a second.
+Nothing here loads a Rust tokenizer: a process that has one must not fork, and a wrong request is refused in a fraction
+of a second.
 """
 
 from __future__ import annotations
 
-import atexit
-import shutil
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pretrainkit.data.hub import local_folder
+from pretrainkit.data.tokens.folder_tokenizer import FolderTokenizer, read_folder
 from pretrainkit.errors import RequestError
 from pretrainkit.files import hash_file
-from pretrainkit.hf_tokenizer import CONFIG_NAME, FAST, in_both_spellings, readable_folder, stated_prefix_space
 from pretrainkit.logs import get_logger
 
 LOGGER = get_logger(__name__)
-PLAIN_CLASSES = {
-    FAST,
-    "GPT2Tokenizer",
-    "GPT2TokenizerFast",
-    "LlamaTokenizer",
-    "LlamaTokenizerFast",
-    "Qwen2Tokenizer",
-    "Qwen2TokenizerFast",
-}
-"""Tokenizer classes of transformers that use a complete tokenizer.json unchanged."""
-ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 @dataclass(frozen=True)
@@ -51,7 +36,9 @@ class TokenizerFile:
     special_tokens: dict[str, int]
     """Spelling and id of the added tokens marked special."""
     post_processor: dict[str, Any] | None
-    """Of the tokenizer.json: what its template puts around a text."""
+    """What its template puts around a text, as a tokenizer.json says it."""
+    template_notes: tuple[str, ...] = ()
+    """Where generations of transformers put other ids around a text."""
 
     @property
     def num_ids(self) -> int:
@@ -78,160 +65,64 @@ class TokenizerFile:
 def load_tokenizer(name: Path | str, eod_token: str | None = None) -> TokenizerFile:
     """Read a tokenizer: a folder with tokenizer.json, such a file itself, or a hub id or older folder.
 
-    A folder without that file goes through transformers, as does one whose tokenizer_config.json says more than its
-    tokenizer.json. A hub id is looked for in the hub's cache, then on the hub, once. `eod_token` replaces the EOS
-    token as end of document.
+    Of a folder with more than that file, AutoTokenizer decides (see `folder_tokenizer`). A hub id is looked for in the
+    hub's cache, then on the hub, once. `eod_token` replaces the EOS token as end of document.
     Raises RequestError when there is no such tokenizer, or it doesn't know `eod_token`.
     """
     path = Path(name).expanduser()
     if not path.exists():
         path = local_folder(str(name), where="the tokenizer")
-    roles: dict[str, str] = {}
-    json_path = path / "tokenizer.json" if path.is_dir() else path
-    if not json_path.is_file():
-        json_path, roles = _through_transformers(path)
-    description = _parse(json_path)
-    if path.is_dir() and not roles:
-        config, token_map = in_both_spellings(path) or {}, _config(path / "special_tokens_map.json")
-        roles = {role: _content(value) for role, value in {**token_map, **config}.items() if role in ROLES and value}
-        if reason := _says_more(config, token_map, description, str(path)):
-            LOGGER.info("%s: %s, so transformers loads it", path, reason)
-            json_path, roles = _through_transformers(path)
-            description = _parse(json_path)
-    added = {token["content"]: int(token["id"]) for token in description["added_tokens"]}
-    vocabulary = description["model"]["vocab"]
-    largest = len(vocabulary) - 1 if isinstance(vocabulary, list) else max(vocabulary.values(), default=-1)
-
-    def id_of(token: str | None) -> int | None:
-        if token is None or token in added:
-            return added.get(token or "")
-        return None if isinstance(vocabulary, list) else vocabulary.get(token)
-
-    if eod_token is not None and id_of(eod_token) is None:
+    if path.is_dir() and {entry.name for entry in path.iterdir()} != {"tokenizer.json"}:
+        found = read_folder(path)
+        for note in found.notes:
+            LOGGER.warning("%s: %s", name, note)
+    else:
+        found = _of_file(path / "tokenizer.json" if path.is_dir() else path)
+    added = found.added_tokens
+    if eod_token is not None and eod_token not in added:
         raise RequestError(
-            f"--eod-token {eod_token!r} is not in its vocabulary",
+            f"--eod-token {eod_token!r} is not one of its added tokens",
             where=str(name),
-            needed="one of " + ", ".join([*added][:20]) if added else "a token that it has",
+            needed="one of " + ", ".join([*added][:20]) if added else "a tokenizer with added tokens",
+            action="name a token that no text gives, by its text",
         )
+    eos, bos = eod_token or found.roles.get("eos_token"), found.roles.get("bos_token")
     return TokenizerFile(
         name=str(name),
-        json_path=json_path,
-        sha256=hash_file(json_path),
-        largest_id=max([largest, *added.values()]),
-        eod_id=id_of(eod_token or roles.get("eos_token")),
-        bos_id=id_of(roles.get("bos_token")),
-        special_tokens={t["content"]: int(t["id"]) for t in description["added_tokens"] if t.get("special")},
-        post_processor=description.get("post_processor"),
+        json_path=found.json_path,
+        sha256=found.sha256,
+        largest_id=found.largest_id,
+        eod_id=None if eos is None else added.get(eos),
+        bos_id=None if bos is None else added.get(bos),
+        special_tokens={token: added[token] for token in found.special_tokens},
+        post_processor=found.post_processor,
+        template_notes=tuple(found.template_notes),
     )
 
 
-def _parse(path: Path) -> dict[str, Any]:
+def _of_file(path: Path) -> FolderTokenizer:
+    """A tokenizer.json alone, which names no roles."""
+    import orjson
+
     try:
-        description = _config(path)
-        description["model"]["vocab"]
-    except (RequestError, KeyError, TypeError) as error:
+        description = orjson.loads(path.read_bytes())
+        vocabulary = description["model"]["vocab"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise RequestError(
-            f"not a tokenizer.json: {error.found if isinstance(error, RequestError) else error}",
+            f"not a tokenizer.json: {error}",
             where=str(path),
             needed="a folder with tokenizer.json, that file, or the hub id of a model",
         ) from error
-    description["added_tokens"] = description.get("added_tokens") or []
-    return description
-
-
-def _config(path: Path) -> dict[str, Any]:
-    import orjson
-
-    try:
-        return orjson.loads(path.read_bytes()) if path.is_file() else {}
-    except orjson.JSONDecodeError as error:
-        raise RequestError(f"not JSON: {error}", where=str(path)) from error
-
-
-def _content(token: str | dict[str, Any]) -> str:
-    return token["content"] if isinstance(token, dict) else token
-
-
-def _says_more(config: dict[str, Any], token_map: dict[str, Any], description: dict[str, Any], where: str) -> str:
-    """Why tokenizer.json alone may not be what transformers makes of the folder; empty when it is.
-
-    `config` is in the spelling that both generations of transformers read.
-    """
-    kind = config.get("tokenizer_class", FAST)
-    if kind not in PLAIN_CLASSES:
-        return f"class {kind}"
-    known = {token["content"]: token for token in description["added_tokens"]}
-    for token in config.get("added_tokens_decoder", {}).values():
-        listed = known.get(token["content"])
-        if listed is None or any(bool(token.get(flag)) != bool(listed.get(flag)) for flag in FLAGS):
-            return f"its config defines the added token {token['content']!r} differently"
-    named = [value for role, value in {**token_map, **config}.items() if role in ROLES and value]
-    named += config.get("additional_special_tokens") or []
-    extra = config.get("extra_special_tokens") or {}
-    named += list(extra.values()) if isinstance(extra, dict) else extra
-    missing = [_content(token) for token in named if _content(token) not in known]
-    if missing:
-        return f"its config names special tokens that tokenizer.json doesn't add: {', '.join(missing)}"
-    if kind != FAST and "eos_token" not in {**token_map, **config}:
-        return f"class {kind} has tokens of its own"
-    if config.get("from_slow") or (kind.startswith("Llama") and config.get("add_prefix_space") is not None):
-        return "its config asks for another prefix space"
-    prefix_space, asked = stated_prefix_space(description), bool(config.get("add_prefix_space", False))
-    if prefix_space not in (None, asked):
-        if kind == FAST:
-            raise RequestError(
-                f"add_prefix_space {str(asked).lower()} in {CONFIG_NAME}"
-                f"{'' if 'add_prefix_space' in config else ' (its default)'} and {str(prefix_space).lower()} in "
-                "tokenizer.json contradict each other",
-                where=where,
-                needed="one of them: transformers 4 gives the ids of the first, transformers 5 those of the second",
-                action="set both to what the model was trained with",
-            )
-        return "its config asks for another prefix space"
-    return ""
-
-
-def _through_transformers(source: Path) -> tuple[Path, dict[str, str]]:
-    """The tokenizer.json that transformers makes of a folder, in a temporary place, and its roles."""
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(readable_folder(source), use_fast=True, local_files_only=True)
-        text = _with_every_prefix(tokenizer.backend_tokenizer.to_str(), source)
-    except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        if any((source / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
-            raise RequestError(
-                f"transformers can't load the tokenizer: {reason}",
-                where=str(source),
-                needed="a whole tokenizer, and the packages that it is read with in the versions of constraints.txt",
-            ) from error
-        raise RequestError(
-            f"no tokenizer here: {reason}",
-            where=str(source),
-            needed="a folder with tokenizer.json, that file, or the hub id of a model",
-        ) from error
-    folder = Path(tempfile.mkdtemp(prefix="pretrainkit-tokenizer-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    (folder / "tokenizer.json").write_text(text, encoding="utf-8")
-    roles = {role: getattr(tokenizer, role) for role in ROLES if getattr(tokenizer, role, None)}
-    return folder / "tokenizer.json", roles
-
-
-def _with_every_prefix(text: str, source: Path) -> str:
-    """A tokenizer.json made of tokenizer.model, whose prefix is also put before a text that begins with a space.
-
-    transformers 5 leaves that prefix out, other than SentencePiece and transformers 4. `legacy: false` asks for it.
-    """
-    import orjson
-
-    description = orjson.loads(text)
-    pre_tokenizer = description.get("pre_tokenizer") or {}
-    is_made = not (source / "tokenizer.json").is_file() and description.get("normalizer") is None
-    is_prefixed = pre_tokenizer.get("type") == "Metaspace" and pre_tokenizer.get("prepend_scheme") != "never"
-    if not (is_made and is_prefixed and _config(source / "tokenizer_config.json").get("legacy", True)):
-        return text
-    space = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
-    prefix = {"type": "Prepend", "prepend": "\u2581"}
-    description |= {"normalizer": {"type": "Sequence", "normalizers": [prefix, space]}, "pre_tokenizer": None}
-    return orjson.dumps(description).decode()
+    tokens = description.get("added_tokens") or []
+    largest = len(vocabulary) - 1 if isinstance(vocabulary, list) else max(vocabulary.values(), default=-1)
+    return FolderTokenizer(
+        json_path=path,
+        sha256=hash_file(path),
+        roles={},
+        added_tokens={token["content"]: int(token["id"]) for token in tokens},
+        special_tokens=[token["content"] for token in tokens if token.get("special")],
+        largest_id=max([largest, *(int(token["id"]) for token in tokens)]),
+        post_processor=description.get("post_processor"),
+        notes=[],
+        template_notes=[],
+    )

@@ -280,7 +280,9 @@ def _text_tokens(tokenizer_folder: Path, count: int) -> list[int]:
     """The first `count` ids of text in several languages, then English."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(readable_folder(tokenizer_folder), local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(
+        readable_folder(tokenizer_folder), local_files_only=True, trust_remote_code=False
+    )
     text = "\n\n".join([*prompts.SHORT.values(), prompts.long_text()])
     # No tokenizer here packs more than 16 characters into a token on average.
     ids = tokenizer(text[: 16 * count], add_special_tokens=True)["input_ids"]

@@ -9,7 +9,8 @@ import pytest
 from tokenizers import Tokenizer, processors
 
 from pretrainkit.data.job_array import parse_shard_id
-from pretrainkit.data.shards.request import ShardRequest, check_shard_id, make_shard_plan, template_ids
+from pretrainkit.data.shards.request import ShardRequest, check_shard_id, make_shard_plan
+from pretrainkit.data.tokens.template import template_ids
 from pretrainkit.errors import RequestError
 
 TEMPLATES = {
