@@ -24,9 +24,11 @@ from pretrainkit.data.packed.format import PackedDocuments
 from pretrainkit.data.shards.mirror import local_shards
 from pretrainkit.data.shards.shard_set import ShardDocuments
 from pretrainkit.errors import DataError
+from pretrainkit.logs import get_logger
 
 Documents: TypeAlias = IndexedDataset | ShardDocuments | PackedDocuments
 
+LOGGER = get_logger(__name__)
 NO_PADDING = -1
 """Not the id of any token."""
 INDEX_KINDS = ("description.txt", "document_index.npy", "sample_index.npy", "shuffle_index.npy")
@@ -81,10 +83,14 @@ class EpochDataset(GPTDataset):
         return kind(dataset_path) if kind else GPTDataset.build_low_level_dataset(dataset_path, config)
 
     def _build_document_sample_shuffle_indices(self) -> tuple[Any, ...]:
+        folder = Path(self.config.path_to_cache)
+        name = f"{self.unique_description_hash}-{type(self).__name__}-{self.index_split.name}"
+        is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+        if is_first:  # the others begin once it has built everything
+            remove_damaged_indexes(folder, name)
         if not self._rows:
-            if torch.distributed.is_initialized() and torch.distributed.get_rank() > 0:
-                name = f"{self.unique_description_hash}-{type(self).__name__}-{self.index_split.name}"
-                wait_until_seen(Path(self.config.path_to_cache), name)
+            if not is_first:
+                wait_until_seen(folder, name)
             return super()._build_document_sample_shuffle_indices()
         order = np.random.RandomState(self.config.random_seed).permutation(self.indices)
         return order, None, None
@@ -204,6 +210,19 @@ def saving_atomically(save: Callable[..., None]) -> Callable[..., None]:
             save(out, *args, **kwargs)
 
     return save_atomically
+
+
+def remove_damaged_indexes(folder: Path, name: str) -> None:
+    """Remove the cached index files of a dataset, or of a blend, that are cut: megatron-core then builds them.
+
+    It takes any file of the right name as complete. A full disk, a quota or a copy may have cut one.
+    """
+    for path in (*folder.glob(f"{name}-*.npy"), *folder.glob("*-BlendedDataset-*.npy")):
+        try:
+            np.load(path, mmap_mode="r")
+        except (ValueError, EOFError, OSError) as error:
+            LOGGER.warning("%s is cut or damaged (%s) and is built again", path, error)
+            path.unlink(missing_ok=True)
 
 
 def wait_until_seen(folder: Path, name: str, limit_s: float = INDEX_WAIT_S) -> None:
