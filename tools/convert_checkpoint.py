@@ -23,7 +23,7 @@ from pretrainkit.units import parse_bytes
 
 def build_parser() -> Parser:
     """The command's flags."""
-    parser = Parser(description=__doc__.split("\n\n")[0])
+    parser = Parser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("source", type=Path, help="folder to convert")
     parser.add_argument("target", type=Path, help="folder to write")
     parser.add_argument(

@@ -19,7 +19,7 @@ from pretrainkit.jobs.tool_job import add_job_flags, or_submit
 
 def build_parser() -> Parser:
     """The command's flags."""
-    parser = Parser(description=__doc__.split("\n\n")[0])
+    parser = Parser(description=(__doc__ or "").split("\n\n")[0])
     flags = DataFlags(unit="sample")
     which = parser.add_argument_group("which shard")
     which.add_argument("--shard_id", help="this shard; else the scheduler's array variable (Grid Engine: task 1 is 0)")

@@ -18,7 +18,7 @@ from pretrainkit.data.flags import DataFlags, request_fields
 
 def build_parser() -> Parser:
     """The command's flags."""
-    parser = Parser(description=__doc__.split("\n\n")[0])
+    parser = Parser(description=(__doc__ or "").split("\n\n")[0])
     flags = DataFlags(unit="document")
     what = parser.add_argument_group("input and output")
     flags.add_input(what, "input", "saved dataset, .parquet, .jsonl and other files or folders; hub:NAME")

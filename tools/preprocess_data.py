@@ -19,7 +19,7 @@ from pretrainkit.jobs.tool_job import add_job_flags, or_submit
 
 def build_parser() -> Parser:
     """The command's flags; those that Megatron's tool has keep their names."""
-    parser = Parser(description=__doc__.split("\n\n")[0])
+    parser = Parser(description=(__doc__ or "").split("\n\n")[0])
     flags = DataFlags(unit="document", separator="-")
     what = parser.add_argument_group("input and output")
     flags.add_input(what, "input", "files, folders or globs, read in natural order")

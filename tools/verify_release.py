@@ -18,7 +18,7 @@ from pretrainkit.errors import EXIT_DONE, EXIT_FAILED
 
 def build_parser() -> Parser:
     """The command's flags."""
-    parser = Parser(description=__doc__.split("\n\n")[0])
+    parser = Parser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument(
         "source",
         type=Path,

@@ -112,7 +112,7 @@ BAD = {
     "lone surrogate": (b'{"text": "a\\ud800b"}', "lone surrogate"),
     "NUL": (b'{"text": "a\\u0000b"}', "NUL"),
     "NUL byte": (b'{"text": "a"}\x00', "broken JSON"),
-    "NaN": (b'{"text": "a", "x": NaN}', "broken JSON"),
+    "text NaN": (b'{"text": NaN}', "'text' is number"),
 }
 
 

@@ -65,6 +65,8 @@ class DataFlags:
         add = self._adder(group)
         bad = "skip: set bad records aside in a .rejects.jsonl file; replace: fix bad characters, skip the rest"
         add("on-error", choices=["stop", "skip", "replace"], default="stop", help=bad)
+        limit = "largest share of bad records, such as 1%%; a run that leaves no record fails in any case"
+        add("max-rejected", type=share, default=1.0, metavar="SHARE", help=limit)
         add("max-doc-bytes", type=int, default=0, help="longer texts are bad records; 0: no limit")
 
     def add_running(self, group: Any, *, has_workers: bool = True, printed: str) -> None:
@@ -74,6 +76,14 @@ class DataFlags:
             add("workers", type=int, default=len(os.sched_getaffinity(0)), help="processes")
         add("json", action="store_true", help=f"print the {printed} as JSON")
         add("quiet", action="store_true", help="only warnings and the result")
+
+
+def share(text: str) -> float:
+    """A share such as `1%` or `0.01`, from 0 to 1."""
+    number = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    if not 0 <= number <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share from 0 to 1, or 0% to 100%")
+    return number
 
 
 def request_fields(kind: type, arguments: argparse.Namespace) -> dict[str, Any]:

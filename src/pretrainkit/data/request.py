@@ -8,6 +8,7 @@ from typing import Any
 
 from pretrainkit.data.readers.records import RecordRules
 from pretrainkit.data.tokens.encoder import EngineSpec
+from pretrainkit.errors import DataError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,8 @@ class TextRequest:
     on_error: str = "stop"
     """`stop`, `skip`, or `replace` (bad characters are replaced, other bad records skipped)."""
     max_document_bytes: int = 0
+    max_rejected: float = 1.0
+    """Share of the records."""
     verify_tokens: str = "sample"
     """`sample`, `all` or `off`."""
     engine: str = "auto"
@@ -37,6 +40,23 @@ class TextRequest:
         """A library that encodes as this request asks for."""
         return EngineSpec(
             name, str(json_path), self.special_tokens_in_text != "plain", verify_all=self.verify_tokens == "all"
+        )
+
+    def check_rejected(
+        self, where: str, *, num_records: int, num_written: int, num_rejected: int, first: str, place: str
+    ) -> None:
+        """Raises DataError when every record that was not empty, or more than the allowed share, was rejected.
+
+        `first` says what is wrong with the first of them, and `place` where all of them can be read.
+        """
+        if not num_rejected or (num_written and num_rejected <= self.max_rejected * num_records):
+            return
+        limit = f"at most {self.max_rejected:.4g} of them (--max-rejected)" if num_written else "a record that is good"
+        raise DataError(
+            f"{num_rejected} of {num_records} records are bad; the first: {first}",
+            where=where,
+            needed=limit,
+            action=f"fix them, or the flags ({place}); nothing of this output was committed",
         )
 
     def text_options(self) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from pretrainkit.data.readers.source import RangeCounts
 from pretrainkit.data.readers.text import BATCH_BYTES
 from pretrainkit.data.readers.work_items import WorkItem
 from pretrainkit.data.tokens.encoder import Encoder, finish, trim_heap
+from pretrainkit.data.tokens.spelled import SpelledTokens
 from pretrainkit.errors import DataError
 
 MAX_HELD_BYTES = 48 << 20
@@ -80,6 +81,7 @@ class Worker:
         self._held: dict[Order, _HeldChunk] = {}
         self._num_encoded = 0
         self._is_special = np.zeros(plan.tokenizer.num_ids, dtype=bool)
+        self._spelled = SpelledTokens(plan.tokenizer.special_tokens)
         self._is_special[list(plan.tokenizer.special_tokens.values())] = True
 
     def encode_item(self, number: int, item: WorkItem) -> Chunk:
@@ -118,8 +120,12 @@ class Worker:
         rejects: list[bytes] = []
         for number, (counts, batches) in enumerate(ranges):
             chunk.ranges.append(counts)
+            counts.num_spelled = [0] * len(self._rules.keys)
             before = [column.num_bytes for column in chunk.columns[::2]]
             for batch in batches:
+                if self._plan.request.special_tokens_in_text != "error":  # else such records are bad
+                    spelled = map(self._spelled.count, batch.texts)
+                    counts.num_spelled = [a + b for a, b in zip(counts.num_spelled, spelled, strict=True)]
                 bad = sorted(batch.rejects + self._encode_batch(batch, held), key=lambda reject: reject.line)
                 if bad and self._plan.request.on_error == "stop":
                     chunk.bad = number, bad[0]

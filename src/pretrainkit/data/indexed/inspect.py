@@ -44,7 +44,7 @@ class ShownDocument:
 
 
 def show(prefix: Path, documents: str, tokenizer_model: str | None = None) -> Iterator[ShownDocument]:
-    """Decode documents `N` or `N:M` (N included, M not) with the manifest's tokenizer, or the one given.
+    """Decode documents `N` or `N:M` (without M, and as far as there are any) with the manifest's tokenizer or another.
 
     Raises RequestError for a range that is not there, or an unknown tokenizer.
     """
@@ -74,7 +74,7 @@ def _range(text: str, count: int) -> tuple[int, int]:
     first, colon, last = text.partition(":")
     try:
         begin = int(first or 0)
-        end = (int(last) if last else count) if colon else begin + 1
+        end = min(int(last) if last else count, count) if colon else begin + 1
     except ValueError:
         raise RequestError(repr(text), where="--documents", needed="N or N:M") from None
     if not 0 <= begin < end <= count:

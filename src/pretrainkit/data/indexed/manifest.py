@@ -52,7 +52,7 @@ class DataRecord:
                 this = f"this is pretrainkit {version('pretrainkit')}, which reads {cls.FORMAT!r}"
                 raise ValueError(f"its format is {found!r}{writer}; {this}")
             return decode(cls, value, known_only=False, all_fields=False)
-        except (ValueError, TypeError, AttributeError, AssertionError) as error:
+        except (ValueError, TypeError, AttributeError) as error:
             raise DataError(
                 f"not a readable record: {error}",
                 where=where,
@@ -164,6 +164,8 @@ class Manifest(DataRecord):
     """Files and `_*` folders in input folders that were not read, as they have no known suffix."""
     part: SetPart | None = None
     """None: the pair is all of what it was made from."""
+    num_spelled: int = 0
+    """Records whose text spells a special token; what it became says `special_tokens_in_text`."""
     flags: dict[str, Any] = field(default_factory=dict)
     elapsed_s: float = 0.0
     megabytes_per_second: float = 0.0
@@ -176,7 +178,8 @@ class Manifest(DataRecord):
 
     def __post_init__(self) -> None:
         accounted = self.num_documents + self.num_empty + self.num_rejected
-        assert self.num_records == accounted, f"record counts do not add up: {self.num_records} != {accounted}"
+        if self.num_records != accounted:
+            raise ValueError(f"record counts do not add up: {self.num_records} != {accounted}")
 
     @property
     def summary(self) -> str:
@@ -188,7 +191,13 @@ class Manifest(DataRecord):
             f" (and {self.num_blank_lines} blank lines); {format_count(self.num_tokens)} tokens"
             f" ({self.num_tokens}) as {self.dtype}; {format_duration(self.elapsed_s)},"
             f" {self.megabytes_per_second:.1f} MB/s, {self.tokenizer.engine}"
+            + spelled_note(self.num_spelled, self.special_tokens_in_text)
         )
+
+
+def spelled_note(count: int, meaning: str) -> str:
+    """For a summary: the texts that spell a special token; empty where there are none."""
+    return f"; {count} texts spell a special token ({meaning})" if count else ""
 
 
 def manifest_path(prefix: Path | str) -> Path:

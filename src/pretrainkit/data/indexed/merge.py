@@ -36,6 +36,7 @@ SUMMED = (
     "num_rejected",
     "num_blank_lines",
     "num_replaced",
+    "num_spelled",
     "num_input_bytes",
     "bin_bytes",
 )

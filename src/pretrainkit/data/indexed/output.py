@@ -34,8 +34,10 @@ class SourceTotals(RangeCounts):
         """Add the next range of the file."""
         for name in ("num_lines", "num_records", "num_blank", "num_rejected", "num_replaced", "num_bytes"):
             setattr(self, name, getattr(self, name) + getattr(counts, name))
-        earlier = self.num_tokens or [0] * len(counts.num_tokens)
-        self.num_tokens = [a + b for a, b in zip(earlier, counts.num_tokens, strict=True)]
+        for name in ("num_tokens", "num_spelled"):
+            added = getattr(counts, name)
+            earlier = getattr(self, name) or [0] * len(added)
+            setattr(self, name, [a + b for a, b in zip(earlier, added, strict=True)])
         self.digest.update(bytes.fromhex("".join(counts.digests)))
         self.num_pieces += len(counts.digests)
 
@@ -112,6 +114,22 @@ class Output:
         for path, _ in self.targets()[::2]:
             fsync_path(path)
 
+    def check_rejected(self) -> None:
+        """Raises DataError when too many of the records were rejected."""
+        if not self.rejects.num_bytes:
+            return
+        path = self._path("rejects.jsonl")
+        with path.open("rb") as file:
+            first = orjson.loads(file.readline())
+        self._plan.request.check_rejected(
+            self._names.prefixes[0],
+            num_records=sum(totals.num_records for totals in self._sources.values()),
+            num_written=sum(lengths.num_bytes for lengths in self._columns[1::2]),
+            num_rejected=sum(totals.num_rejected for totals in self._sources.values()),
+            first=f"{first['file']}:{first['line']}: {first['found']}",
+            place=f"all are in {path}",
+        )
+
     def finish(self, engine: str, elapsed_s: float) -> None:
         """Complete all files under their temporary names, flushed to disk. All data must have been written.
 
@@ -177,6 +195,7 @@ class Output:
             num_rejected=total("num_rejected"),
             num_blank_lines=total("num_blank"),
             num_replaced=total("num_replaced"),
+            num_spelled=sum(totals.num_spelled[k] for totals in read.values() if totals.num_spelled),
             num_input_bytes=num_input_bytes,
             bin_bytes=tokens.num_bytes,
             bin_crc32=tokens.crc32,

@@ -106,7 +106,7 @@ class Plan:
     def flags(self) -> dict[str, Any]:
         """All flags that decide the output, for the manifest."""
         kept = asdict(self.request)
-        for name in ("workers", "resume", "overwrite", "log_interval"):
+        for name in ("workers", "resume", "overwrite", "log_interval", "max_rejected"):
             del kept[name]
         return kept
 

@@ -260,6 +260,7 @@ class Run:
                 self._place(output, self._pending.pop(self._next))
             if self._lacks_chunks() or self._num_placing or not self._is_proven:
                 return
+            output.check_rejected()
             output.finish(self._engine, time.monotonic() - self._began_s)
             self._state.add_finished(self._current)
             output.commit()
@@ -315,5 +316,7 @@ class Run:
         raise DataError(
             record.found,
             where=f"{path}:{line}",
-            action="fix the record, or set bad ones aside with --on-error skip; run again to continue from here",
+            action=record.action(
+                "fix the record, or set bad ones aside with --on-error skip; run again to continue from here"
+            ),
         )

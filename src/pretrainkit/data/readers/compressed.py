@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import bz2
+import contextlib
 import io
 import lzma
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 import xxhash
@@ -21,7 +23,7 @@ from pretrainkit.errors import DataError
 
 SUFFIXES = {".gz": "gz", ".zst": "zst", ".zstd": "zst", ".xz": "xz", ".bz2": "bz2"}
 DAMAGES: Any = EOFError, IsalError, lzma.LZMAError, zstandard.ZstdError, OSError, ValueError
-MAGICS = {b"\x1f\x8b": "gz", b"\x28\xb5\x2f\xfd": "zst", b"\xfd7zXZ\x00": "xz", b"BZh": "bz2"}
+COUNTED_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -44,13 +46,12 @@ class Compressed(Source):
 
     def blocks(self, part: FileRange, rules: RecordRules, counts: RangeCounts) -> Iterator[Block]:
         """Blocks of about BLOCK_BYTES, cut by the content alone. Raises DataError for a cut or damaged file."""
-        hashed, num_bytes = PieceHash(), 0
+        hashed = PieceHash()
         try:
             stream, raw = self._open(hashed)
             with raw, stream:
                 position, rest = 0, [b""]
                 while data := stream.read(BLOCK_BYTES):
-                    num_bytes += len(data)
                     end = data.rfind(b"\n") + 1 if isinstance(self.text, LineSource) else 0
                     if not end:
                         rest.append(data)
@@ -66,7 +67,7 @@ class Compressed(Source):
             raise DataError(
                 f"cut or damaged {self.compression}: {error}",
                 where=self.path,
-                needed=f"a complete file; {num_bytes} bytes of text could be read from it",
+                needed=f"a complete file; {self._readable_bytes()} bytes of text can be read from it",
                 action="copy or download the file again; nothing was committed",
             ) from error
         counts.digests = hashed.finish()
@@ -74,12 +75,25 @@ class Compressed(Source):
     def _open(self, hashed: PieceHash) -> tuple[Any, _HashedFile]:
         """The decompressed bytes, and the file below, whose position is the progress."""
         raw = _HashedFile(self.path, hashed)
-        buffered: Any = io.BufferedReader(raw, 1 << 18)
-        if self.compression == "zst":
-            return io.BufferedReader(_ZstdReader(buffered), 1 << 18), raw
-        if self.compression == "gz":
-            return igzip.IGzipFile(fileobj=buffered, mode="rb"), raw
-        return (lzma.LZMAFile if self.compression == "xz" else bz2.BZ2File)(buffered), raw
+        return opened(io.BufferedReader(raw, 1 << 18), self.compression), raw
+
+    def _readable_bytes(self) -> int:
+        """Bytes of text before the place where the file is damaged."""
+        num_bytes = 0
+        with contextlib.suppress(*DAMAGES), Path(self.path).open("rb") as file:
+            stream = opened(file, self.compression)
+            while data := stream.read(COUNTED_BYTES):
+                num_bytes += len(data)
+        return num_bytes
+
+
+def opened(file: Any, compression: str) -> Any:
+    """The decompressed bytes of an open file."""
+    if compression == "zst":
+        return io.BufferedReader(_ZstdReader(file), 1 << 18)
+    if compression == "gz":
+        return igzip.IGzipFile(fileobj=file, mode="rb")
+    return (lzma.LZMAFile if compression == "xz" else bz2.BZ2File)(file)
 
 
 class PieceHash:

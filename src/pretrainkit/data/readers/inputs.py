@@ -11,14 +11,17 @@ from pathlib import Path
 
 from pretrainkit.data.readers import compressed
 from pretrainkit.data.readers.compressed import Compressed
+from pretrainkit.data.readers.first_bytes import HTML, check_json_lines, compression_of
 from pretrainkit.data.readers.folders import input_files, is_saved_dataset, saved_dataset_files
 from pretrainkit.data.readers.jsonl import JsonLines
 from pretrainkit.data.readers.source import Source
 from pretrainkit.data.readers.tables import Arrow, Parquet, Table
-from pretrainkit.data.readers.text import BOM, LineSource, TextFile, TextLines
+from pretrainkit.data.readers.text import LineSource, TextFile, TextLines
 from pretrainkit.errors import RequestError
 from pretrainkit.files import check_utf8, read_json
+from pretrainkit.logs import get_logger
 
+LOGGER = get_logger(__name__)
 FORMATS: dict[str, type[LineSource] | type[TextFile] | type[Table]] = {
     ".jsonl": JsonLines,
     ".json": JsonLines,
@@ -60,11 +63,14 @@ def resolve_inputs(
         found += files
     problems += _repeated([str(file) for file, _ in found])
     found.sort(key=lambda entry: natural_key(str(entry[0])))
-    sources = []
+    sources: list[Source] = []
+    pages: list[Path] = []
     for file, base in found:
         with RequestError.collected(problems):
-            sources.append(_describe(file, base, text_documents))
+            sources.append(_describe(file, base, text_documents, pages))
     RequestError.raise_all(problems)
+    if pages:
+        LOGGER.warning("%d text files begin as HTML pages, such as %s: failed downloads?", len(pages), pages[0])
     return sources
 
 
@@ -91,7 +97,7 @@ def stem_of(source: Source) -> str:
 
 def _files_of(path: Path, left_out: list[str]) -> list[tuple[Path, Path]]:
     """The input files at a path, each with the folder that its relative path starts from."""
-    if path.is_file():
+    if not path.is_dir():
         return [(path, path.parent)]
     if (path / "dataset_dict.json").is_file():
         raise RequestError(
@@ -131,19 +137,18 @@ def _format_of(name: str) -> type[LineSource] | type[TextFile] | type[Table] | N
     return FORMATS.get(path.with_suffix("").suffix if path.suffix in compressed.SUFFIXES else path.suffix)
 
 
-def _describe(path: Path, base: Path, text_documents: str) -> Source:
+def _describe(path: Path, base: Path, text_documents: str, pages: list[Path]) -> Source:
+    """The source of a file; a text file that begins as an HTML page is added to `pages`."""
     kind = _format_of(path.name)
     check_utf8(path)
-    try:
-        with path.open("rb") as file:
-            start = file.read(8)
-    except OSError as error:
-        raise RequestError(f"can't be read: {error.strerror}", where=str(path)) from error
-    compression = next((name for magic, name in compressed.MAGICS.items() if start.startswith(magic)), "")
+    compression, start = compression_of(path)
     if kind is None:
-        if not compression and not start.removeprefix(BOM).lstrip().startswith(b"{"):
-            raise RequestError(f"unknown kind of file, it starts with {start!r}", where=str(path), needed=SUPPORTED)
+        if not start.lstrip().startswith(b"{"):
+            found = f"unknown kind of file, it starts with {start[:40]!r}"
+            raise RequestError(found, where=str(path), needed=SUPPORTED)
         kind = JsonLines
+    if issubclass(kind, JsonLines):
+        check_json_lines(path, start)
     status = path.stat()
     facts = str(path), status.st_size, status.st_mtime_ns, str(path.relative_to(base))
     if issubclass(kind, Table):
@@ -154,6 +159,8 @@ def _describe(path: Path, base: Path, text_documents: str) -> Source:
         return kind(*facts)
     if start[:2] in (b"\xff\xfe", b"\xfe\xff"):
         raise RequestError("text in UTF-16", where=str(path), needed="UTF-8", action="convert it, e.g. with iconv")
+    if not issubclass(kind, JsonLines) and HTML.match(start):
+        pages.append(path)
     if kind is TextLines and text_documents == "file":
         kind = TextFile
     text = kind(*facts)

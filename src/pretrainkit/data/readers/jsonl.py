@@ -88,15 +88,10 @@ def _load_record(line: bytes, replace: bool) -> tuple[dict[str, Any], bool]:
                 raise BadText(invalid_utf8(line, unicode_error)) from None
             text, is_replaced = line.decode(errors="replace"), True
         try:
-            # The standard library accepts lone surrogates, which orjson refuses; neither accepts NaN and its kind.
-            record = json.loads(text, parse_constant=_refuse_constant)
+            # The standard library accepts what orjson refuses: lone surrogates, NaN and Infinity, which Python writes.
+            record = json.loads(text)
         except (ValueError, RecursionError):
-            hint = "; a JSON array over several lines is not JSON Lines" if line.lstrip()[:1] == b"[" else ""
-            raise BadText(f"broken JSON: {error}{hint}") from None
+            raise BadText(f"broken JSON: {error}") from None
     if not isinstance(record, dict):
         raise BadText(f"a JSON {json_type(record)} where an object is needed")
     return record, is_replaced
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(name)

@@ -9,6 +9,8 @@ from typing import Any
 MAX_ERROR_EXCERPT = 500
 """Characters of a message about a bad record: a key in it may be a megabyte."""
 
+NAME_THE_KEY = "name the text's key or column: --json-keys (make_shards.py: --json_key, pack_dataset.py: --text_column)"
+
 
 @dataclass(frozen=True)
 class RecordRules:
@@ -29,6 +31,10 @@ class Reject:
     """Counted from 0 within the piece."""
     found: str
     raw: bytes
+
+    def action(self, otherwise: str) -> str:
+        """What to do where it stops a run."""
+        return f"{NAME_THE_KEY}; or {otherwise}" if self.found.startswith("no key ") else otherwise
 
 
 @dataclass
@@ -52,10 +58,20 @@ class BadText(Exception):
 
 
 def check_text(key: str, text: Any, rules: RecordRules) -> tuple[str, bool]:
-    """The text, repaired if the rules say so, and whether it was. Raises BadText if it is no text or too long."""
+    """The text, repaired if the rules say so, and whether it was. Bytes are taken as UTF-8.
+
+    Raises BadText if it is no text or too long.
+    """
+    is_repaired = False
+    if isinstance(text, bytes):  # of a table
+        try:
+            text = text.decode()
+        except UnicodeDecodeError as error:
+            if not rules.replace_bad_characters:
+                raise BadText(invalid_utf8(text, error)) from None
+            text, is_repaired = text.decode(errors="replace"), True
     if not isinstance(text, str):
         raise BadText(f"{key!r} is {json_type(text)}, a string is needed")
-    is_repaired = False
     if "\0" in text:
         if not rules.replace_bad_characters:
             raise BadText(f"{key!r} holds a NUL character at character {text.index(chr(0))}")

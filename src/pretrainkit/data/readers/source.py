@@ -47,6 +47,8 @@ class RangeCounts:
     """Decompressed."""
     num_tokens: list[int] = field(default_factory=list)
     """Per key."""
+    num_spelled: list[int] = field(default_factory=list)
+    """Per key: records whose text spells a special token."""
     digests: list[str] = field(default_factory=list)
     """XXH3-128 of the range's pieces of BLOCK_BYTES, in hex; those of a stream come with its last block."""
 

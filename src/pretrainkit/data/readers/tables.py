@@ -10,7 +10,7 @@ from functools import partial
 from itertools import islice
 from typing import Any, ClassVar
 
-from pretrainkit.data.readers.records import BadText, Batch, RecordRules, Reject, check_text
+from pretrainkit.data.readers.records import NAME_THE_KEY, BadText, Batch, RecordRules, Reject, check_text
 from pretrainkit.data.readers.source import BLOCK_BYTES, Block, FileRange, RangeCounts, Source
 from pretrainkit.errors import DataError, RequestError
 
@@ -39,7 +39,9 @@ class Table(Source):
         except pa.ArrowInvalid as error:
             raise RequestError(f"not a readable {self.kind} file: {error}", where=self.path) from error
         if missing := [key for key in keys if key not in names]:
-            raise RequestError(f"no column {', '.join(missing)}; it has {', '.join(names)}", where=self.path)
+            raise RequestError(
+                f"no column {', '.join(missing)}; it has {', '.join(names)}", where=self.path, action=NAME_THE_KEY
+            )
         groups, begin, num_bytes = [], 0, 0
         for index, size in enumerate(sizes):
             if index > begin and num_bytes + size > BLOCK_BYTES:
@@ -77,7 +79,7 @@ class Table(Source):
         try:
             for table in self._tables(part.begin, part.end, keys):
                 for begin in range(0, table.num_rows, ROWS_PER_BATCH):
-                    columns = [table.column(key).slice(begin, ROWS_PER_BATCH).to_pylist() for key in keys]
+                    columns = [_values(table.column(key).slice(begin, ROWS_PER_BATCH)) for key in keys]
                     yield [*zip(*columns, strict=True)]
         except (pa.ArrowException, OSError) as error:
             raise DataError(
@@ -132,6 +134,16 @@ class Arrow(Table):
             else:
                 stream = pa.ipc.open_stream(memory)
                 yield stream.schema.names, iter(stream)
+
+
+def _values(column: Any) -> list[Any]:
+    """Of a column of strings that aren't UTF-8: their bytes."""
+    import pyarrow as pa
+
+    try:
+        return column.to_pylist()
+    except UnicodeDecodeError:
+        return column.cast(pa.large_binary()).to_pylist()
 
 
 def _batch(rows: list[tuple[Any, ...]], rules: RecordRules, first: int) -> Batch:

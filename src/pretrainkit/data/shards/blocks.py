@@ -18,6 +18,7 @@ from pretrainkit.data.readers.source import Block, RangeCounts, Source
 from pretrainkit.data.readers.work_items import WorkItem
 from pretrainkit.data.shards.format import SAMPLE, ShardInput, pack_samples
 from pretrainkit.data.tokens.encoder import Encoder, finish
+from pretrainkit.data.tokens.spelled import SpelledTokens
 from pretrainkit.errors import DataError
 
 BATCH_BYTES = 1 << 19
@@ -79,12 +80,13 @@ class ShardTask:
     ids_format: str
     has_text: bool
     rules: RecordRules
+    special_tokens: tuple[str, ...] = ()
 
     def open(self, encoder: Encoder, _: int) -> Callable[[ShardBlock], Piece]:
         """The function that encodes a block. It raises DataError for an id that the tokenizer doesn't announce."""
-        return partial(self._encode, encoder)
+        return partial(self._encode, encoder, SpelledTokens(self.special_tokens))
 
-    def _encode(self, encoder: Encoder, block: ShardBlock) -> Piece:
+    def _encode(self, encoder: Encoder, spelled: SpelledTokens, block: ShardBlock) -> Piece:
         piece = Piece()
         batches: Iterable[Batch]
         if block.content.batch is not None:
@@ -97,6 +99,7 @@ class ShardTask:
                 num_records=len(batch.lines) + len(batch.rejects),
                 num_blank_lines=batch.num_blank,
                 num_replaced=batch.num_replaced,
+                num_spelled=spelled.count(batch.texts[0]),
             )
             if batch.lines:
                 self._pack(encoder, batch, block, piece)

@@ -180,6 +180,7 @@ class _ShardWriter:
         self._tar, self._samples = HashedFile(tar, stack), HashedFile(samples, stack)
         self._rejects = stack.enter_context(rejects.open("wb"))
         self._counts = Counter(dict.fromkeys(COUNTS, 0))
+        self._first_reject = ""
 
     def add(self, piece: Piece, block: ShardBlock) -> None:
         """Append a block's samples and rejected records.
@@ -193,8 +194,9 @@ class _ShardWriter:
                 raise DataError(
                     bad.found,
                     where=f"{path}:{line}",
-                    action="correct the record, or set bad ones aside with --on_error skip",
+                    action=bad.action("correct the record, or set bad ones aside with --on_error skip"),
                 )
+            self._first_reject = self._first_reject or f"{path}:{line}: {bad.found}"
             record = bad.raw.decode(errors="backslashreplace")
             entry = {"path": path, "line": line, "found": bad.found, "record": record}
             self._rejects.write(json.dumps(entry, ensure_ascii=False).encode() + b"\n")
@@ -207,9 +209,17 @@ class _ShardWriter:
         self._counts.update(piece.counts)
 
     def finish(self, shard_id: int, engine: str, began: float) -> ShardRecord:
-        """End the tar; gives the shard's record. Raises DataError when an input file changed since the work began."""
+        """End the tar; gives the shard's record. Raises DataError for changed input, or too many rejected records."""
         for source in {part.source for item in self._plan.items(shard_id) for part in item.ranges}:
             self._plan.sources[source].check_unchanged()
+        self._plan.request.check_rejected(
+            shard_name(shard_id),
+            num_records=self._counts["num_records"],
+            num_written=self._counts["num_samples"],
+            num_rejected=self._counts["num_rejected"],
+            first=self._first_reject,
+            place="with --on_error stop the first one stops the task",
+        )
         if self._counts["num_samples"]:
             self._tar.write(end_of_archive(self._tar.num_bytes))
         plan, request = self._plan, self._plan.request

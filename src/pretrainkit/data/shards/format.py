@@ -35,7 +35,7 @@ import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-from pretrainkit.data.indexed.manifest import DataRecord, TokenizerRecord
+from pretrainkit.data.indexed.manifest import DataRecord, TokenizerRecord, spelled_note
 from pretrainkit.data.names import SHARD_FILE
 from pretrainkit.units import format_bytes, format_count, format_duration
 
@@ -46,7 +46,7 @@ SAMPLE = np.dtype([("offset", "<i8"), ("num_bytes", "<i4"), ("num_tokens", "<i4"
 BLOCK = tarfile.BLOCKSIZE
 COUNTS = (
     *("num_samples", "num_tokens", "num_records", "num_empty", "num_rejected"),
-    *("num_blank_lines", "num_replaced", "num_text_bytes"),
+    *("num_blank_lines", "num_replaced", "num_spelled", "num_text_bytes"),
 )
 """Fields of a record that are sums over its pieces."""
 MAX_TABLE = 1 << 20
@@ -99,6 +99,8 @@ class ShardRecord(DataRecord):
     inputs: tuple[ShardInput, ...]
     num_files_left_out: int = 0
     """Files and `_*` folders in input folders that were not read, as they have no known suffix."""
+    num_spelled: int = 0
+    """Records whose text spells a special token."""
     elapsed_s: float = 0.0
     finished_at: str = ""
     pretrainkit_version: str = ""
@@ -111,7 +113,7 @@ class ShardRecord(DataRecord):
             f"{shard_name(self.shard_id)}: {self.num_records} records in = {self.num_samples} samples +"
             f" {self.num_empty} empty + {self.num_rejected} rejected; {format_count(self.num_tokens)} tokens"
             f" ({self.num_tokens}), {format_bytes(self.tar_bytes)}, {format_duration(self.elapsed_s)},"
-            f" {self.tokenizer.engine}"
+            f" {self.tokenizer.engine}{spelled_note(self.num_spelled, self.settings['special_tokens_in_text'])}"
         )
 
 
