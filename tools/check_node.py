@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from pretrainkit.cli import Parser, run_command
+from pretrainkit.cli import Parser, run_command, value_of
 from pretrainkit.errors import EXIT_DONE, EXIT_FAILED, RequestError
 from pretrainkit.machine import count_gpus
 from pretrainkit.preflight.node import NodeCheckRequest
@@ -41,10 +41,18 @@ def build_parser() -> Parser:
         "--accelerator", choices=("auto", "cpu", "gpu"), default="auto", help="auto: gpu where there is one"
     )
     what.add_argument(
-        "--needed_space", type=parse_bytes, default=0, metavar="SIZE", help="free space needed there, such as 500GB (0)"
+        "--needed_space",
+        type=value_of(parse_bytes),
+        default=0,
+        metavar="SIZE",
+        help="free space needed there, such as 500GB (0)",
     )
     what.add_argument(
-        "--needed_time", type=parse_duration, default=0.0, metavar="TIME", help="job time needed, [D-]HH:MM:SS (0)"
+        "--needed_time",
+        type=value_of(parse_duration),
+        default=0.0,
+        metavar="TIME",
+        help="job time needed, [D-]HH:MM:SS (0)",
     )
     what.add_argument("--constraints", type=Path, help="file of tested versions; unset: the checkout's constraints.txt")
     what.add_argument(

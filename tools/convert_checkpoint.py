@@ -14,7 +14,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from pretrainkit.cli import Parser, run_command
+from pretrainkit.cli import Parser, run_command, value_of
 from pretrainkit.errors import EXIT_DONE, EXIT_FAILED
 from pretrainkit.imports import heavy_imports
 from pretrainkit.jobs.tool_job import add_job_flags, or_submit
@@ -62,7 +62,7 @@ def build_parser() -> Parser:
     )
     cut.add_argument("--iteration", type=int, help="write torch and torch_dist as this iteration, not as a release")
     running = parser.add_argument_group("running")
-    running.add_argument("--max-shard-size", type=parse_bytes, default="5GB", help="largest safetensors file")
+    running.add_argument("--max-shard-size", type=value_of(parse_bytes), default="5GB", help="largest safetensors file")
     running.add_argument("--workers", type=int, default=min(8, len(os.sched_getaffinity(0))), help="files at a time")
     running.add_argument("--overwrite", action="store_true", help="replace TARGET once the new one is complete")
     running.add_argument(

@@ -15,7 +15,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from pretrainkit.cli import Parser, run_command
+from pretrainkit.cli import Parser, run_command, value_of
 from pretrainkit.errors import EXIT_DONE, RequestError
 from pretrainkit.imports import heavy_imports
 from pretrainkit.jobs.tool_job import add_job_flags, or_submit
@@ -58,7 +58,7 @@ def build_parser() -> Parser:
     cut.add_argument("--target-expert-parallel-size", type=int, default=1, metavar="EP")
     cut.add_argument("--make-vocab-size-divisible-by", type=int, metavar="N", help="as in convert_checkpoint.py")
     running = parser.add_argument_group("running")
-    running.add_argument("--max-shard-size", type=parse_bytes, default="5GB", help="largest safetensors file")
+    running.add_argument("--max-shard-size", type=value_of(parse_bytes), default="5GB", help="largest safetensors file")
     running.add_argument("--workers", type=int, default=min(8, len(os.sched_getaffinity(0))), help="files at a time")
     running.add_argument("--overwrite", action="store_true", help="replace TARGET once the new one is complete")
     running.add_argument("--ignore-config-fields", nargs="+", default=[], metavar="NAME")

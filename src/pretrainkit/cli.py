@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import errno
 import os
 import select
@@ -55,6 +56,34 @@ class Parser(argparse.ArgumentParser):
             is_option = name.startswith("--") and name not in self._option_string_actions
             known.append(spellings.get(_spelling(name), name) + equals + value if is_option else word)
         return super().parse_known_args(known, namespace)
+
+    def parse_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def]
+        arguments, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            flags = [self._closest_option(word.partition("=")[0]) for word in unknown if word.startswith("--")]
+            hint = f"; did you mean {', '.join(found)}?" if (found := [flag for flag in flags if flag]) else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return arguments
+
+    def _closest_option(self, flag: str) -> str | None:
+        """An option that has the flag's words among its own, or is spelled almost like it."""
+        name = _spelling(flag).removeprefix("--")
+        options = [option for option in self._option_string_actions if option.startswith("--")]
+        containing = [option for option in options if f"-{name}-" in f"{_spelling(option)}-"]
+        close = difflib.get_close_matches(flag, options, n=1, cutoff=0.7)
+        return min(containing, key=len) if containing else close[0] if close else None
+
+
+def value_of(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """A function that raises ValueError as the `type` of an argument, with its own words in the error."""
+
+    def convert(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return convert
 
 
 def _spelling(option: str) -> str:

@@ -56,8 +56,8 @@ def parse_bytes(text: str) -> int:
     """Bytes from '5GB' (decimal units, as Hugging Face has them), '500MiB' or a plain number. ValueError otherwise."""
     number = text.strip().rstrip("BbKkMmGgTtIi ")
     unit = text.strip()[len(number) :].strip().upper()
-    if unit not in _UNITS or float(number) <= 0:
-        raise ValueError(f"not a size: {text!r}")
+    if unit not in _UNITS or not re.fullmatch(r"\d+\.?\d*|\.\d+", number) or float(number) <= 0:
+        raise ValueError(f"{text!r} is no size like 5GB or 500MiB")
     return round(float(number) * _UNITS[unit])
 
 

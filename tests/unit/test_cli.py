@@ -9,8 +9,9 @@ import tempfile
 
 import pytest
 
-from pretrainkit.cli import Parser, run_command
+from pretrainkit.cli import Parser, run_command, value_of
 from pretrainkit.errors import CheckpointError, DataError, PretrainkitError, RequestError
+from pretrainkit.units import parse_bytes
 
 
 @pytest.fixture
@@ -127,3 +128,33 @@ def test_a_connection_that_broke_is_not_taken_for_a_reader_that_has_gone() -> No
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "BrokenPipeError: of a connection" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flag", "meant"),
+    [
+        ("--warmup_steps", "--lr_warmup_steps"),
+        ("--warmup-steps=3", "--lr_warmup_steps"),
+        ("--lr_scheduler", "--lr_schedule"),
+        ("--nonsense", None),
+    ],
+)
+def test_an_unknown_flag_is_answered_with_the_one_that_was_meant(
+    capsys: pytest.CaptureFixture[str], flag: str, meant: str | None
+) -> None:
+    parser = Parser()
+    for name in ("--lr", "--lr_warmup_steps", "--lr_schedule", "--max_steps"):
+        parser.add_argument(name)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--lr", "3", flag])
+    error = capsys.readouterr().err.rstrip()
+    assert error.endswith(f"{flag}; did you mean {meant}?" if meant else f"unrecognized arguments: {flag}")
+
+
+def test_a_wrong_value_is_answered_in_the_words_of_what_reads_it(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = Parser()
+    parser.add_argument("--size", type=value_of(parse_bytes))
+    assert parser.parse_args(["--size", "5GB"]).size == 5_000_000_000
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--size", "3X"])
+    assert "argument --size: '3X' is no size like 5GB or 500MiB" in capsys.readouterr().err

@@ -90,6 +90,8 @@ class Option:
             return tuple(value)
         elif self.type is dict and isinstance(value, dict) and _are_texts([*value, *value.values()]):
             return value
+        elif self.type is str and type(value) is bool and ("off", "on")[value] in self.choices:
+            return ("off", "on")[value]  # YAML's off and on
         elif self.type in (str, bool) and type(value) is self.type:
             return value  # nothing is converted to a string: YAML's 001 would become '1'
         raise RequestError(

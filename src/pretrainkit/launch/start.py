@@ -32,7 +32,6 @@ from pretrainkit.run.identity import changes_since_last_start, write_run_file
 from pretrainkit.run.resource_plan import finalize_run, plan_memory
 from pretrainkit.run.resume_plan import MODES, plan_start
 from pretrainkit.run.source import describe
-from pretrainkit.run.trackers import check_trackers
 from pretrainkit.signals import count_time_from_here
 from pretrainkit.units import format_count, format_duration
 
@@ -115,7 +114,6 @@ def start(config: RunConfig, *, train_script: Path, command_line: Sequence[str],
     written.
     """
     run = resolve_request(config)
-    check_trackers(run)
     if (plan := plan_start(run)).is_done:
         changes_since_last_start(run)
         log.info("nothing to do: %s. More steps need a larger --max_steps", plan.progress)

@@ -114,3 +114,8 @@ def test_a_field_that_is_given_twice_is_refused_unless_both_agree() -> None:
 def test_all_problems_are_told_at_once(yaml_file) -> None:  # type: ignore[no-untyped-def]
     told = message([yaml_file("a: 1\nb: 2\n"), Path("nowhere.yaml")], {}, ["c=3"])
     assert "4 problems" in told
+
+
+def test_off_in_yaml_is_the_choice_of_that_name(yaml_file) -> None:  # type: ignore[no-untyped-def]
+    training = load_config([yaml_file("training: {async_save: off}\n")]).training
+    assert training.async_save == "off"
