@@ -28,13 +28,15 @@ IGNORED_LABEL = -100
 
 @dataclass(frozen=True)
 class InputState:
-    """An input file as it was read: while its size, time and inode are the same, it need not be read again."""
+    """An input file as it was read: while its size, times and inode are the same, it need not be read again."""
 
     name: str
     """Path below the folder that was named as input, or the file's name."""
     num_bytes: int
     modified_ns: int
     inode: int
+    changed_ns: int = 0
+    """Time of its last change, of whatever kind, by the kernel: no program can set it, as it can `modified_ns`."""
     xxh3_128: str = ""
     """Over the XXH3-128 digests of its pieces of 4 MiB, as the data engine takes it; empty: not read yet."""
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrainkit import files
-from pretrainkit.errors import DataError, machine_errors
+from pretrainkit.errors import DataError, StoppedError, machine_errors
 from pretrainkit.logs import get_logger
 from pretrainkit.units import format_duration
 
@@ -30,6 +30,8 @@ HEARTBEAT_S = 5.0
 SILENCE_S = 30.0
 """A builder on another node that has not touched its heartbeat for so long is dead."""
 LINE_EVERY_S = 10.0
+LATE_RANK_S = 60.0
+"""A rank that comes so long after another of its start has failed doesn't try again."""
 HEAD_START_S = 1.0
 """Other ranks wait this long before they try, so rank 0 usually wins the lock."""
 
@@ -45,7 +47,8 @@ def build_once(
 ) -> bool:
     """Make sure that `final` is ready; True if this process built it.
 
-    When a builder fails, its error is its own, and the next process that gets the lock tries.
+    When a builder fails, the processes that wait for it fail too, and a later start tries again. When it is killed or
+    stopped, the next process that gets the lock goes on.
 
     Args:
         final: the output.
@@ -56,7 +59,7 @@ def build_once(
         timeout_s: longest time to wait for another builder.
 
     Raises:
-        DataError: nothing is ready after `timeout_s`, or the disk can't be written.
+        DataError: another process failed to build it, nothing is ready after `timeout_s`, or the disk can't be written.
     """
     heartbeat = _Heartbeat(final)
     with machine_errors(final, "fix it, and start again"):
@@ -79,7 +82,7 @@ def _build_or_wait(
     pool: AbstractContextManager[object],
     timeout_s: float,
 ) -> bool:
-    final = heartbeat.final
+    final, failure = heartbeat.final, _FailureMark(heartbeat.final)
     rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
     began = last_line = time.monotonic()
     if rank:
@@ -91,10 +94,11 @@ def _build_or_wait(
         if is_ready():
             return "ready"
         with heartbeat.turn() as is_ours:
+            failure.raise_if_new()
             # Another process may have finished it while this one waited for its turn.
             if is_ours and not is_ready():
                 LOGGER.info("rank %d on %s builds %s", rank, socket.gethostname(), final)
-                with pool, heartbeat.beating():
+                with failure.written_on_error(), pool, heartbeat.beating():
                     build()
                 return "built"
         now = time.monotonic()
@@ -112,6 +116,55 @@ def _build_or_wait(
     if outcome == "ready":
         LOGGER.info("rank %d: %s is ready after %s", rank, final, format_duration(time.monotonic() - began))
     return outcome == "built"
+
+
+class _FailureMark:
+    """A file next to an output that says why it could not be built, for the processes that wait for it."""
+
+    def __init__(self, final: Path) -> None:
+        self._final, self._path = final, final.with_name(f"{final.name}.failed")
+        self._old = self._read()
+        """Of an earlier start, whose cause may be fixed by now."""
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            return {**json.loads(self._path.read_text()), "modified_ns": self._path.stat().st_mtime_ns}
+        except (OSError, ValueError, TypeError):
+            return {}
+
+    def raise_if_new(self) -> None:
+        """Raises DataError when a process of this start failed."""
+        mark = self._read()
+        is_of_late_rank = mark and _launch() and mark.get("launch") == _launch()
+        if mark and (mark != self._old or (is_of_late_rank and time.time() - mark["modified_ns"] / 1e9 < LATE_RANK_S)):
+            raise DataError(
+                f"process {mark.get('pid')} on {mark.get('host')} could not build it: {mark.get('error')}",
+                where=str(self._final),
+                action="fix that, and start again",
+            )
+
+    @contextmanager
+    def written_on_error(self) -> Iterator[None]:
+        """Make the mark if the block fails; a stop by a signal is no failure."""
+        self._path.unlink(missing_ok=True)
+        try:
+            yield
+        except StoppedError:
+            raise
+        except Exception as error:
+            with contextlib.suppress(OSError):
+                owner = {"host": socket.gethostname(), "pid": os.getpid(), "launch": _launch()}
+                files.write_json(self._path, {**owner, "error": str(error)})
+            raise
+
+
+def _launch() -> str:
+    """What the ranks of one start share; empty for a process that is alone, as in a shell."""
+    if int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") or 1) < 2:
+        return ""
+    scheduler = "SLURM_JOB_ID", "SLURM_STEP_ID", "PBS_JOBID", "JOB_ID"
+    torchrun = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT"
+    return " ".join(os.environ.get(name, "-") for name in (*scheduler, *torchrun))
 
 
 class _Heartbeat:

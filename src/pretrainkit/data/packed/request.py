@@ -119,7 +119,9 @@ class PackPlan:
     def staging(self) -> Path:
         """Folder of unfinished work, which the next preparer continues."""
         final = self.request.output_dir
-        places = [(state.name, state.num_bytes, state.modified_ns, state.inode) for state in self.inputs]
+        places = [
+            (state.name, state.num_bytes, state.modified_ns, state.inode, state.changed_ns) for state in self.inputs
+        ]
         return final.with_name(f"{final.name}.staging-{_digest([self.settings, places])[:16]}")
 
     def fingerprint(self, inputs: tuple[InputState, ...]) -> str:
@@ -167,8 +169,9 @@ def make_pack_plan(request: PackRequest, machine: MachineSettings) -> PackPlan:
     sources = [] if hub else resolve_inputs(request.inputs, request.text_documents)
     paths = tuple(source.path for source in sources)
     inputs = tuple(
-        InputState(source.relative, source.num_bytes, source.modified_ns, Path(source.path).stat().st_ino)
+        InputState(source.relative, source.num_bytes, source.modified_ns, status.st_ino, status.st_ctime_ns)
         for source in sources
+        for status in (Path(source.path).stat(),)
     )
     from_hub: list[list[Any]] = [[name, request.hub_split, request.hub_revision] for name in hub]
     settings = {

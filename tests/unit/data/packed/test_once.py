@@ -16,7 +16,7 @@ import pytest
 from pretrainkit import files
 from pretrainkit.data.packed import once
 from pretrainkit.data.packed.once import build_once
-from pretrainkit.errors import DataError
+from pretrainkit.errors import DataError, StoppedError
 
 
 def prepare(final: Path, **settings: float) -> bool:
@@ -26,6 +26,55 @@ def prepare(final: Path, **settings: float) -> bool:
 def test_the_first_prepares_and_the_next_finds_it_ready(tmp_path: Path) -> None:
     assert prepare(tmp_path / "set") and not prepare(tmp_path / "set")
     assert not (tmp_path / "set.preparing").exists()
+
+
+def fail(final: Path) -> bool:
+    def build() -> None:
+        raise DataError("no space")
+
+    return build_once(final, final.exists, build)
+
+
+def test_who_waits_for_a_builder_that_fails_fails_with_its_error(tmp_path: Path) -> None:
+    final, began = tmp_path / "set", threading.Event()
+
+    def build() -> None:
+        began.set()
+        time.sleep(0.5)
+        raise DataError("no space")
+
+    def run() -> None:
+        with pytest.raises(DataError, match="no space"):
+            build_once(final, final.exists, build)
+
+    builder = threading.Thread(target=run)
+    builder.start()
+    began.wait()
+    with pytest.raises(DataError, match=rf"process {os.getpid()} on .* could not build it: no space"):
+        prepare(final)
+    builder.join()
+    assert prepare(final), "a later start tries again"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["set", "set.lock"]
+
+
+def test_a_late_rank_of_a_start_that_failed_does_not_try(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("SLURM_STEP_ID", "7")
+    with pytest.raises(DataError, match=r"^no space"):
+        fail(tmp_path / "set")
+    with pytest.raises(DataError, match="could not build it: no space"):
+        prepare(tmp_path / "set")
+    monkeypatch.setenv("SLURM_STEP_ID", "8")
+    assert prepare(tmp_path / "set")
+
+
+def test_a_stop_is_taken_over(tmp_path: Path) -> None:
+    def stop() -> None:
+        raise StoppedError("SIGTERM")
+
+    with pytest.raises(StoppedError):
+        build_once(tmp_path / "set", (tmp_path / "set").exists, stop)
+    assert not (tmp_path / "set.failed").exists() and prepare(tmp_path / "set")
 
 
 def test_a_pool_may_fork_since_the_heartbeat_begins_after_it(tmp_path: Path) -> None:
