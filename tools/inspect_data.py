@@ -29,7 +29,7 @@ def build_parser() -> Parser:
     stats.add_argument("data", nargs="+", help="prefixes or folders")
     stats.add_argument("--plot", metavar="FILE.png", type=Path, help="draw the tokens by length of document")
     verify = add("verify", "structure, pointers, ids in range, checksums, EOD, manifest")
-    verify.add_argument("data", nargs="+", help="prefixes or folders")
+    verify.add_argument("data", nargs="+", help="prefixes, folders, token shards or packed datasets")
     verify.add_argument("--tokenizer-model", help="bounds the ids of data without a manifest")
     merge = add("merge", "join pairs in the order given into one")
     merge.add_argument("--input", nargs="+", required=True, help="prefixes, folders or globs")
@@ -64,7 +64,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.command == "stats":
         report = inspect.report_statistics(arguments.data, arguments.plot)
     elif arguments.command == "verify":
-        report = inspect.report_verification(arguments.data, arguments.tokenizer_model)
+        from pretrainkit.data.verify import report_verification
+
+        report = report_verification(arguments.data, arguments.tokenizer_model)
     elif arguments.command == "merge":
         report = inspect.report_merge(arguments.input, arguments.output_prefix, overwrite=arguments.overwrite)
     elif arguments.command == "count":

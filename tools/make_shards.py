@@ -27,6 +27,7 @@ def build_parser() -> Parser:
     which.add_argument("--all", action="store_true", help="all shards that are not complete")
     which.add_argument("--status", action="store_true", help="list missing shards and make none; exit 1 if any")
     which.add_argument("--num_shards", type=int, help="spread the input over so many shards of about equal size")
+    which.add_argument("--verify", action="store_true", help="find damage in finished shards by reading them, too")
     what = parser.add_argument_group("input and output")
     flags.add_input(what, "input_dir", "folders, files or globs, in natural order")
     what.add_argument("--output_dir", type=Path, required=True)

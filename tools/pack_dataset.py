@@ -27,6 +27,7 @@ def build_parser() -> Parser:
     what.add_argument("--hub_split", default="train", help="split of a hub dataset")
     what.add_argument("--hub_revision", help="revision of a hub dataset")
     flags.add_overwrite(what, "replace a set made with other settings, once the new one is complete")
+    what.add_argument("--verify", action="store_true", help="find damage in a finished set by reading it, too")
     tokens = parser.add_argument_group("tokens and sequences")
     tokens.add_argument("--tokenizer_model", required=True, help="Hugging Face folder, tokenizer.json or hub id")
     tokens.add_argument("--sequence_length", type=int, required=True, help="tokens in a sequence")

@@ -67,6 +67,24 @@ def test_a_packed_set_is_the_stream_of_the_pair_and_read_by_datasets(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["set", "set.lock"], "nothing else is left"
 
 
+def test_a_damaged_set_is_found_and_built_again(common: list[object], jsonl_file: Path, tmp_path: Path) -> None:
+    words = ["--input", jsonl_file, "--output_dir", tmp_path / "set", *common]
+    pack_dataset(*words)
+    arrow, lengths = tmp_path / "set/data-00000-of-00001.arrow", tmp_path / "set/documents.npy"
+    whole = arrow.read_bytes()
+    verify = [sys.executable, "tools/inspect_data.py", "verify", str(tmp_path / "set")]
+    for damaged, flags in ((whole[:-8], []), (whole[:5000] + b"damage" + whole[5006:], ["--verify"])):
+        arrow.write_bytes(damaged)
+        found = subprocess.run(verify, cwd=REPOSITORY, capture_output=True, text=True)
+        assert found.returncode == 1 and "BAD" in found.stdout and arrow.name in found.stdout
+        assert "the set is built again" in pack_dataset(*words, *flags).stderr
+        assert arrow.read_bytes() == whole
+    lengths.unlink()
+    assert "documents.npy is missing: the set is built again" in pack_dataset(*words).stderr
+    assert "was ready" in pack_dataset(*words, "--verify").stdout
+    assert "good" in subprocess.run(verify, cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout
+
+
 def test_bestfit_rows_hold_whole_documents_and_padding_has_no_label(
     common: list[object], tmp_path: Path, jsonl_file: Path
 ) -> None:

@@ -131,6 +131,29 @@ def test_a_rerun_makes_what_is_missing_and_nothing_else(texts: Path, tmp_path: P
         assert again.stderr.count("complete already") == 3
 
 
+def test_damaged_shards_are_found_and_made_again(texts: Path, tmp_path: Path, tokenizer_folder: Path) -> None:
+    out = tmp_path / "out"
+    words = ["--input_dir", texts, "--output_dir", out, "--model_id", tokenizer_folder]
+    make_shards(*words, "--all")
+    tars = out / "shard-00000.tar", out / "shard-00002.tar"
+    whole = [tar.read_bytes() for tar in tars]
+    verify = [sys.executable, "tools/inspect_data.py", "verify", str(out)]
+    assert "good" in subprocess.run(verify, cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout
+    tars[0].write_bytes(whole[0].replace(b"[1", b"[2", 1))
+    assert "shards are complete" in make_shards(*words, "--status").stdout  # its size is right
+    found = subprocess.run(verify, cwd=REPOSITORY, capture_output=True, text=True)
+    assert found.returncode == 1 and "shard-00000.tar holds other bytes than were written" in found.stdout
+    assert "damaged: 0" in make_shards(*words, "--status", "--verify", code=1).stdout
+    tars[1].write_bytes(whole[1][:10_240])
+    assert "1 of 3 shards are complete\ndamaged: 0,2" in make_shards(*words, "--status", "--verify", code=1).stdout
+    done = make_shards(*words, "--all", "--verify")
+    assert "shard-00002.tar has 10240 bytes, its record says" in done.stderr
+    assert [tar.read_bytes() for tar in tars] == whole
+    tars[1].unlink()
+    make_shards(*words, "--all")
+    assert [tar.read_bytes() for tar in tars] == whole
+
+
 def test_files_that_grew_are_not_cut_as_before(texts: Path, tmp_path: Path, tokenizer_folder: Path) -> None:
     common = ["--input_dir", texts, "--output_dir", tmp_path / "out", "--model_id", tokenizer_folder]
     common += ["--num_shards", 2]

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import xxhash
 from isal.isal_zlib import crc32
 
-from pretrainkit.data.indexed.format import IndexedDataset, bin_path
+from pretrainkit.data.indexed.format import IndexedDataset, bin_path, idx_path
 from pretrainkit.data.indexed.manifest import Manifest, TokenizerRecord, manifest_path
-from pretrainkit.files import write_json
+from pretrainkit.files import hash_file, write_json
 
 EOD = 1
 
@@ -31,6 +32,7 @@ def describe(prefix: Path, **changes: object) -> Manifest:
         num_input_bytes=10,
         bin_bytes=bin_path(prefix).stat().st_size,
         bin_crc32=crc32(bin_path(prefix).read_bytes()),
+        idx_xxh3_128=hash_file(idx_path(prefix), xxhash.xxh3_128),
         append_eod=True,
         add_bos=False,
         special_tokens_in_text="plain",

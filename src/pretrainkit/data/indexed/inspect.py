@@ -1,6 +1,6 @@
-"""The commands of tools/inspect_data.py: documents, statistics, verification, joins, epochs and blends of datasets.
+"""Commands of tools/inspect_data.py for .bin/.idx pairs: documents, statistics, joins, epochs and blends.
 
-Each gives what to print, as JSON or as lines for a terminal. All but showing, verifying and joining documents read
+Each gives what to print, as JSON or as lines for a terminal. All but showing and joining documents read
 indexes and manifests only.
 """
 
@@ -21,7 +21,6 @@ from pretrainkit.data.indexed.format import IndexedDataset, open_pair
 from pretrainkit.data.indexed.manifest import read_manifest
 from pretrainkit.data.indexed.merge import merge
 from pretrainkit.data.indexed.pair_set import find_pairs
-from pretrainkit.data.indexed.verify import verify
 from pretrainkit.data.readers.inputs import natural_key
 from pretrainkit.data.report import Report
 from pretrainkit.data.tokens.tokenizer import load_tokenizer
@@ -174,20 +173,6 @@ def plot(statistics: list[Statistics], path: Path) -> None:
     figure.tight_layout()
     figure.savefig(path)
     pyplot.close(figure)
-
-
-def report_verification(data: list[str], tokenizer_model: str | None) -> Report:
-    """What is wrong with datasets; exit code 1 if anything is."""
-    num_ids = load_tokenizer(tokenizer_model).num_ids if tokenizer_model else None
-    found = [verify(prefix, num_ids) for prefix in _all_pairs(data)]
-
-    def lines() -> Iterator[str]:
-        for one in found:
-            state = "BAD" if one.problems else "good"
-            yield f"{one.prefix}: {state}, {one.num_documents} documents, {one.num_tokens} tokens"
-            yield from (f"  {line}" for line in (*one.problems, *one.notes))
-
-    return Report([vars(one) for one in found], lines(), int(any(one.problems for one in found)))
 
 
 def report_merge(inputs: list[str], output_prefix: str, *, overwrite: bool) -> Report:

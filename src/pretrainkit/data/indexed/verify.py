@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import xxhash
 from isal.isal_zlib import crc32
 from numpy.typing import NDArray
 
 from pretrainkit.data.indexed.format import HEADER, IndexedDataset, bin_path, idx_path
 from pretrainkit.data.indexed.manifest import Manifest, read_manifest
 from pretrainkit.errors import DataError
+from pretrainkit.files import hash_file
 
 BLOCK = 1 << 20
 """Ids, or entries of the index, that are checked at once."""
@@ -100,12 +102,15 @@ def _read_tokens(dataset: IndexedDataset) -> tuple[int, int, int]:
 
 
 def _manifest_problems(dataset: IndexedDataset, manifest: Manifest, checksum: int) -> list[str]:
-    compared = {
+    compared: dict[str, tuple[int | str, int | str]] = {
         "documents": (dataset.num_documents, manifest.num_documents),
         "tokens": (dataset.num_tokens, manifest.num_tokens),
         "dtype": (dataset.dtype.name, manifest.dtype),
         "checksum (CRC-32) of the .bin": (checksum, manifest.bin_crc32),
     }
+    if manifest.idx_xxh3_128:
+        found_hash = hash_file(idx_path(dataset.prefix), xxhash.xxh3_128)
+        compared["hash (XXH3-128) of the .idx"] = (found_hash, manifest.idx_xxh3_128)
     return [
         f"{what}: {found} on disk, {said} in the manifest" for what, (found, said) in compared.items() if found != said
     ]

@@ -106,6 +106,8 @@ def _write_set(
         if plan.request.packing == "concat":
             np.save(folder / DOCUMENTS, _lengths_within(pair.sequence_lengths, packing.num_tokens))
         manifest = _manifest(plan, packing, documents, written, time.monotonic() - began)
+        if plan.request.packing == "concat":
+            manifest = replace(manifest, lengths_xxh3_128=files.hash_file(folder / DOCUMENTS, xxhash.xxh3_128))
         _write_hugging_face_records(manifest.fingerprint, folder, [entry.name for entry in written])
         rejects = plan.staging / "documents.rejects.jsonl"
         if rejects.is_file():

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from pretrainkit.data.indexed.manifest import DataRecord, TokenizerRecord
@@ -81,6 +83,8 @@ class PackedManifest(DataRecord):
     """The manifest of the documents (`pretrainkit.data.indexed.manifest`): inputs, counts of records, EOD policy."""
     tokenizer: TokenizerRecord
     files: tuple[PackedFile, ...]
+    lengths_xxh3_128: str = ""
+    """Of `documents.npy`, in hex; empty without it, and in sets of older versions."""
     elapsed_s: float = 0.0
     finished_at: str = ""
     pretrainkit_version: str = ""
@@ -104,6 +108,31 @@ def is_packed_folder(path: Path | str) -> bool:
 def read_packed_manifest(folder: Path) -> PackedManifest | None:
     """The record of a packed dataset; None when there is no set. Raises DataError when it can't be read as one."""
     return PackedManifest.read(folder / PACKED_RECORD)
+
+
+def packed_damage(folder: Path, manifest: PackedManifest, *, reads: bool = False) -> str:
+    """What is wrong with a set's files, in words; empty if nothing. Looks at sizes; with `reads` at all bytes."""
+    wanted: list[tuple[Path, int | None, str]] = [
+        (folder / entry.name, entry.num_bytes, entry.xxh3_128) for entry in manifest.files
+    ]
+    if manifest.packing == "concat":
+        wanted.append((folder / DOCUMENTS, None, manifest.lengths_xxh3_128))
+    for path, num_bytes, digest in wanted:
+        if not path.is_file():
+            return f"{path.name} is missing"
+        status = path.stat()
+        if num_bytes is not None and status.st_size != num_bytes:
+            return f"{path.name} has {status.st_size} bytes, its record says {num_bytes}"
+        state = path, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino
+        if reads and digest and _hash_once(*state) != digest:
+            return f"{path.name} holds other bytes than were written"
+    return ""
+
+
+@lru_cache(maxsize=1024)
+def _hash_once(path: Path, *_: int) -> str:
+    """A file's XXH3-128; processes that wait for a set ask again and again."""
+    return hash_file(path, xxhash.xxh3_128)
 
 
 def _view(array: Any) -> NDArray[np.int32]:
@@ -133,12 +162,8 @@ class PackedDataset:
                 action="build one with tools/pack_dataset.py",
             )
         self.manifest = manifest
-        for entry in manifest.files:
-            path = self.folder / entry.name
-            found = path.stat().st_size if path.is_file() else None
-            if found != entry.num_bytes:
-                what = "missing" if found is None else f"{found} bytes, its record says {entry.num_bytes}"
-                raise RequestError(what, where=str(path), action="copy the folder again")
+        if damage := packed_damage(self.folder, manifest):
+            raise RequestError(damage, where=str(folder), action="copy the folder again, or run pack_dataset.py again")
         self._columns: list[tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]] = []
         ends = [0]
         for entry in manifest.files:

@@ -12,14 +12,17 @@ from typing import Any
 
 import xxhash
 
-from pretrainkit.data.packed.format import InputState, PackedManifest, read_packed_manifest
+from pretrainkit.data.packed.format import InputState, PackedManifest, packed_damage, read_packed_manifest
 from pretrainkit.data.readers.inputs import resolve_inputs
 from pretrainkit.data.readers.source import BLOCK_BYTES
 from pretrainkit.data.request import TextRequest
 from pretrainkit.data.tokens import encoder
 from pretrainkit.data.tokens.tokenizer import TokenizerFile, load_tokenizer
 from pretrainkit.errors import DataError, RequestError, machine_errors
+from pretrainkit.logs import get_logger
 from pretrainkit.units import format_bytes
+
+LOGGER = get_logger(__name__)
 
 SAME = (
     *("special_tokens_in_text", "text_column", "text_documents", "on_error", "max_document_bytes"),
@@ -100,6 +103,8 @@ class PackRequest(TextRequest):
     add_bos: bool = False
     hub_split: str = "train"
     hub_revision: str | None = None
+    verify: bool = False
+    """Read a set that is there, too: the sizes of its files are looked at in any case."""
 
 
 @dataclass(frozen=True)
@@ -136,16 +141,23 @@ class PackPlan:
         """The set, if it exists and was built for this request from files that are unchanged. Reads no input."""
         manifest = self._of_these_settings()
         is_unchanged = manifest and tuple(replace(state, xxh3_128="") for state in manifest.inputs) == self.inputs
-        return manifest if is_unchanged else None
+        return manifest if manifest and is_unchanged and not self.damage(manifest) else None
+
+    def damage(self, manifest: PackedManifest) -> str:
+        """What is wrong with the set's files, in words; empty if nothing."""
+        return packed_damage(self.request.output_dir, manifest, reads=self.request.verify)
 
     def touched(self) -> tuple[PackedManifest, tuple[InputState, ...]] | None:
         """The set, if it was made by this request, and the inputs, if they hold the same as then: reads them.
 
-        None when there is no such set, or when it is to be replaced. Raises RequestError when the inputs hold
-        something else and it is not.
+        None when there is no such set, when it is damaged, or when it is to be replaced. Raises RequestError when the
+        inputs hold something else and it is not.
         """
         manifest = self._of_these_settings()
         if manifest is None:
+            return None
+        if damage := self.damage(manifest):
+            LOGGER.warning("%s: %s: the set is built again", self.request.output_dir, damage)
             return None
         now = tuple(replace(state, xxh3_128=_hash(path)) for state, path in zip(self.inputs, self.paths, strict=True))
         if self.fingerprint(now) == manifest.fingerprint:

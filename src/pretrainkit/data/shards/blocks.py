@@ -126,12 +126,12 @@ class ShardTask:
         samples = [all_ids[begin:end] for begin, end in bounds]
         lines = np.array(batch.lines, np.int64)[kept] + block.first_line
         encoded = [texts[number].encode() for number in kept]
-        members, places, sizes = pack_samples(
+        members, places, sizes, checksums = pack_samples(
             block.key_prefix, lines, samples, encoded if self.has_text else None, self.ids_format
         )
         table = np.empty(len(kept), SAMPLE)
         table["offset"] = places + sum(map(len, piece.members))
-        table["num_bytes"], table["num_tokens"] = sizes, num_tokens
+        table["num_bytes"], table["num_tokens"], table["crc32"] = sizes, num_tokens, checksums
         piece.members.append(members)
         piece.samples.append(table)
         piece.counts.update(

@@ -46,6 +46,7 @@ def make_shards(plan: ShardPlan, shard_ids: list[int], *, stripe_count: int | No
     """
     finished = check_set(plan)
     current = {number for number in shard_ids if number in finished and plan.is_current(finished[number])}
+    damaged = {number for number in current if _warn_of_damage(plan.damage(finished[number]))}
     stale = [number for number in shard_ids if number in finished and number not in current]
     if stale and not plan.request.overwrite:
         raise RequestError(
@@ -53,8 +54,8 @@ def make_shards(plan: ShardPlan, shard_ids: list[int], *, stripe_count: int | No
             where=str(plan.request.output_dir),
             action="give --overwrite to replace it once the new one is complete, or another --output_dir",
         )
-    wanted = [number for number in shard_ids if number not in current]
-    for number in sorted(current):
+    wanted = [number for number in shard_ids if number not in current or number in damaged]
+    for number in sorted(current - damaged):
         LOGGER.info("%s is complete already", shard_name(number))
     _make_folder(plan.request.output_dir, stripe_count)
     if wanted:
@@ -67,6 +68,12 @@ def make_shards(plan: ShardPlan, shard_ids: list[int], *, stripe_count: int | No
             for number in wanted:
                 finished[number] = _make_shard(plan, number, pool, engine)
     return [finished[number] for number in shard_ids]
+
+
+def _warn_of_damage(damage: str) -> bool:
+    if damage:
+        LOGGER.warning("%s: this shard is made again", damage)
+    return bool(damage)
 
 
 def _make_folder(folder: Path, stripe_count: int | None) -> None:
@@ -235,6 +242,7 @@ class _ShardWriter:
             settings=plan.settings,
             tokenizer=tokenizer_record(plan.tokenizer, engine, request.verify_tokens),
             inputs=tuple(self._reader.inputs),
+            has_sample_checksums=True,
             num_files_left_out=plan.num_files_left_out,
             **made_now(time.monotonic() - began),
         )

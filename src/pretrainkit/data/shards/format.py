@@ -12,12 +12,13 @@ up with zeros to a multiple of 512:
 The other fields are the same for all members (mode 0444, user and group `bigdata`), so headers are made for
 many samples at once. Members of a sample are in the order of their extensions, as the writer sorts them.
 
-`.samples` has 16 bytes for each sample, little-endian, in the order of the tar:
+`.samples` has 20 bytes for each sample, little-endian, in the order of the tar:
 
     bytes  type    field
     0-7    int64   offset of the ids' content in the tar
     8-11   int32   number of bytes of that content
     12-15  int32   number of tokens
+    16-19  uint32  CRC-32 of that content; not there in shards of older versions
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import orjson
+from isal.isal_zlib import crc32
 from numpy.typing import NDArray
 
 from pretrainkit.data.indexed.manifest import DataRecord, TokenizerRecord, spelled_note
@@ -42,7 +44,8 @@ from pretrainkit.units import format_bytes, format_count, format_duration
 if TYPE_CHECKING:
     import pyarrow as pa
 
-SAMPLE = np.dtype([("offset", "<i8"), ("num_bytes", "<i4"), ("num_tokens", "<i4")])
+OLD_SAMPLE = np.dtype([("offset", "<i8"), ("num_bytes", "<i4"), ("num_tokens", "<i4")])
+SAMPLE = np.dtype([*OLD_SAMPLE.descr, ("crc32", "<u4")])
 BLOCK = tarfile.BLOCKSIZE
 COUNTS = (
     *("num_samples", "num_tokens", "num_records", "num_empty", "num_rejected"),
@@ -97,6 +100,8 @@ class ShardRecord(DataRecord):
     """What must be equal in all shards of a set."""
     tokenizer: TokenizerRecord
     inputs: tuple[ShardInput, ...]
+    has_sample_checksums: bool = False
+    """Whether `.samples` has a CRC-32 for each sample."""
     num_files_left_out: int = 0
     """Files and `_*` folders in input folders that were not read, as they have no known suffix."""
     num_spelled: int = 0
@@ -120,6 +125,11 @@ class ShardRecord(DataRecord):
 def shard_name(shard_id: int) -> str:
     """`shard-00003`."""
     return f"shard-{shard_id:05d}"
+
+
+def sample_dtype(record: ShardRecord) -> np.dtype:
+    """Of the entries of its table of samples."""
+    return SAMPLE if record.has_sample_checksums else OLD_SAMPLE
 
 
 def read_records(folder: Path) -> dict[int, ShardRecord]:
@@ -193,7 +203,7 @@ def decode_ids(content: bytes | memoryview, kind: str) -> NDArray[np.int32]:
 
 def pack_samples(
     prefix: str, lines: NDArray[np.int64], ids: list[NDArray[np.int32]], texts: list[bytes] | None, kind: str
-) -> tuple[bytes, NDArray[np.int64], NDArray[np.int64]]:
+) -> tuple[bytes, NDArray[np.int64], NDArray[np.int64], NDArray[np.uint32]]:
     """Samples `<prefix><line:08d>` as tar members.
 
     Args:
@@ -204,7 +214,7 @@ def pack_samples(
         kind: form of the ids: `json`, `npy` or `msgpack`.
 
     Returns:
-        The members, and for each sample the offset in them and the number of bytes of its ids.
+        The members, and for each sample the offset in them, the number of bytes and the CRC-32 of its ids.
     """
     columns: list[Sequence[bytes]] = []
     spans: NDArray[np.int64] = np.zeros(len(lines), np.int64)
@@ -214,7 +224,9 @@ def pack_samples(
         padding = [_PADDING[-len(content) % BLOCK] for content in contents]
         columns += (_headers(prefix, lines, extension, sizes), contents, padding)
         spans += BLOCK + _padded(sizes)
-    return b"".join(itertools.chain.from_iterable(zip(*columns, strict=True))), np.cumsum(spans) - _padded(sizes), sizes
+    checksums = np.fromiter(map(crc32, contents), np.uint32, len(contents))
+    joined = b"".join(itertools.chain.from_iterable(zip(*columns, strict=True)))
+    return joined, np.cumsum(spans) - _padded(sizes), sizes, checksums
 
 
 def _padded(sizes: NDArray[np.int64]) -> NDArray[np.int64]:

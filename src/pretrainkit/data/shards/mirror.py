@@ -16,7 +16,7 @@ from pretrainkit import files
 from pretrainkit.data.byte_progress import ByteProgress
 from pretrainkit.data.packed.once import build_once
 from pretrainkit.data.shards.format import shard_name
-from pretrainkit.data.shards.shard_set import Shard, ShardSet, open_shards
+from pretrainkit.data.shards.shard_set import Shard, ShardSet, open_shards, shard_damage
 from pretrainkit.data.shards.urls import ATTEMPTS, READ_BYTES, is_url
 from pretrainkit.errors import DataError
 from pretrainkit.logs import get_logger
@@ -41,7 +41,11 @@ def local_shards(name: str, cache: Path) -> str:
 
 
 def _missing(shards: ShardSet, folder: Path) -> list[Shard]:
-    return [shard for shard in shards.shards if not (folder / f"{shard_name(shard.record.shard_id)}.json").is_file()]
+    def is_there(shard: Shard) -> bool:
+        name = shard_name(shard.record.shard_id)
+        return (folder / f"{name}.json").is_file() and not shard_damage(folder / f"{name}.tar", shard.record)
+
+    return [shard for shard in shards.shards if not is_there(shard)]
 
 
 def _copy(shards: ShardSet, folder: Path) -> None:

@@ -16,6 +16,7 @@ from pretrainkit.data.report import Report
 from pretrainkit.data.request import TextRequest
 from pretrainkit.data.shards.blocks import ShardTask
 from pretrainkit.data.shards.format import ShardRecord, read_records, shard_name
+from pretrainkit.data.shards.shard_set import shard_damage
 from pretrainkit.data.tokens.template import template_ids
 from pretrainkit.data.tokens.tokenizer import TokenizerFile, load_tokenizer
 from pretrainkit.errors import RequestError
@@ -47,6 +48,8 @@ class ShardRequest(TextRequest):
     special_tokens: str = "template"
     """`template`: what the tokenizer's template adds; `none`."""
     workers: int = 1
+    verify: bool = False
+    """Read finished shards, too: their sizes are looked at in any case."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,10 @@ class ShardPlan:
         now = {(s.relative, s.num_bytes, s.modified_ns) for s in (self.sources[number] for number in used)}
         then = {(self._relative(entry.path), entry.num_bytes, entry.modified_ns) for entry in record.inputs}
         return record.settings == self.settings and now == then
+
+    def damage(self, record: ShardRecord) -> str:
+        """What is wrong with a finished shard's files, in words; empty if nothing."""
+        return shard_damage(self.path(record.shard_id, ".tar"), record, reads=self.request.verify)
 
     def _relative(self, path: str) -> str:
         """A file's path below the input folder, which may have been moved or given in another form."""
@@ -178,22 +185,26 @@ def check_set(plan: ShardPlan) -> dict[int, ShardRecord]:
 
 
 def report_status(plan: ShardPlan) -> Report:
-    """Which shards are complete, missing and stale; exit code 1 unless all are complete."""
+    """Which shards are complete, missing, damaged and stale; exit code 1 unless all are complete."""
     records = check_set(plan)
     missing = [number for number in range(plan.num_shards) if number not in records]
     stale = [number for number, record in sorted(records.items()) if not plan.is_current(record)]
+    damaged = [number for number, record in sorted(records.items()) if number not in stale and plan.damage(record)]
     value = {
         "num_shards": plan.num_shards,
         "missing": missing,
+        "damaged": damaged,
         "stale": stale,
         "num_samples": sum(record.num_samples for record in records.values()),
         "num_tokens": sum(record.num_tokens for record in records.values()),
     }
-    lines = [f"{plan.num_shards - len(missing) - len(stale)} of {plan.num_shards} shards are complete"]
-    for found, numbers in (("missing", missing), ("made from input that has changed since", stale)):
+    num_complete = plan.num_shards - len(missing) - len(damaged) - len(stale)
+    lines = [f"{num_complete} of {plan.num_shards} shards are complete"]
+    listed = {"missing": missing, "damaged": damaged, "made from input that has changed since": stale}
+    for found, numbers in listed.items():
         if numbers:
             lines.append(f"{found}: {format_ranges(numbers)}")
-    return Report(value, lines, int(bool(missing or stale)))
+    return Report(value, lines, int(bool(missing or damaged or stale)))
 
 
 def check_shard_id(shard_id: int, plan: ShardPlan) -> None:

@@ -9,13 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
+from isal.isal_zlib import crc32
 from numpy.typing import NDArray
 
 from pretrainkit.data.names import SHARD_FILE
-from pretrainkit.data.shards.format import SAMPLE, ShardRecord, decode_ids, read_records, shard_name
+from pretrainkit.data.shards.format import SAMPLE, ShardRecord, decode_ids, read_records, sample_dtype, shard_name
 from pretrainkit.data.shards.urls import ForwardStream, expand, fetch, is_url, sibling
 from pretrainkit.errors import DataError, RequestError
+from pretrainkit.files import hash_file
 
+AGAIN = "run make_shards.py again with the same flags: it makes missing and damaged ones, and --status lists them"
+CHECK = "find all damage with inspect_data.py verify, then copy the shards again, or make_shards.py --all --verify"
 OPEN_STREAMS = 32
 """Remote shards that one process keeps open."""
 KEPT_DOCUMENTS = 256
@@ -96,25 +101,29 @@ def _complete_folder(folder: Path) -> list[Shard]:
             needed="shard-*.tar with their shard-*.json",
             action="make them with tools/make_shards.py",
         )
-    num_shards = next(iter(records.values())).num_shards
-    missing = [number for number in range(num_shards) if number not in records]
-    if missing:
+    if missing := missing_shards(records):
         shown = ", ".join(map(shard_name, missing[:5])) + (" ..." if len(missing) > 5 else "")
         raise RequestError(
-            f"{len(missing)} of {num_shards} shards are missing: {shown}",
+            f"{len(missing)} of {len(missing) + len(records)} shards are missing: {shown}",
             where=str(folder),
-            action="run make_shards.py again with the same flags: it makes those, and --status lists them",
+            action=AGAIN,
         )
     return [_open(str(folder / f"{shard_name(number)}.tar"), records[number]) for number in sorted(records)]
+
+
+def missing_shards(records: dict[int, ShardRecord]) -> list[int]:
+    """The numbers that are missing in a set of which there are some records."""
+    num_shards = next(iter(records.values())).num_shards if records else 0
+    return [number for number in range(num_shards) if number not in records]
 
 
 def _open(url: str, record: ShardRecord | None = None) -> Shard:
     if is_url(url):
         record = ShardRecord.decode(fetch(sibling(url, ".json")), url)
         content = fetch(sibling(url, ".samples")) if record.num_samples else b""
-        if len(content) != record.num_samples * SAMPLE.itemsize:
+        if len(content) != record.num_samples * sample_dtype(record).itemsize:
             raise DataError(f"its table of samples has {len(content)} bytes", where=url)
-        return Shard(url, record, np.frombuffer(content, SAMPLE))
+        return Shard(url, record, np.frombuffer(content, sample_dtype(record)))
     local = Path(url.removeprefix("file:"))
     record = record or ShardRecord.read(local.with_suffix(".json"))
     if record is None:
@@ -124,22 +133,29 @@ def _open(url: str, record: ShardRecord | None = None) -> Shard:
             needed=f"the shard with its record {local.stem}.json, or a folder of them",
             action="correct the name, or make it with tools/make_shards.py",
         )
+    if damage := shard_damage(local, record):
+        raise DataError(damage, where=str(local.parent), action=f"copy it again, or {AGAIN}")
     table = np.zeros(0, SAMPLE)
     if record.num_samples:
-        _check_size(local, record.tar_bytes)
-        _check_size(local.with_suffix(".samples"), record.num_samples * SAMPLE.itemsize)
-        table = np.memmap(local.with_suffix(".samples"), SAMPLE, "r")
+        table = np.memmap(local.with_suffix(".samples"), sample_dtype(record), "r")
     return Shard(str(local), record, table)
 
 
-def _check_size(path: Path, num_bytes: int) -> None:
-    found = path.stat().st_size if path.is_file() else None
-    if found != num_bytes:
-        raise DataError(
-            "missing" if found is None else f"{found} bytes, its record says {num_bytes}",
-            where=str(path),
-            action="copy it again, or remove its .json and run make_shards.py again",
-        )
+def shard_damage(tar: Path, record: ShardRecord, *, reads: bool = False) -> str:
+    """What is wrong with a shard's files, in words; empty if nothing. Looks at sizes; with `reads` at all bytes."""
+    wanted = {
+        tar: (record.tar_bytes, record.tar_xxh3_128),
+        tar.with_suffix(".samples"): (record.num_samples * sample_dtype(record).itemsize, record.samples_xxh3_128),
+    }
+    for path, (num_bytes, digest) in wanted.items() if record.num_samples else ():
+        found = path.stat().st_size if path.is_file() else None
+        if found is None:
+            return f"{path.name} is missing"
+        if found != num_bytes:
+            return f"{path.name} has {found} bytes, its record says {num_bytes}"
+        if reads and hash_file(path, xxhash.xxh3_128) != digest:
+            return f"{path.name} holds other bytes than were written"
+    return ""
 
 
 def _check_settings(records: tuple[ShardRecord, ...], where: str) -> None:
@@ -180,6 +196,8 @@ class ShardReader:
         found = self._shards[shard]
         entry = found.table[sample]
         content = self._content(shard, int(entry["offset"]), int(entry["num_bytes"]))
+        if found.record.has_sample_checksums and crc32(content) != entry["crc32"]:
+            raise DataError(f"sample {sample} holds other bytes than were written", where=found.url, action=CHECK)
         try:
             ids = decode_ids(content, found.record.ids_format)
         except ValueError as error:

@@ -63,6 +63,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a negative length": (lambda p: overwrite(idx_path(p), 34 + 4, b"\xff\xff\xff\xff"), "negative length"),
     "the document index": (lambda p: overwrite(idx_path(p), 34 + 36 + 8, b"\x03"), "goes backwards"),
     "documents cut off": (lambda p: overwrite(idx_path(p), 34 + 36 + 24, b"\x02"), "documents cover"),
+    "a byte more for each document": (lambda p: overwrite(idx_path(p), 34 + 36 + 32, bytes(3)), "hash (XXH3-128)"),
     "another manifest": (lambda p: describe(p, num_tokens=8), "tokens: 9 on disk, 8"),
 }
 
@@ -126,7 +127,8 @@ def test_many_parts_need_few_open_files(make_pair: MakePair, tmp_path: Path) -> 
 
     prefixes = [make_pair(f"part{i}", DOCUMENTS) for i in range(150)]
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (96, limits[1]))
+    num_open = len(list(Path("/proc/self/fd").iterdir()))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (num_open + 50, limits[1]))
     try:
         merge(prefixes, tmp_path / "whole")
     finally:

@@ -16,10 +16,11 @@ import torch
 import webdataset
 
 from pretrainkit.data.shards.build import make_shards
+from pretrainkit.data.shards.format import OLD_SAMPLE, SAMPLE
 from pretrainkit.data.shards.loader import TokenBatches, make_loader
 from pretrainkit.data.shards.request import ShardRequest, make_shard_plan
 from pretrainkit.data.shards.shard_set import open_shards
-from pretrainkit.errors import RequestError
+from pretrainkit.errors import DataError, RequestError
 
 COUNTS = (7, 7, 0, 7, 7, 2)
 """Records of each file: uneven, one empty."""
@@ -168,3 +169,26 @@ def test_damaged_and_missing_shards_are_refused(shards: Path, tmp_path: Path) ->
         open_shards(copy)
     with pytest.raises(RequestError, match="no finished token shard"):
         open_shards(tmp_path)
+
+
+def test_a_changed_digit_ends_the_epoch_with_its_place(shards: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(shards, tmp_path / "copy")
+    table = np.fromfile(copy / "shard-00003.samples", SAMPLE)
+    with (copy / "shard-00003.tar").open("r+b") as file:
+        file.seek(int(table[2]["offset"]) + 1)
+        digit = file.read(1)
+        file.seek(-1, 1)
+        file.write(b"1" if digit != b"1" else b"2")
+    with pytest.raises(DataError, match=r"shard-00003\.tar: sample 2 holds other bytes than were written"):
+        batches(copy)
+
+
+def test_sets_of_older_versions_are_read(shards: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(shards, tmp_path / "copy")
+    for path in copy.glob("*.samples"):
+        np.fromfile(path, SAMPLE)[list(OLD_SAMPLE.names or ())].astype(OLD_SAMPLE).tofile(path)
+    for path in copy.glob("*.json"):
+        record = json.loads(path.read_text())
+        del record["has_sample_checksums"]
+        path.write_text(json.dumps(record))
+    assert same(batches(copy), batches(shards))
