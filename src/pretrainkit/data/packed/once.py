@@ -164,7 +164,7 @@ def _launch() -> str:
         return ""
     scheduler = "SLURM_JOB_ID", "SLURM_STEP_ID", "PBS_JOBID", "JOB_ID"
     torchrun = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT"
-    return " ".join(os.environ.get(name, "-") for name in (*scheduler, *torchrun))
+    return " ".join(f"{name}={os.environ[name]}" for name in (*scheduler, *torchrun) if os.environ.get(name))
 
 
 class _Heartbeat:
