@@ -23,7 +23,7 @@ SMALLER_SUFFIX = ".smaller"
 """Of a checkpoint that is to replace the one whose name it has (`pretrainkit.run.retention`)."""
 EXPIRED_SUFFIX = ".expired"
 """Of a checkpoint that is being removed."""
-_INCOMPLETE_SUFFIX = ".incomplete"
+INCOMPLETE_SUFFIX = ".incomplete"
 _STATE = b"optimizer.state."
 """Prefix of the names of the optimizer's tensors."""
 _LAYOUTS = {"distributed": _STATE + b"param.", "bf16": _STATE + b"fp32_param."}
@@ -166,9 +166,9 @@ def quarantine_incomplete(checkpoints: Path) -> list[Path]:
         try:
             read(folder)
         except CheckpointError:
-            target, number = folder.with_name(folder.name + _INCOMPLETE_SUFFIX), 1
+            target, number = folder.with_name(folder.name + INCOMPLETE_SUFFIX), 1
             while target.exists():
                 number += 1
-                target = folder.with_name(f"{folder.name}{_INCOMPLETE_SUFFIX}{number}")
+                target = folder.with_name(f"{folder.name}{INCOMPLETE_SUFFIX}{number}")
             moved.append(folder.rename(target))
     return moved

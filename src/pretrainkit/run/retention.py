@@ -20,13 +20,14 @@ from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.logs import get_logger
 from pretrainkit.run.checkpoints import (
     EXPIRED_SUFFIX,
+    INCOMPLETE_SUFFIX,
     SMALLER_SUFFIX,
     Checkpoint,
     all_complete,
     commit,
     optimizer_layout,
 )
-from pretrainkit.run.folder import COMMIT_MARK, RunFolder
+from pretrainkit.run.folder import COMMIT_MARK, RunFolder, step_of
 
 MIN_KEPT = 2
 """Complete checkpoints that are never removed: should the newest turn out bad, there is another."""
@@ -143,7 +144,10 @@ def _link(source: str, target: str) -> None:
 
 
 def remove_leftovers(checkpoints: Path) -> None:
-    """Finish removals and replacements that a kill interrupted."""
+    """Finish removals and replacements that a kill interrupted, and remove what killed saves left.
+
+    For the rank that starts a run, while it holds the run's lock: no other process writes there.
+    """
     for smaller in checkpoints.glob(f"*{SMALLER_SUFFIX}"):
         replaced = smaller.with_name(smaller.name.removesuffix(SMALLER_SUFFIX))
         if replaced.exists():
@@ -152,3 +156,10 @@ def remove_leftovers(checkpoints: Path) -> None:
             smaller.rename(replaced)
     for doomed in checkpoints.glob(f"*{EXPIRED_SUFFIX}"):
         shutil.rmtree(doomed)
+    complete = all_complete(checkpoints)
+    for folder in sorted(checkpoints.glob(f"*{INCOMPLETE_SUFFIX}*")):
+        step = step_of(folder.with_name(folder.name.partition(INCOMPLETE_SUFFIX)[0]))
+        # One with a commit mark was complete once, and damaged since: that is worth a look.
+        if step is not None and complete and step <= complete[-1].step and not (folder / COMMIT_MARK).exists():
+            log.info("removing %s, left by a save that was killed", folder)
+            shutil.rmtree(folder)

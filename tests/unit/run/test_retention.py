@@ -96,3 +96,20 @@ def test_a_start_says_that_there_is_none(tmp_path: Path, make_run: Callable[...,
         plan_start(make_run())  # type: ignore[arg-type]
     plan = plan_start(make_run(reset_optimizer=True))  # type: ignore[arg-type]
     assert (plan.step, plan.optimizer_state) == (3, "reset")
+
+
+def test_what_killed_saves_left_goes_once_a_later_one_is_complete(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("step_00000002.incomplete", "step_00000004.incomplete", "step_00000004.incomplete2"):
+        (tmp_path / name / "weights").mkdir(parents=True)
+    ahead = tmp_path / "step_00000006.incomplete"
+    ahead.mkdir()
+    retention.remove_leftovers(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 4, "nothing is complete yet"
+    damaged = save(tmp_path, 3).rename(tmp_path / "step_00000003.incomplete")
+    complete = save(tmp_path, 4)
+    with caplog.at_level("INFO", logger="pretrainkit"):
+        retention.remove_leftovers(tmp_path)
+    assert sorted(tmp_path.iterdir()) == [damaged, complete, ahead]
+    assert caplog.text.count("left by a save that was killed") == 3
