@@ -165,6 +165,32 @@ def test_the_last_checkpoints_of_an_experiment(
     assert "0.5 x step_00000200, 0.5 x step_00000400 (computed again)" in passed.stdout
 
 
+def test_the_last_iterations_of_a_megatron_lm_run(
+    make_parents: Callable[[str, str], list[Path]], tmp_path: Path
+) -> None:
+    parents = make_parents("llama", "float32")
+    for iteration, parent in enumerate(parents, 1):
+        convert(parent, tmp_path / "one", Options(CheckpointFormat.TORCH_DIST, iteration=iteration, overwrite=True))
+        shutil.copytree(tmp_path / "one", tmp_path / "run", dirs_exist_ok=True)
+    done = merge(tmp_path / "run", "--last", 2, tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert "0.5 x iter_0000002, 0.5 x iter_0000003" in done.stdout
+    assert (tmp_path / "out" / "latest_checkpointed_iteration.txt").read_text() == "release"
+    convert(tmp_path / "out", tmp_path / "back")
+    assert_equal(weights(tmp_path / "back"), reference([weights(parent) for parent in parents[1:]], [0.5, 0.5]))
+
+
+def test_a_parent_with_nan_is_named(make_parents: Callable[[str, str], list[Path]], tmp_path: Path) -> None:
+    first, second, _ = make_parents("llama", "float32")
+    shutil.copytree(first, tmp_path / "bad")
+    tensors = weights(first)
+    tensors["model.layers.1.self_attn.q_proj.weight"][3, 4] = float("nan")
+    save_file(tensors, tmp_path / "bad" / "model.safetensors", {"format": "pt"})
+    done = merge(tmp_path / "bad", second, tmp_path / "out", "--target-format", "nemo")
+    assert done.returncode == 1 and "model.layers.1.self_attn.q_proj.weight (1 NaN)" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
 def test_moving_average_over_steps(
     experiment: Path, make_parents: Callable[[str, str], list[Path]], tmp_path: Path
 ) -> None:
