@@ -248,12 +248,12 @@ def _check_kept_config(plan: ConversionPlan) -> None:
     if plan.options.new_tokens:
         raise RequestError("config.json and tokenizer change with --add-tokens", where="--keep-config")
     stated, written = dtype_of(read_config(plan.hf_folder)), _name(plan.main_dtype)
-    if stated not in (None, written):
+    if stated != written:
         raise RequestError(
-            f"config.json says {stated}, the weights are {written}",
+            f"config.json says {stated or 'no dtype'}, the weights are {written}",
             where="--keep-config",
             needed="a config.json that states the dtype of the weights",
-            action=f"leave out --keep-config, or cast the weights: --dtype {stated}",
+            action="leave out --keep-config" + (f", or cast the weights: --dtype {stated}" if stated else ""),
         )
 
 
@@ -275,6 +275,7 @@ def _notes(reader: WeightReader, plan: ConversionPlan) -> Iterator[str]:
     )
     for change, count in changes.items():
         yield f"{count} tensors cast from {change}"
+    yield from _undeclared_dtypes(reader, plan)
     yield from reader.notes
     yield from run_notes(plan)
     for mapping in plan.mappings:
@@ -294,6 +295,19 @@ def _notes(reader: WeightReader, plan: ConversionPlan) -> Iterator[str]:
         )
     if plan.format in MEGATRON_LM:
         yield f"Megatron-LM needs, in addition to --use-checkpoint-args: {required_flags(plan)}"
+
+
+def _undeclared_dtypes(reader: WeightReader, plan: ConversionPlan) -> Iterator[str]:
+    """Weights of another dtype than config.json states, which transformers would round to it."""
+    stated = dtype_of(read_config(plan.hf_folder))
+    names: dict[str, list[str]] = {}
+    for mapping, dtype in reader.dtypes.items():
+        if _name(dtype) != stated and not mapping.weight.keep_dtype:
+            names.setdefault(_name(dtype), []).extend(mapping.hf)
+    for dtype, tensors in names.items():
+        listed = f"{', '.join(tensors[:4])}{' and more' if len(tensors) > 4 else ''}"
+        said = f"dtype {stated}" if stated else "no dtype"
+        yield f"config.json states {said}; {len(tensors)} tensors are {dtype}: {listed}"
 
 
 def _description_notes(plan: ConversionPlan) -> Iterator[str]:

@@ -20,10 +20,11 @@ from typing import Any
 from pretrainkit.config.schema import RopeScaling
 from pretrainkit.errors import RequestError
 from pretrainkit.models.family import Family
+from pretrainkit.models.field_types import needed_type, wrong_types
 
 _DTYPES = ("dtype", "torch_dtype")
-_LLAMA3 = tuple(field.name for field in fields(RopeScaling))
-_SCALINGS = {"default": (), "llama3": _LLAMA3}
+_LLAMA3 = {field.name: field.default for field in fields(RopeScaling)}
+_SCALINGS: Mapping[str, Mapping[str, Any]] = {"default": {}, "llama3": _LLAMA3}
 """Rotary scalings that are supported, with the settings of each; each of them must be there."""
 _FULL = "full_attention"
 _OFF: tuple[Any, ...] = (None, False, [])
@@ -35,8 +36,10 @@ def read_fields(config: Mapping[str, Any], family: Family, where: str) -> dict[s
     """The fields of a config.json as the first generation spells them, with the defaults of those that are absent.
 
     `rope_scaling` is None, or a dict with the fields of RopeScaling and `rope_type`. Raises RequestError that names
-    every contradiction, and every setting of rotary embeddings and layers that is not supported.
+    every value of another type than its field's, or else every contradiction and every setting of rotary embeddings and
+    layers that is not supported.
     """
+    RequestError.raise_all([*wrong_types(config, family, where)])
     stated = {**config, **{name: config[alias] for alias, name in family.aliases.items() if alias in config}}
     problems = [
         *_contradictions(config, family, where),
@@ -73,11 +76,28 @@ def absent_fields(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     return {name: value for name, value in family.defaults.items() if name not in stated and value not in _OFF}
 
 
+def position_boundaries(read: Mapping[str, Any]) -> dict[str, int]:
+    """Numbers of tokens within the context beyond which a wrong window or scaling shows, by the field that states it.
+
+    `read` is what `read_fields` gives.
+    """
+    scaling = read["rope_scaling"] or {}
+    stated = {
+        "sliding_window": read.get("sliding_window"),
+        "original_max_position_embeddings": scaling.get("original_max_position_embeddings"),
+    }
+    return {
+        name: tokens
+        for name, tokens in stated.items()
+        if tokens is not None and tokens < read["max_position_embeddings"]
+    }
+
+
 def in_both_spellings(config: Mapping[str, Any], family: Family, where: str = "config.json") -> dict[str, Any]:
     """A config.json that either generation reads with the same meaning: `config` with the fields that it lacks."""
     read = read_fields(config, family, where)
     theta, scaling = read["rope_theta"], read["rope_scaling"]
-    both = dict(config)
+    both = {**config, "model_type": family.name}
     if config.get("rope_theta") != theta:
         both["rope_theta"] = theta
     if scaling and config.get("rope_scaling") != scaling:
@@ -103,7 +123,7 @@ def misread_by_4(config: Mapping[str, Any], family: Family, where: str = "config
 
 
 def _contradictions(config: Mapping[str, Any], family: Family, where: str) -> Iterator[RequestError]:
-    """Fields that both generations have under their own names, and the model's type, with different values."""
+    """Fields that both generations have under their own names with different values, and two classes for one model."""
     pairs = [_DTYPES, *family.aliases.items()]
     for first, second in pairs:
         found = [config.get(first), config.get(second)]
@@ -121,6 +141,13 @@ def _contradictions(config: Mapping[str, Any], family: Family, where: str) -> It
             where=where,
             needed=f"model_type {family.name!r}, by which transformers chooses the model's class",
             action="make both name the class that the weights belong to",
+        )
+    if config.get("auto_map"):
+        yield RequestError(
+            f"auto_map {config['auto_map']!r}",
+            where=where,
+            needed=f"no such field: with it transformers may run code of the folder and not {family.architectures[0]}",
+            action="if that class computes what the code does, remove auto_map and the code",
         )
 
 
@@ -141,7 +168,7 @@ def _nulls(config: Mapping[str, Any], family: Family, where: str) -> Iterator[Re
 
 def _layer_types(config: Mapping[str, Any], family: Family, where: str) -> Iterator[RequestError]:
     types, layers = config.get("layer_types"), config.get("num_hidden_layers", family.defaults["num_hidden_layers"])
-    if types is not None and types != [_FULL] * int(layers or 0):
+    if types is not None and types != [_FULL] * (layers or 0):
         yield RequestError(
             f"layer_types = {types!r} is not supported for {family.name}",
             where=where,
@@ -209,6 +236,15 @@ def _read_parameters(stated: Any, where: str) -> tuple[float | None, dict[str, A
     known = _SCALINGS[kind]
     if missing := [name for name in known if parameters.get(name) is None]:
         raise RequestError(f"rope type {kind!r} lacks {', '.join(missing)}", where=where)
+    types = {"rope_theta": 1.0, **known}
+    wrong = {name: needed_type(value, types[name]) for name, value in stated.items() if name in types}
+    RequestError.raise_all(
+        [
+            RequestError(f"{name} {stated[name]!r}", where=where, needed=needed)
+            for name, needed in wrong.items()
+            if needed
+        ]
+    )
     if unknown := sorted(parameters.keys() - set(known)):
         raise RequestError(f"unknown rope settings: {', '.join(unknown)}", where=where)
     return theta, {"rope_type": kind, **parameters} if known else None

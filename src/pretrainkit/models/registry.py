@@ -50,8 +50,10 @@ def read_config(hf_folder: str | Path) -> dict[str, Any]:
 def find_family(config: Mapping[str, Any], where: str = "config.json") -> Family:
     """The family that config.json names. Raises RequestError that lists what is supported."""
     architectures = config.get("architectures") or []
+    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+        raise RequestError(f"architectures {architectures!r}", where=where, needed="a list of class names")
     for family in FAMILIES:
-        if any(name in family.architectures for name in architectures):
+        if architectures and all(name in family.architectures for name in architectures):
             return family
     supported = sorted(name for family in FAMILIES for name in family.architectures)
     raise RequestError(

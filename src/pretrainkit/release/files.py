@@ -80,7 +80,9 @@ def verify_files(
 def _check_config(origin: Path, released: Path, shape: ModelShape) -> Iterator[Check]:
     ours, theirs = read_config(released), read_config(origin)
     family = family_named(shape.family)
-    meant, found = (read_fields(config, family, "config.json") for config in (theirs, ours))
+    # Without model_type transformers can't open a folder, so a release has it where the source doesn't.
+    stated = {"model_type": family.name, **theirs}
+    meant, found = (read_fields(config, family, "config.json") for config in (stated, ours))
     different = [
         f"{name}: {found.get(name)!r} and not {meant.get(name)!r}"
         for name in sorted((found.keys() | meant.keys()) - _NOT_COMPARED)
@@ -183,10 +185,10 @@ def _check_tokenizer(released: Path, shape: ModelShape, notes: list[str]) -> Ite
     for name in ("config.json", "generation_config.json"):
         fields = read_json(released / name) if (released / name).is_file() else {}
         problems += [
-            f"{key} {value} of {name} is no row"
+            f"{key} {value!r} of {name} is no row"
             for key in ("bos_token_id", "eos_token_id", "pad_token_id")
             for value in _ids(fields.get(key))
-            if not -1 <= value < shape.vocab_size
+            if type(value) is not int or not -1 <= value < shape.vocab_size
         ]
         if found := set(_ids(fields.get("eos_token_id"))):
             ends[name] = found
@@ -199,10 +201,12 @@ def _check_tokenizer(released: Path, shape: ModelShape, notes: list[str]) -> Ite
 
 
 def _check_opened_tokenizer(released: Path, tokenizer: TokenizerFile, notes: list[str]) -> Iterator[Check]:
-    """Whether the installed transformers opens the tokenizer; a class with rules of its own is noted."""
+    """Whether the installed transformers opens config and tokenizer; a class with rules of its own is noted."""
     from tokenizers import Tokenizer
     from transformers import AutoTokenizer
 
+    code = (read_json(released / TOKENIZER_CONFIG) if (released / TOKENIZER_CONFIG).is_file() else {}).get("auto_map")
+    yield Check.of("the tokenizer runs no code of the folder", [f"auto_map {code!r}"] if code else [], "no auto_map")
     opened = AutoTokenizer.from_pretrained(
         hf_files.readable_folder(released), local_files_only=True, trust_remote_code=False
     )

@@ -33,6 +33,8 @@ def check_weights(source: ReleaseSource, released: Path) -> Iterator[Check]:
     wanted = {name for mapping in mappings for name in mapping.hf}
     declared = _declared_dtype(released)
     problems: defaultdict[str, list[str]] = defaultdict(list)
+    if declared is None:
+        problems["dtypes"].append(f"config.json states {dtype_of(read_config(released)) or 'none'}")
     casts, num_elements = set(), 0
     with ExitStack() as stack:
         read, names = open_by_package(released, stack)

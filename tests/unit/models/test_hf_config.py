@@ -14,7 +14,7 @@ from pretrainkit.config.schema import RopeScaling
 from pretrainkit.errors import RequestError
 from pretrainkit.models.decoder import DECODER_FIELDS
 from pretrainkit.models.family import Family
-from pretrainkit.models.hf_config import absent_fields, in_both_spellings, read_fields
+from pretrainkit.models.hf_config import absent_fields, in_both_spellings, position_boundaries, read_fields
 from pretrainkit.models.registry import FAMILIES, family_named, read_shape
 
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
@@ -96,6 +96,11 @@ def test_llama3_scaling_is_the_same_in_every_spelling(rope: dict[str, Any], shap
         ("qwen2", {"num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]}, ["layer_types"]),
         ("qwen3", {"num_hidden_layers": 2, "layer_types": ["full_attention"]}, ["layer_types", "2 layers"]),
         ("mistral", {"sliding_window": 4096}, ["sliding_window = 4096"]),
+        ("llama", {"auto_map": {"AutoModel": "code.Model"}}, ["auto_map", "LlamaForCausalLM"]),
+        ("llama", {"dtype": "torch.float33"}, ["dtype 'torch.float33'", "float32"]),
+        ("llama", {"rope_parameters": {**DEFAULT, "rope_theta": True}}, ["rope_theta True", "a number"]),
+        ("llama", {"rope_scaling": {**SCALED, "factor": "8"}}, ["factor '8'", "a number"]),
+        ("qwen3_moe", {"num_local_experts": 8.0}, ["num_local_experts 8.0", "whole number"]),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )  # fmt: skip
@@ -128,6 +133,26 @@ def test_absent_fields_are_named_with_their_default() -> None:
     absent = absent_fields(config, family_named("mixtral"))
     assert absent["rms_norm_eps"] == 1e-05 and absent["num_experts_per_tok"] == 2
     assert not {"rope_theta", "num_local_experts", "tie_word_embeddings", "head_dim"} & absent.keys()
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_every_default_is_of_the_type_that_its_field_must_have(family: Family) -> None:
+    """So types are checked by what the config classes of transformers have, which the test after this one compares."""
+    read_fields(config_of(family.name, **{k: v for k, v in family.defaults.items() if v is not None}), family, "")
+    for name, default in family.defaults.items():
+        for wrong in ("1", {"a": 1}, "true" if isinstance(default, bool) else True):
+            if name != "rope_scaling" and type(wrong) is not type(default):
+                with pytest.raises(RequestError, match=f"{name} "):
+                    read_fields(config_of(family.name, **{name: wrong}), family, "")
+
+
+def test_boundaries_of_positions_are_those_within_the_context() -> None:
+    family = family_named("llama")
+    scaled = config_of("llama", rope_scaling=SCALED, rope_theta=1e4)
+    assert position_boundaries(read_fields(scaled, family, "")) == {"original_max_position_embeddings": 64}
+    assert position_boundaries(read_fields({**scaled, "max_position_embeddings": 64}, family, "")) == {}
+    window = config_of("qwen2", sliding_window=100, max_position_embeddings=128)
+    assert position_boundaries(read_fields(window, family_named("qwen2"), "")) == {"sliding_window": 100}
 
 
 @pytest.mark.parametrize("generation", [4, 5])
