@@ -31,7 +31,12 @@ def build_parser() -> Parser:
         "--base", type=Path, help="model before training, whose held-out loss is reported for comparison"
     )
     parser.add_argument("--text", type=Path, help="held-out text; default: Python's language reference")
-    parser.add_argument("--long-tokens", type=int, default=512, help="tokens of the long prompt and of each sequence")
+    parser.add_argument(
+        "--long-tokens",
+        type=int,
+        help="tokens of the long prompt and of each sequence; default: 512, with a prompt past every window and rotary "
+        "boundary of config.json up to 16384",
+    )
     parser.add_argument("--num-sequences", type=int, default=4, help="held-out sequences")
     parser.add_argument("--files-only", action="store_true", help="don't run the models; the report says so")
     parser.add_argument("--report", type=Path, help="writes REPORT.json and REPORT.md; default: RELEASED.verified")

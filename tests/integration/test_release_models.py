@@ -8,10 +8,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ranks
 import torch
+from hf_models import LLAMA3_ROPE
 from safetensors.torch import load_file, save_file
 
 from pretrainkit.checkpoint.convert import convert
@@ -32,9 +34,9 @@ def release(
     """A Megatron checkpoint and the Hugging Face folder released from it."""
     ranks.fork_server()  # models are compared in forks of it
 
-    def make(name: str, kind: CheckpointFormat, cut: Parallelism) -> tuple[Path, Path]:
+    def make(name: str, kind: CheckpointFormat, cut: Parallelism, **config: Any) -> tuple[Path, Path]:
         folder = tmp_path_factory.mktemp("release")
-        shutil.copytree(make_model(name, vocab_size=320, pad_token_id=2), folder / "hf")
+        shutil.copytree(make_model(name, vocab_size=320, pad_token_id=2, **config), folder / "hf")
         for path in tokenizer_folder.iterdir():
             shutil.copy(path, folder / "hf")
         convert(folder / "hf", folder / "megatron", Options(to=kind, parallelism=cut))
@@ -84,15 +86,32 @@ def test_release_that_is_no_model_is_a_wrong_request(tmp_path: Path) -> None:
 def test_models_that_differ_are_noticed_by_their_logits(release: Callable[..., tuple[Path, Path]]) -> None:
     source, released = release("llama", CheckpointFormat.TORCH_DIST, Parallelism())
     config = json.loads((released / "config.json").read_text())
-    (released / "config.json").write_text(json.dumps({**config, "rope_theta": 500.0}))
+    rope = {"rope_theta": 500.0, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+    (released / "config.json").write_text(json.dumps(config | rope))
     failed = [check.name for check in check_models(source, released, options=SMALL) if not check.passed]
     assert "logits at TP=1 are those of transformers" in failed
+
+
+@pytest.mark.parametrize(
+    ("long_tokens", "words"),
+    [(None, "664 tokens; past original_max_position_embeddings 600"), (48, "48 tokens; NOT past original_max")],
+    ids=["default", "shorter"],
+)
+def test_the_long_prompt_passes_every_boundary_of_positions_or_says_which_not(
+    release: Callable[..., tuple[Path, Path]], long_tokens: int | None, words: str
+) -> None:
+    scaling = {**LLAMA3_ROPE, "original_max_position_embeddings": 600}
+    source, released = release("llama3-rope", CheckpointFormat.NEMO, Parallelism(), rope_scaling=scaling)
+    checks = check_models(source, released, options=RunOptions(long_tokens, num_sequences=1))
+    assert all(check.passed for check in checks), checks
+    (found,) = (check.found for check in checks if check.name == "long prompt")
+    assert found.startswith(words)
 
 
 def test_models_with_experts_are_compared(release: Callable[..., tuple[Path, Path]]) -> None:
     checks = check_models(*release("qwen3-moe", CheckpointFormat.NEMO, Parallelism()), options=SMALL)
     assert all(check.passed for check in checks), checks
-    assert len(checks) == 8
+    assert len(checks) == 9
 
 
 @pytest.mark.parametrize("kind", [CheckpointFormat.NEMO, CheckpointFormat.TORCH], ids=str)

@@ -26,9 +26,9 @@ from pretrainkit.checkpoint.transforms import padded_vocabulary
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import CheckpointError, RequestError
 from pretrainkit.files import read_json, write_json
-from pretrainkit.imports import heavy_imports
 from pretrainkit.logs import get_logger
-from pretrainkit.models.registry import family_named
+from pretrainkit.models.hf_config import position_boundaries, read_fields
+from pretrainkit.models.registry import family_named, read_config
 from pretrainkit.release import prompts
 from pretrainkit.release.report import Check, collect
 from pretrainkit.release.source import ReleaseSource, find_source
@@ -53,8 +53,8 @@ _EMBEDDING = "embedding.word_embeddings.weight"
 class RunOptions:
     """Inputs of the comparison."""
 
-    long_tokens: int = 512
-    """Length of the long prompt and of each held-out sequence; the model's context where that is shorter."""
+    long_tokens: int | None = None
+    """Length of the long prompt and of each held-out sequence (`prompts.write_tokens`)."""
     num_sequences: int = 4
     """Held-out sequences for the loss."""
     text: Path | None = None
@@ -107,11 +107,22 @@ def _compare(
 ) -> Iterator[Check]:
     compared = find_source(source, released, hf_folder=hf_folder, ignore_config_fields=options.ignore_config_fields)
     shape = compared.shape
+    origin = compared.hf_folder
+    fields = read_fields(read_config(origin), family_named(shape.family), str(origin / "config.json"))
     dtype = options.dtype or _only_dtype(released)
     _prepare_ranks()  # it imports Megatron while the Hugging Face model runs
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        names = _write_tokens(released, shape, options, folder)
+        names, reached = prompts.write_tokens(
+            released,
+            shape,
+            position_boundaries(fields),
+            folder,
+            long_tokens=options.long_tokens,
+            num_sequences=options.num_sequences,
+            text=options.text,
+        )
+        yield reached
         losses = _run_transformers(released, folder, dtype)
         base = _run_transformers(options.base, folder, None, keep_logits=False) if options.base else None
         yield Check("transformers loads the release offline, with every weight", True, "no key missing or left over")
@@ -192,31 +203,6 @@ def _tensor_parallel_sizes(shape: ModelShape) -> list[int]:
     return [1, *[size for size in (2, 3, 4) if not Parallelism(size).problems(shape)][:1]]
 
 
-def _write_tokens(released: Path, shape: ModelShape, options: RunOptions, folder: Path) -> list[str]:
-    """Tokenise the prompts and the held-out text into `tokens.pt`; the prompts' names."""
-    with heavy_imports():
-        import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401  both need most of transformers
-
-    tokenizer = AutoTokenizer.from_pretrained(readable_folder(released), local_files_only=True, trust_remote_code=False)
-    length = min(options.long_tokens, shape.max_position_embeddings)
-    text = options.text.read_text(encoding="utf-8") if options.text else prompts.long_text()
-    # No tokenizer here packs more than 16 characters into a token on average.
-    ids = tokenizer(text[: 16 * length * (options.num_sequences + 1)], add_special_tokens=False)["input_ids"]
-    count = min(options.num_sequences, len(ids) // length - 1)
-    if count < 1:
-        raise RequestError(
-            f"{len(ids)} tokens of held-out text", needed=f"at least {2 * length}", action="give a longer text"
-        )
-    held_out = torch.tensor(ids[length : length * (count + 1)]).reshape(count, length)
-    texts = {name: tokenizer(prompt)["input_ids"][:length] for name, prompt in prompts.SHORT.items()}
-    texts["long"] = ids[:length]
-    torch.save(
-        {"prompts": [torch.tensor([tokens]) for tokens in texts.values()], "held_out": held_out}, folder / "tokens.pt"
-    )
-    return list(texts)
-
-
 def _run_transformers(
     model_folder: Path, folder: Path, dtype: torch.dtype | None, *, keep_logits: bool = True
 ) -> dict[str, float]:
@@ -231,7 +217,8 @@ def _run_transformers(
     tokens = torch.load(folder / "tokens.pt")
     with torch.no_grad():
         for i, prompt in enumerate(tokens["prompts"] if keep_logits else []):
-            torch.save(model(prompt).logits.float(), folder / f"logits_{i}.pt")
+            logits = model(prompt, logits_to_keep=tokens["compared"]).logits
+            torch.save(logits.float().clone(), folder / f"logits_{i}.pt")
         losses = [_loss(model(row[None]).logits, row[None]) for row in tokens["held_out"]]
     return {"held_out": sum(losses) / len(losses), "rounded": rounded}
 
@@ -348,7 +335,7 @@ def _rank(
         shape,
         key_prefix=embedding.name.removesuffix(_EMBEDDING),
         padded_vocab_size=padded_vocabulary(embedding.shape[0], 1, size),
-        sequence_length=tokens["held_out"].shape[1],
+        sequence_length=max(rows.shape[1] for rows in (tokens["held_out"], *tokens["prompts"])),
     )
 
     def padded_logits(tokens: torch.Tensor) -> torch.Tensor:
@@ -367,13 +354,13 @@ def _rank(
         torch.distributed.destroy_process_group()
         return
     for i, prompt in enumerate(tokens["prompts"]):
-        expected, logits = torch.load(scratch / f"logits_{i}.pt"), padded_logits(prompt)
+        expected, logits = torch.load(scratch / f"logits_{i}.pt"), padded_logits(prompt)[:, -tokens["compared"] :]
         compared.append(
             {
                 "difference": float((logits - expected).abs().max()),
                 "largest": float(expected.abs().max()),
                 "agreed": int((logits.argmax(-1) == expected.argmax(-1)).sum()),
-                "asked": prompt.shape[1],
+                "asked": logits.shape[1],
             }
         )
     losses = [_loss(padded_logits(row[None]), row[None]) for row in tokens["held_out"]]
