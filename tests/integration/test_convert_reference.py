@@ -49,6 +49,7 @@ def test_megatron_model_gives_the_logits_of_transformers(
         kind=str(kind),
         expert=cut.expert,
         tokens_file=tmp_path / "tokens.pt",
+        local_norms=name == "mixtral",
     )
     logits = torch.load(tmp_path / "logits.pt")
     assert expected.std() > 0.1  # random weights that say something

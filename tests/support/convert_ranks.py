@@ -6,11 +6,24 @@ from pathlib import Path
 
 
 def logits_rank(
-    rank: int, world_size: int, *, hf_folder: Path, checkpoint: Path, kind: str, expert: int, tokens_file: Path
+    rank: int,
+    world_size: int,
+    *,
+    hf_folder: Path,
+    checkpoint: Path,
+    kind: str,
+    expert: int,
+    tokens_file: Path,
+    local_norms: bool = False,
 ) -> None:
-    """Write the logits of a converted checkpoint (torch or torch_dist) beside the tokens they are for."""
+    """Write the logits of a converted checkpoint (torch or torch_dist) beside the tokens they are for.
+
+    With `local_norms`, torch_dist is read under the names that Megatron's local layer spec asks for.
+    """
     import torch
     from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.dist_checkpointing.utils import apply_prefix_mapping
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     from pretrainkit.checkpoint.transforms import padded_vocabulary
     from pretrainkit.megatron import model as megatron_model
@@ -28,9 +41,15 @@ def logits_rank(
     if kind == "torch":
         folder = f"mp_rank_{rank:02d}" if expert == 1 else f"mp_rank_00_{rank:03d}"
         stored = torch.load(checkpoint / "release" / folder / "model_optim_rng.pt", weights_only=False)
-        state = {_sequential(name): tensor for name, tensor in stored["model"].items()}
+        state = stored["model"]
     else:
         sharded = model.sharded_state_dict(prefix="")
+        if local_norms:
+            keys = get_gpt_layer_local_spec(num_experts=8).submodules.sharded_state_dict_keys_map
+            renamed = {f"decoder.layers.{old}": f"decoder.layers.{new}" for old, new in keys.items()}
+            # Of the norms there only these of ours have extra states.
+            apply_prefix_mapping({name: part for name, part in sharded.items() if "_extra" not in name}, renamed)
+            assert "decoder.layers.mlp.linear_fc1.layer_norm_weight" in {part.key for part in sharded.values()}
         loaded = dist_checkpointing.load(sharded, str(checkpoint / "release"))
         state = {name: loaded[name] for name in sharded}
     missing, unexpected = model.load_state_dict(state, strict=False)
@@ -39,10 +58,3 @@ def logits_rank(
     logits = megatron_model.logits(model.eval(), tokens, vocab_size=263)
     if rank == 0:
         torch.save(logits, tokens_file.with_name("logits.pt"))
-
-
-def _sequential(name: str) -> str:
-    """The name that SequentialMLP has for what TEGroupedMLP, which needs CUDA, calls linear_fc1.weight3."""
-    import re
-
-    return re.sub(r"experts\.(linear_fc[12])\.weight(\d+)$", r"experts.local_experts.\2.\1.weight", name)

@@ -94,6 +94,11 @@ class ConversionPlan:
         return sizes.most_common(1)[0][0]
 
     @property
+    def grouped_experts(self) -> bool:
+        """Whether Megatron-LM is to run all experts of a rank in one GEMM, for which it asserts bf16."""
+        return self.main_dtype == torch.bfloat16
+
+    @property
     def num_bytes(self) -> int:
         """Size of all weights, without vocabulary padding."""
         return sum(self.size(mapping) for mapping in self.mappings)

@@ -35,7 +35,7 @@ _ARCHITECTURE = names("""
 """)
 """Fields that decide what a model computes, under NeMo's and Megatron-LM's names."""
 
-_MEGATRON_LM_EXPERTS = {"moe_router_load_balancing_type": "aux_loss", "moe_grouped_gemm": True, "moe_layer_freq": 1}
+_MEGATRON_LM_EXPERTS = {"moe_router_load_balancing_type": "aux_loss", "moe_layer_freq": 1}
 _MEGATRON_LM_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """The constants behind Megatron-LM's --use-rope-scaling; only the factor is an argument."""
 

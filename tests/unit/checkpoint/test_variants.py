@@ -89,7 +89,7 @@ def test_classic_checkpoint_in_other_spellings(
     name: str,
     change: Change,
 ) -> None:
-    source = make_model(name)
+    source = make_model(name, dtype="bfloat16")  # for which experts are written as TEGroupedMLP has them
     cut = Parallelism(2, 2, 2 if name != "llama" else 1)
     convert(source, tmp_path / "m", Options(to=CheckpointFormat.TORCH, parallelism=cut))
     rewrite_ranks(tmp_path / "m", change)
@@ -214,7 +214,7 @@ def test_distributed_checkpoint_with_layers_and_experts_of_their_own(
     name: str,
     split_gate: bool,
 ) -> None:
-    source = make_model(name)
+    source = make_model(name, dtype="bfloat16")
     convert(source, tmp_path / "m", Options(to=CheckpointFormat.TORCH))
     model = torch.load(tmp_path / "m/release/mp_rank_00/model_optim_rng.pt", weights_only=False)["model"]
     tensors = {}
@@ -236,7 +236,7 @@ def test_distributed_checkpoint_with_layers_of_their_own_and_experts_stacked(
     make_model: Callable[..., Path], assert_same: Callable[[Path, Path], None], tmp_path: Path
 ) -> None:
     """As megatron-core keeps models whose layers are not all alike (moe_layer_freq)."""
-    source = make_model("mixtral")
+    source = make_model("mixtral", dtype="bfloat16")
     convert(source, tmp_path / "m", Options(to=CheckpointFormat.TORCH))
     model = torch.load(tmp_path / "m/release/mp_rank_00/model_optim_rng.pt", weights_only=False)["model"]
     tensors: dict[str, Any] = {}
@@ -251,6 +251,46 @@ def test_distributed_checkpoint_with_layers_of_their_own_and_experts_stacked(
     save_distributed(tensors, tmp_path / "td")
     convert(tmp_path / "td", tmp_path / "back", Options(hf_folder=source))
     assert_same(source, tmp_path / "back")
+
+
+@pytest.mark.parametrize(("dtype", "grouped"), [("bfloat16", True), ("float32", False), ("float16", False)])
+def test_experts_are_those_of_the_expert_module_that_megatron_allows(
+    make_model: Callable[..., Path], tmp_path: Path, dtype: str, grouped: bool
+) -> None:
+    """Megatron-LM asserts bf16 for --moe-grouped-gemm, which --use-checkpoint-args takes from the checkpoint."""
+    convert(make_model("qwen3-moe", dtype=dtype), tmp_path / "m", Options(to=CheckpointFormat.TORCH))
+    state = torch.load(tmp_path / "m/release/mp_rank_00/model_optim_rng.pt", weights_only=False)
+    assert state["args"].moe_grouped_gemm == grouped
+    name = "linear_fc1.weight3" if grouped else "local_experts.3.linear_fc1.weight"
+    assert f"decoder.layers.0.mlp.experts.{name}" in state["model"]
+    convert(make_model("llama", dtype=dtype), tmp_path / "dense", Options(to=CheckpointFormat.TORCH))
+    dense = torch.load(tmp_path / "dense/release/mp_rank_00/model_optim_rng.pt", weights_only=False)
+    assert not hasattr(dense["args"], "moe_grouped_gemm")
+
+
+@pytest.mark.parametrize("both", [False, True], ids=["local", "both"])
+def test_norms_of_the_local_layer_spec_are_read(
+    make_model: Callable[..., Path], assert_same: Callable[[Path, Path], None], tmp_path: Path, both: bool
+) -> None:
+    """Without Transformer Engine megatron-core saves the norm before experts under a dense layer's name."""
+    source = make_model("mixtral", dtype="bfloat16")
+    convert(source, tmp_path / "m", Options(to=CheckpointFormat.TORCH))
+    model = torch.load(tmp_path / "m/release/mp_rank_00/model_optim_rng.pt", weights_only=False)["model"]
+    tensors = {
+        re.sub(r"experts\.(linear_fc[12])\.weight(\d+)$", r"experts.experts.\2.\1.weight", key): tensor
+        for key, tensor in without_extra_states(model).items()
+    }
+    for key in [key for key in tensors if key.endswith(".pre_mlp_layernorm.weight")]:
+        norm = tensors[key] if both else tensors.pop(key)
+        tensors[key.replace("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")] = norm
+    save_distributed(tensors, tmp_path / "td")
+    convert(tmp_path / "td", tmp_path / "back", Options(hf_folder=source))
+    assert_same(source, tmp_path / "back")
+    if both:
+        tensors["decoder.layers.1.mlp.linear_fc1.layer_norm_weight"] = norm + 1
+        save_distributed(tensors, tmp_path / "other")
+        with pytest.raises(PretrainkitError, match=r"layers\.1\.mlp\.linear_fc1\.layer_norm_weight and .* differ"):
+            convert(tmp_path / "other", tmp_path / "out", Options(hf_folder=source))
 
 
 def test_megatron_core_reads_what_is_written(make_model: Callable[..., Path], tmp_path: Path) -> None:

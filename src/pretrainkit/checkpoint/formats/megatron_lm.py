@@ -137,6 +137,7 @@ def _target_arguments(plan: ConversionPlan) -> dict[str, Any]:
     parallelism, dtype = plan.options.parallelism, plan.main_dtype
     return dict(
         **megatron_lm_arguments(plan.shape),
+        **({"moe_grouped_gemm": plan.grouped_experts} if plan.shape.num_experts else {}),
         make_vocab_size_divisible_by=plan.vocabulary_divisor,
         padded_vocab_size=plan.padded_vocab_size,
         tokenizer_type="HuggingFaceTokenizer",

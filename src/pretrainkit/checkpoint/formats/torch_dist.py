@@ -50,6 +50,10 @@ FORMAT = {
 }
 """Content of metadata.json."""
 
+MLP_NORM, LOCAL_MLP_NORM = ".pre_mlp_layernorm.weight", ".mlp.linear_fc1.layer_norm_weight"
+"""The norm before experts, as Transformer Engine's layer spec names it, and Megatron's local one (where Transformer
+Engine isn't installed), which renames it as if it belonged to a linear layer."""
+
 _OLDER = "use an older, complete checkpoint"
 _WRAPPERS = re.compile(r"^((module|model)\.)+")
 _NOT_WEIGHTS = re.compile(r"^((chained_\d+\.)?optimizer\.|rng_state|rerun_state_machine_state|opt_param_scheduler)")
@@ -202,6 +206,8 @@ class TorchDistReader:
                 num_left_out += 1
             elif not bare.endswith("_extra_state"):
                 tensors[bare] = tensor
+        if shape.num_experts:
+            _take_local_norms(tensors, folder)
         found = {mapping: self._find(mapping, tensors) for mapping in mappings}
         used = {name for names, *_ in found.values() for name in names}
         missing = {str(mapping) for mapping, (names, *_) in found.items() if not names}
@@ -250,6 +256,24 @@ class TorchDistReader:
         if mapping.layout is not Layout.VOCABULARY or tensor.shape[0] == rows:
             return None
         return read_rows(tensor, leading, rows, tensor.shape[0] - rows)
+
+
+def _take_local_norms(tensors: dict[str, GlobalTensor], folder: Path) -> None:
+    """Rename the norms before experts that Megatron's local layer spec saved; they may be there under both names."""
+    for local in [name for name in tensors if name.endswith(LOCAL_MLP_NORM)]:
+        tensor, name = tensors.pop(local), local.replace(LOCAL_MLP_NORM, MLP_NORM)
+        other = tensors.setdefault(name, tensor)
+        chunks = zip(tensor.chunks, other.chunks, strict=False)
+        if tensor.shape != other.shape or not all(
+            torch.equal(_stored(tensor, ours).read(), _stored(other, theirs).read())
+            for ours, theirs in chunks
+            if ours != theirs
+        ):
+            raise CheckpointError(
+                f"{local} and {name} differ",
+                where=str(folder),
+                needed="one norm before the experts: Megatron's layer specs read one of the two names",
+            )
 
 
 def _index(index: int | None, count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

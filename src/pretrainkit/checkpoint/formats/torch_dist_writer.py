@@ -11,7 +11,14 @@ from typing import Any
 
 import torch
 
-from pretrainkit.checkpoint.formats.torch_dist import COMMON_NAME, CONFIG_NAME, FORMAT, METADATA_NAME
+from pretrainkit.checkpoint.formats.torch_dist import (
+    COMMON_NAME,
+    CONFIG_NAME,
+    FORMAT,
+    LOCAL_MLP_NORM,
+    METADATA_NAME,
+    MLP_NORM,
+)
 from pretrainkit.checkpoint.formats.torch_save import frame, write_torch_save
 from pretrainkit.checkpoint.lazy_tensor import LazyTensor, pwrite_all
 from pretrainkit.checkpoint.mapping import TensorMapping
@@ -93,6 +100,11 @@ class TorchDistWriter:
             else:
                 described[name].chunks.append(dcp.ChunkStorageMetadata(*chunk))
             stored[dcp.MetadataIndex(name, chunk and chunk[0])] = _StorageInfo(*place)
+        for name in [name for name in described if name.endswith(MLP_NORM)]:  # the same bytes under both names
+            local = name.replace(MLP_NORM, LOCAL_MLP_NORM)
+            described[local] = described[name]
+            for chunk in described[name].chunks:
+                stored[dcp.MetadataIndex(local, chunk.offsets)] = stored[dcp.MetadataIndex(name, chunk.offsets)]
         with (self.folder / METADATA_NAME).open("wb") as file:
             pickle.dump(dcp.Metadata(described, storage_data=stored), file)
         write_torch_save(dict(self._common), self.folder / COMMON_NAME)

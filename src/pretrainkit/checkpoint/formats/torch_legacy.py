@@ -49,7 +49,7 @@ _SEPARATE_NORMS = {
 def stored_names(template: str, layer: int | None, expert: int | None) -> list[str]:
     """The names that a tensor may have; `expert` is numbered within the rank. First comes Transformer Engine's.
 
-    Experts may be a tensor each (TEGroupedMLP, SequentialMLP), or all of a rank in one (GroupedMLP).
+    Those of experts are TEGroupedMLP's, SequentialMLP's, and GroupedMLP's, which has all of a rank in one tensor.
     """
     name = template.format(layer=layer)
     if expert is not None:

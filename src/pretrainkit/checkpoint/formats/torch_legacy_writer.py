@@ -27,6 +27,7 @@ class TorchLegacyWriter:
     def __init__(self, folder: Path, plan: ConversionPlan, common: Mapping[str, Any]) -> None:
         self.folder, self.dtypes, self.shape = folder, plan.dtypes, plan.shape
         self.parallelism, self._padded_rows = plan.options.parallelism, plan.padded_vocab_size
+        self._grouped_experts = plan.grouped_experts
         self._stages = plan.options.parallelism.stages(plan.shape.num_layers)
         self.parts = plan.parts()
         """Tensors by worker; every worker writes into all files."""
@@ -50,8 +51,10 @@ class TorchLegacyWriter:
                 rank, expert = divmod(expert, self.shape.num_experts // self.parallelism.expert)
                 if rank != expert_rank:
                     return []
-            is_here = mapping.layer in layers
-            return stored_names(mapping.weight.megatron, mapping.layer - layers.start, expert)[:1] if is_here else []
+            if mapping.layer not in layers:
+                return []
+            names = stored_names(mapping.weight.megatron, mapping.layer - layers.start, expert)
+            return [names[0 if expert is None or self._grouped_experts else 1]]
         if mapping.weight.megatron != EMBEDDING:
             return [mapping.weight.megatron] if stage == last else []
         is_tied_output = self.shape.tie_word_embeddings and stage == last > 0
