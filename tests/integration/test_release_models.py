@@ -114,6 +114,19 @@ def test_models_with_experts_are_compared(release: Callable[..., tuple[Path, Pat
     assert len(checks) == 9
 
 
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [("qwen2-moe", {}), ("qwen2", {"rope_scaling": LLAMA3_ROPE, "max_position_embeddings": 131072})],
+    ids=["family", "scaling"],
+)
+def test_models_that_nemo_has_no_class_for_are_compared(
+    release: Callable[..., tuple[Path, Path]], name: str, config: dict[str, Any]
+) -> None:
+    source, released = release(name, CheckpointFormat.TORCH, Parallelism(), **config)
+    done = verify(source, released)
+    assert done.returncode == 0 and "logits at TP=2" in done.stdout, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("kind", [CheckpointFormat.NEMO, CheckpointFormat.TORCH], ids=str)
 def test_cast_release_is_compared_in_its_dtype(
     release: Callable[..., tuple[Path, Path]], kind: CheckpointFormat

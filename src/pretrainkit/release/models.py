@@ -19,7 +19,7 @@ from pretrainkit.checkpoint.convert import Report, convert, default_target
 from pretrainkit.checkpoint.formats import hf
 from pretrainkit.checkpoint.formats.hf_files import readable_folder
 from pretrainkit.checkpoint.formats.torch_dist import GlobalTensor, read_metadata
-from pretrainkit.checkpoint.open import detect
+from pretrainkit.checkpoint.open import check_expressible, detect
 from pretrainkit.checkpoint.parallel import Parallelism
 from pretrainkit.checkpoint.plan import CheckpointFormat, Options
 from pretrainkit.checkpoint.transforms import padded_vocabulary
@@ -126,9 +126,7 @@ def _compare(
         losses = _run_transformers(released, folder, dtype)
         base = _run_transformers(options.base, folder, None, keep_logits=False) if options.base else None
         yield Check("transformers loads the release offline, with every weight", True, "no key missing or left over")
-        # Megatron-LM can't express every rotary scaling, and NeMo hasn't a class for every family.
-        format = CheckpointFormat.NEMO if family_named(shape.family).nemo else CheckpointFormat.TORCH_DIST
-        conversion = Options(format, hf_folder, ignore_config_fields=options.ignore_config_fields)
+        conversion = Options(_torch_dist_format(shape), hf_folder, ignore_config_fields=options.ignore_config_fields)
         weights, embedding = _megatron_weights(compared, folder, conversion)
         for size in _tensor_parallel_sizes(shape):
             logger.info("running the Megatron model at TP=%d", size)
@@ -275,6 +273,18 @@ def _megatron_weights(source: ReleaseSource, scratch: Path, conversion: Options)
     return found.weights, next(
         tensor for tensor in tensors if tensor.name.endswith(_EMBEDDING) and "optim" not in tensor.name
     )
+
+
+def _torch_dist_format(shape: ModelShape) -> CheckpointFormat:
+    """The format with torch_dist weights that can describe a model.
+
+    NeMo hasn't a class for every family and every family's scaling; Megatron-LM can't express every rotary scaling.
+    """
+    try:
+        check_expressible(shape, CheckpointFormat.NEMO)
+    except RequestError:
+        return CheckpointFormat.TORCH_DIST
+    return CheckpointFormat.NEMO
 
 
 def _prepare_ranks() -> None:
