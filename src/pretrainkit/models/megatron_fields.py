@@ -30,10 +30,21 @@ _MEGATRON_LM_NAMES = {
 
 _ARCHITECTURE = names("""
     num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels layernorm_epsilon
-    norm_epsilon rotary_base scale_factor share_embeddings_and_output_weights untie_embeddings_and_output_weights
-    add_qkv_bias qk_layernorm num_moe_experts num_experts moe_router_topk moe_ffn_hidden_size
+    norm_epsilon rotary_base rope_scaling_factor share_embeddings_and_output_weights moe_router_topk moe_ffn_hidden_size
+    untie_embeddings_and_output_weights add_qkv_bias qk_layernorm num_moe_experts num_experts
 """)
 """Fields that decide what a model computes, under NeMo's and Megatron-LM's names."""
+NEUTRAL: Mapping[str, Any] = {
+    **dict.fromkeys(names("""
+        scale_factor low_freq_factor high_freq_factor old_context_len use_rope_scaling window_size rotary_interleaved
+        seq_len_interpolation_factor rotary_seq_len_interpolation_factor squared_relu apply_layernorm_1p
+        layernorm_zero_centered_gamma multi_latent_attention moe_router_pre_softmax moe_shared_expert_gate
+        moe_shared_expert_intermediate_size
+    """)),
+    "rotary_percent": 1.0,
+}  # fmt: skip
+"""Further such fields, with the value (None: off) at which a model has nothing of the kind, and which those that are
+absent have in Megatron-core, Megatron-LM and NeMo's base class."""
 
 _MEGATRON_LM_EXPERTS = {"moe_router_load_balancing_type": "aux_loss", "moe_layer_freq": 1}
 _MEGATRON_LM_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -140,6 +151,11 @@ def megatron_lm_arguments(shape: ModelShape) -> dict[str, Any]:
     }
 
 
+def _scales_in_nemo(shape: ModelShape) -> bool:
+    classes = family_named(shape.family).nemo
+    return bool(classes and classes.scaled_rope_config)
+
+
 def _megatron_lm_rope(shape: ModelShape) -> dict[str, Any]:
     fields = {
         "position_embedding_type": "rope",
@@ -159,23 +175,26 @@ def _megatron_lm_rope(shape: ModelShape) -> dict[str, Any]:
             "Megatron-LM can't express " + ", ".join(f"{name} {found[name]}" for name in wrong),
             where="rope_scaling",
             needed=", ".join(f"{name} {value}" for name, value in wrong.items()),
-            action="use the format nemo",
+            action="use the format nemo" if _scales_in_nemo(shape) else "",
         )
     return {**fields, "rope_scaling_factor": shape.rope_scaling.factor}
 
 
-def check_stored(stored: Mapping[str, Any], expected: Mapping[str, Any], where: object) -> None:
+def check_stored(
+    stored: Mapping[str, Any], expected: Mapping[str, Any], where: object, *, absent: Mapping[str, Any]
+) -> None:
     """Raise RequestError when fields stored in a checkpoint contradict the ones expected from config.json.
 
-    Only fields that decide what the model computes are compared, and only where both sides have a value.
+    `absent` are the values of fields that aren't stored, as far as they are known. Sizes are compared where both sides
+    have one (shapes of tensors show the others), fields of NEUTRAL also where a side has none.
     """
-    problems = [
-        f"{name} is {stored[name]!r} in the checkpoint and {expected[name]!r} by config.json"
-        for name in sorted(_ARCHITECTURE)
-        if isinstance(stored.get(name), (bool, int, float))
-        and expected.get(name) is not None
-        and stored[name] != expected[name]
-    ]
+    problems = []
+    for name in sorted({*_ARCHITECTURE, *NEUTRAL} & {*stored, *absent}):
+        found, meant = stored.get(name, absent.get(name)), expected.get(name, NEUTRAL.get(name))
+        is_comparable = name in NEUTRAL or (isinstance(found, (bool, int, float)) and meant is not None)
+        if is_comparable and (found or None) != (meant or None):
+            how = "" if name in stored else " (not stored, so the default counts)"
+            problems.append(f"{name} is {found!r} in the checkpoint and {meant!r} by config.json{how}")
     if problems:
         raise RequestError(
             "; ".join(problems), where=str(where), needed="the config.json of the model in this checkpoint"

@@ -196,6 +196,123 @@ def test_old_checkpoint_versions_are_refused(make_model: Callable[..., Path], tm
         convert(tmp_path / "m", tmp_path / "back")
 
 
+def change_context(folder: Path, absent: list[str], class_name: str | None, changes: dict[str, Any]) -> None:
+    """Take fields out of the model's config in a NeMo context, name another class, add fields."""
+    path = folder / "context" / "io.json"
+    context = json.loads(path.read_text())
+    (config,) = (node for node in context["objects"].values() if "<root>.model.config" in node["paths"])
+    left_out = [f"Attr(name={name!r})" for name in absent]
+    config["items"] = [[name, node] for name, node in config["items"] if name not in left_out]
+    for name, value in changes.items():
+        config["items"].append([f"Attr(name={name!r})", {"type": "leaf", "value": value, "paths": []}])
+    if class_name:
+        config["metadata"]["items"][0][1]["name"] = class_name
+    path.write_text(json.dumps(context))
+
+
+@pytest.mark.parametrize(
+    ("name", "absent", "class_name", "changes", "words"),
+    [
+        ("llama3-rope", ["old_context_len"], None, {}, ""),
+        (
+            "llama3-rope",
+            ["scale_factor"],
+            None,
+            {},
+            "scale_factor is 8.0 in the checkpoint and 32.0 by config.json (not stored",
+        ),
+        ("llama3-rope", [], "Llama3Config", {"scale_factor": None}, "scale_factor is None in the checkpoint and 32.0"),
+        ("llama", [], "Llama31Config", {}, "scale_factor is 8.0 in the checkpoint and None by config.json (not"),
+        ("qwen2", [], None, {"scale_factor": 8.0}, "scale_factor is 8.0 in the checkpoint and None"),
+        (
+            "mistral",
+            ["window_size"],
+            None,
+            {},
+            "window_size is [4096, 0] in the checkpoint and None by config.json (not",
+        ),
+        (
+            "qwen2",
+            ["rotary_base"],
+            None,
+            {},
+            "rotary_base is 1000000 in the checkpoint and 10000.0 by config.json (not",
+        ),
+        (
+            "qwen3-moe",
+            ["moe_router_topk"],
+            None,
+            {},
+            "moe_router_topk is 8 in the checkpoint and 2 by config.json (not",
+        ),
+        ("mixtral", ["moe_router_topk", "num_moe_experts"], None, {}, ""),
+        ("mixtral", [], None, {"moe_router_pre_softmax": True}, "moe_router_pre_softmax is True"),
+        ("llama", [], None, {"rotary_percent": 0.5}, "rotary_percent is 0.5"),
+        ("qwen2", ["rotary_base"], "ClassOfALab", {}, ""),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_an_absent_setting_of_a_nemo_context_has_the_default_of_its_class(
+    make_model: Callable[..., Path],
+    tmp_path: Path,
+    name: str,
+    absent: list[str],
+    class_name: str | None,
+    changes: dict[str, Any],
+    words: str,
+) -> None:
+    convert(make_model(name), tmp_path / "m")
+    change_context(tmp_path / "m", absent, class_name, changes)
+    if not words:
+        convert(tmp_path / "m", tmp_path / "out")
+        return
+    with pytest.raises(PretrainkitError) as caught:
+        convert(tmp_path / "m", tmp_path / "out")
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [CheckpointFormat.TORCH, CheckpointFormat.TORCH_DIST], ids=str)
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("llama3-rope", {"use_rope_scaling": "absent"}, "use_rope_scaling is None in the checkpoint and True by"),
+        ("llama3-rope", {"rope_scaling_factor": 8.0}, "rope_scaling_factor is 8.0 in the checkpoint and 32.0"),
+        ("qwen2", {"use_rope_scaling": True}, "use_rope_scaling is True in the checkpoint and False"),
+        (
+            "qwen2-moe",
+            {"moe_router_pre_softmax": "absent"},
+            "moe_router_pre_softmax is None in the checkpoint and True by",
+        ),
+        ("llama", {"rotary_percent": 0.25}, "rotary_percent is 0.25 in the checkpoint and 1.0"),
+        ("llama", {"qk_layernorm": "absent", "rotary_interleaved": "absent"}, ""),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_an_absent_argument_of_megatron_lm_is_off(
+    make_model: Callable[..., Path],
+    tmp_path: Path,
+    kind: CheckpointFormat,
+    name: str,
+    changes: dict[str, Any],
+    words: str,
+) -> None:
+    convert(make_model(name), tmp_path / "m", Options(to=kind))
+    (path,) = (tmp_path / "m").glob("release/**/*.pt")
+    state = torch.load(path, weights_only=False)
+    for argument, value in changes.items():
+        if value == "absent":
+            delattr(state["args"], argument)
+        else:
+            setattr(state["args"], argument, value)
+    torch.save(state, path)
+    if not words:
+        convert(tmp_path / "m", tmp_path / "out")
+        return
+    with pytest.raises(PretrainkitError) as caught:
+        convert(tmp_path / "m", tmp_path / "out")
+    assert words in str(caught.value)
+
+
 def save_distributed(tensors: dict[str, Any], folder: Path) -> None:
     """Write tensors with torch.distributed.checkpoint itself, as the distributed format asks for it."""
     from torch.distributed import checkpoint

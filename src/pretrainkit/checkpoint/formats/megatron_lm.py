@@ -18,7 +18,7 @@ from pretrainkit.checkpoint.plan import MEGATRON_LM, CheckpointFormat, Conversio
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import RequestError
 from pretrainkit.models.family import names
-from pretrainkit.models.megatron_fields import check_stored, megatron_lm_arguments
+from pretrainkit.models.megatron_fields import NEUTRAL, check_stored, megatron_lm_arguments
 
 TRACKER_NAME = "latest_checkpointed_iteration.txt"
 CHECKPOINT_VERSION = 3.0
@@ -180,11 +180,11 @@ def required_flags(plan: ConversionPlan) -> str:
 def check_args(state: Any, shape: ModelShape, where: object) -> None:
     """Raise RequestError when the arguments in a checkpoint contradict the shape that it is read with.
 
-    `state` is what a rank's file or common.pt holds. Arguments may be absent: nothing is taken from them.
+    `state` is what a rank's file or common.pt holds. An argument that an older Megatron-LM didn't have is off.
     """
     if not isinstance(state, dict) or not isinstance(state.get("args"), argparse.Namespace):
         return
     stored = dict(vars(state["args"]))
     if not stored.get("group_query_attention", True):
         stored["num_query_groups"] = stored.get("num_attention_heads")
-    check_stored(stored, megatron_lm_arguments(shape), where)
+    check_stored(stored, megatron_lm_arguments(shape), where, absent=NEUTRAL)

@@ -20,7 +20,8 @@ from pretrainkit import hf_tokenizer
 from pretrainkit.checkpoint.formats.hf_files import GENERATION_CONFIG, copy_description
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.files import read_json, write_json
-from pretrainkit.models.megatron_fields import NemoModel, check_stored, nemo_config_fields, nemo_model
+from pretrainkit.models.megatron_fields import NEUTRAL, NemoModel, check_stored, nemo_config_fields, nemo_model
+from pretrainkit.models.nemo_defaults import NEMO_DEFAULTS
 
 CONTENT_METADATA = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 """How megatron-core's modules must name what they look for in the checkpoint (`sharded_state_dict(metadata=...)`)."""
@@ -133,18 +134,21 @@ _EMPTY_DICT = {
 def check_settings(folder: Path, shape: ModelShape) -> None:
     """Raise RequestError when the context of a checkpoint contradicts the shape that it is read with.
 
-    Settings may be absent, and so may the context: nothing is taken from them.
+    A setting that is absent has the default of its class, if that is one of NeMo's. The context itself may be absent.
     """
     path = folder / "io.json"
     nodes = read_json(path).get("objects", {}).values() if path.is_file() else ()
-    settings = {
-        element.removeprefix("Attr(name='").removesuffix("')"): value["value"]
-        for node in nodes
-        if "<root>.model.config" in node.get("paths", [])
-        for element, value in node["items"]
-        if value.get("type") == "leaf"
-    }
-    check_stored(settings, nemo_config_fields(shape), folder)
+    for node in nodes:
+        if "<root>.model.config" not in node.get("paths", []):
+            continue
+        settings = {
+            element.removeprefix("Attr(name='").removesuffix("')"): value.get("value", "a structure")
+            for element, value in node["items"]
+        }
+        name = dict(node["metadata"]["items"])["Attr(name='fn_or_cls')"]["name"]
+        known = NEMO_DEFAULTS.get(name)
+        absent = {**NEUTRAL, **known} if known is not None else {}
+        check_stored(settings, nemo_config_fields(shape), folder, absent=absent)
 
 
 def common_state() -> dict[str, Any]:
