@@ -44,6 +44,7 @@ def build_parser() -> Parser:
     flags.add_tokens(tokens, spellings=("plain", "encode"), verification=("sample", "off"), has_bos=False)
     running = parser.add_argument_group("running")
     flags.add_records(running)
+    flags.add_decontamination(parser.add_argument_group("evaluation sets"))
     flags.add_running(running, printed="records")
     add_job_flags(parser, has_array=True)
     return parser

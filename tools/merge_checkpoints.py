@@ -24,7 +24,7 @@ from pretrainkit.units import parse_bytes
 
 def build_parser() -> Parser:
     """The command's flags."""
-    parser = Parser(description=__doc__.split("\n\n")[0])
+    parser = Parser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("checkpoint", type=Path, nargs="+", help="checkpoints to average, oldest first; or one run")
     parser.add_argument("target", type=Path, help="folder to write")
     which = parser.add_mutually_exclusive_group()

@@ -45,6 +45,7 @@ def build_parser() -> Parser:
         "--writer_batch_size", type=int, help="sequences in a record batch; else DATASET_WRITER_BATCH_SIZE"
     )
     flags.add_records(running)
+    flags.add_decontamination(parser.add_argument_group("evaluation sets"))
     running.add_argument("--wait_hours", type=float, default=24.0, help="how long to wait for another process's build")
     flags.add_running(running, has_workers=False, printed="manifest")
     return parser

@@ -36,6 +36,7 @@ def build_parser() -> Parser:
     flags.add_tokens(tokens)
     tokens.add_argument("--dtype", choices=["auto", "uint16", "int32"], default="auto", help="auto: as Megatron does")
     flags.add_records(parser.add_argument_group("bad records"))
+    flags.add_decontamination(parser.add_argument_group("evaluation sets"))
     running = parser.add_argument_group("running")
     running.add_argument(
         "--resume",

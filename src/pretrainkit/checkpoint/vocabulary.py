@@ -130,7 +130,7 @@ class Extension:
         from transformers import AutoTokenizer
 
         stated = Tokenizer.from_file(str(folder / _TOKENIZER_JSON))
-        opened = AutoTokenizer.from_pretrained(readable_folder(folder), local_files_only=True)
+        opened = AutoTokenizer.from_pretrained(readable_folder(folder), local_files_only=True, trust_remote_code=False)
         for token, id in zip(self.tokens, self.ids, strict=True):
             found = [
                 stated.encode(token.text, add_special_tokens=False).ids,

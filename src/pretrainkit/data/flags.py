@@ -11,6 +11,8 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from pretrainkit.data.decontamination import NUM_WORDS
+
 
 class DataFlags:
     """Adds shared flags to groups of a tool's parser."""
@@ -68,6 +70,15 @@ class DataFlags:
         limit = "largest share of bad records, such as 1%%; a run that leaves no record fails in any case"
         add("max-rejected", type=share, default=1.0, metavar="SHARE", help=limit)
         add("max-doc-bytes", type=int, default=0, help="longer texts are bad records; 0: no limit")
+
+    def add_decontamination(self, group: Any) -> None:
+        """Evaluation sets that the output must not overlap with."""
+        add = self._adder(group)
+        sets = f"evaluation sets, .jsonl or .txt: a {self._unit} that overlaps with one is left out"
+        add("decontaminate", nargs="+", default=[], metavar="EVALS", help=sets)
+        add("decontaminate-action", choices=["drop", "report"], default="drop", help="report: it is kept, and named")
+        words = "words in a row that are an overlap; in Japanese, Chinese and Korean twice as many characters"
+        add("decontaminate-words", type=int, default=NUM_WORDS, help=words)
 
     def add_running(self, group: Any, *, has_workers: bool = True, printed: str) -> None:
         """Processes and what is printed."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from pretrainkit.data.decontamination import NUM_WORDS
+from pretrainkit.data.decontamination.evaluations import Evaluations, find_evaluations
 from pretrainkit.data.readers.records import RecordRules
 from pretrainkit.data.tokens.encoder import EngineSpec
 from pretrainkit.errors import DataError
@@ -26,6 +28,11 @@ class TextRequest:
     max_document_bytes: int = 0
     max_rejected: float = 1.0
     """Share of the records."""
+    decontaminate: tuple[str, ...] = ()
+    """Files, folders or globs of evaluation sets."""
+    decontaminate_action: str = "drop"
+    """`drop` or `report`."""
+    decontaminate_words: int = NUM_WORDS
     verify_tokens: str = "sample"
     """`sample`, `all` or `off`."""
     engine: str = "auto"
@@ -58,6 +65,10 @@ class TextRequest:
             needed=limit,
             action=f"fix them, or the flags ({place}); nothing of this output was committed",
         )
+
+    def evaluations(self) -> Evaluations | None:
+        """The evaluation sets that documents must not overlap with. Raises RequestError."""
+        return find_evaluations(self.decontaminate, self.decontaminate_words, self.decontaminate_action)
 
     def text_options(self) -> dict[str, Any]:
         """These flags by name."""

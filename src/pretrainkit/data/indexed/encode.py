@@ -7,6 +7,7 @@ A request is a call of one of its methods: `partial(Worker.encode_item, number=.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pretrainkit.data.decontamination.overlap import Decontaminated, OverlapFinder, OverlapIndex
 from pretrainkit.data.indexed.chunk import Chunk, Column, Order, Target
 from pretrainkit.data.indexed.file_bytes import copy_range, write_at
 from pretrainkit.data.indexed.request import Plan
@@ -37,10 +39,12 @@ class IndexedTask:
 
     plan: Plan
     """Without its items: a request has one."""
+    overlaps: OverlapIndex | None
+    """With the evaluation sets, where documents must not overlap with any."""
 
     def open(self, encoder: Encoder, worker: int) -> Callable[[Callable[[Worker], Any]], Any]:
         """The function that carries out requests."""
-        opened = Worker(self.plan, encoder, worker)
+        opened = Worker(self.plan, encoder, worker, self.overlaps)
         return lambda request: request(opened)
 
 
@@ -74,13 +78,14 @@ class _HeldChunk:
 class Worker:
     """Encodes chunks and holds them."""
 
-    def __init__(self, plan: Plan, encoder: Encoder, number: int) -> None:
+    def __init__(self, plan: Plan, encoder: Encoder, number: int, overlaps: OverlapIndex | None) -> None:
         self._plan, self._rules, self._folder = plan, plan.rules, plan.state_folder
         self._encoder, self._number = encoder, number
         self._first_ids, self._last_ids = (() if i is None else (i,) for i in (plan.bos_id, plan.eod_id))
         self._held: dict[Order, _HeldChunk] = {}
         self._num_encoded = 0
         self._is_special = np.zeros(plan.tokenizer.num_ids, dtype=bool)
+        self._overlaps = OverlapFinder(overlaps) if overlaps else None
         self._spelled = SpelledTokens(plan.tokenizer.special_tokens)
         self._is_special[list(plan.tokenizer.special_tokens.values())] = True
 
@@ -122,7 +127,11 @@ class Worker:
             chunk.ranges.append(counts)
             counts.num_spelled = [0] * len(self._rules.keys)
             before = [column.num_bytes for column in chunk.columns[::2]]
-            for batch in batches:
+            for whole in batches:
+                looked_at = self._overlaps.decontaminate(whole) if self._overlaps else Decontaminated(whole)
+                batch = looked_at.batch
+                counts.num_contaminated += looked_at.num_left_out
+                counts.overlaps = dict(looked_at.overlaps + Counter(counts.overlaps))
                 if self._plan.request.special_tokens_in_text != "error":  # else such records are bad
                     spelled = map(self._spelled.count, batch.texts)
                     counts.num_spelled = [a + b for a, b in zip(counts.num_spelled, spelled, strict=True)]
@@ -130,9 +139,10 @@ class Worker:
                 if bad and self._plan.request.on_error == "stop":
                     chunk.bad = number, bad[0]
                     return chunk
-                rejects += [_reject_line(number, reject) for reject in bad]
+                set_aside = sorted(bad + looked_at.found, key=lambda reject: reject.line)
+                rejects += [_reject_line(number, reject) for reject in set_aside]
                 counts.num_lines = max(counts.num_lines, batch.num_lines)
-                counts.num_records += len(batch.lines) + len(batch.rejects)
+                counts.num_records += len(whole.lines) + len(whole.rejects)
                 counts.num_blank += batch.num_blank
                 counts.num_rejected += len(bad)
                 counts.num_replaced += batch.num_replaced
@@ -192,8 +202,10 @@ class Worker:
 
 def _reject_line(number: int, reject: Reject) -> bytes:
     try:
-        record = {"record": reject.raw.decode()}
+        record: dict[str, Any] = {"record": reject.raw.decode()}
     except UnicodeDecodeError:
         # Every byte as the character of the same number: nothing is lost.
         record = {"record_latin_1": reject.raw.decode("latin-1")}
+    if reject.is_kept:
+        record = {"kept": True}
     return json.dumps({"range": number, "line": reject.line, "found": reject.found, **record}).encode() + b"\n"

@@ -130,7 +130,7 @@ class SetPart:
 
 @dataclass(frozen=True)
 class Manifest(DataRecord):
-    """All of a dataset's record. in = out + empty + rejected holds for every one."""
+    """All of a dataset's record. in = out + empty + rejected + contaminated holds for every one."""
 
     FORMAT = "pretrainkit-data-1"
     key: str
@@ -166,6 +166,10 @@ class Manifest(DataRecord):
     """None: the pair is all of what it was made from."""
     num_spelled: int = 0
     """Records whose text spells a special token; what it became says `special_tokens_in_text`."""
+    num_contaminated: int = 0
+    """Records left out, as they overlap with an evaluation set."""
+    decontamination: dict[str, Any] = field(default_factory=dict)
+    """`num_words`, `action`, a hash of the `sets`, `overlaps`: records that overlap with each set. Empty: not asked."""
     flags: dict[str, Any] = field(default_factory=dict)
     elapsed_s: float = 0.0
     megabytes_per_second: float = 0.0
@@ -177,7 +181,7 @@ class Manifest(DataRecord):
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        accounted = self.num_documents + self.num_empty + self.num_rejected
+        accounted = self.num_documents + self.num_empty + self.num_rejected + self.num_contaminated
         if self.num_records != accounted:
             raise ValueError(f"record counts do not add up: {self.num_records} != {accounted}")
 
@@ -187,17 +191,32 @@ class Manifest(DataRecord):
         source = f" of {self.inputs[0].path}" if len(self.inputs) == 1 else ""
         return (
             f"{self.key}{source}: {self.num_records} records in = {self.num_documents} documents out"
-            f" + {self.num_empty} empty + {self.num_rejected} rejected"
+            f" + {self.num_empty} empty + {self.num_rejected} rejected{contaminated_note(self.num_contaminated)}"
             f" (and {self.num_blank_lines} blank lines); {format_count(self.num_tokens)} tokens"
             f" ({self.num_tokens}) as {self.dtype}; {format_duration(self.elapsed_s)},"
             f" {self.megabytes_per_second:.1f} MB/s, {self.tokenizer.engine}"
             + spelled_note(self.num_spelled, self.special_tokens_in_text)
+            + overlaps_note(self.decontamination, self.decontamination.get("overlaps", {}))
         )
 
 
 def spelled_note(count: int, meaning: str) -> str:
     """For a summary: the texts that spell a special token; empty where there are none."""
     return f"; {count} texts spell a special token ({meaning})" if count else ""
+
+
+def contaminated_note(count: int) -> str:
+    """For a summary: the records that were left out for evaluation sets; empty where there are none."""
+    return f" + {count} contaminated" if count else ""
+
+
+def overlaps_note(decontamination: dict[str, Any], overlaps: dict[str, int]) -> str:
+    """For a summary: the records that overlap with each evaluation set; empty where none were looked for."""
+    if not decontamination:
+        return ""
+    found = [f"{name} {count}" for name, count in overlaps.items() if count]
+    kept = ", kept" if found and decontamination["action"] == "report" else ""
+    return f"; overlaps with evaluation sets: {', '.join(found) or 'none'}{kept}"
 
 
 def manifest_path(prefix: Path | str) -> Path:

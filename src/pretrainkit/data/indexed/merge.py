@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -37,6 +38,7 @@ SUMMED = (
     "num_blank_lines",
     "num_replaced",
     "num_spelled",
+    "num_contaminated",
     "num_input_bytes",
     "bin_bytes",
 )
@@ -166,7 +168,16 @@ def _join(manifests: list[Manifest], idx_xxh3_128: str) -> Manifest:
         idx_xxh3_128=idx_xxh3_128,
         inputs=tuple(inputs.values()),
         part=None,
+        decontamination=_joined_decontamination([manifest.decontamination for manifest in manifests]),
         elapsed_s=sum(manifest.elapsed_s for manifest in manifests),
         finished_at=max(manifest.finished_at for manifest in manifests),
         notes=(*manifests[0].notes, f"joined from {len(manifests)} parts"),
     )
+
+
+def _joined_decontamination(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """With the sums of all parts' overlaps; empty unless all were looked at for the same evaluation sets."""
+    first = parts[0]
+    if any({**part, "overlaps": None} != {**first, "overlaps": None} for part in parts) or not first:
+        return {}
+    return first | {"overlaps": {name: sum(part["overlaps"][name] for part in parts) for name in first["overlaps"]}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import orjson
 import xxhash
 
+from pretrainkit.data.decontamination.overlap import OVERLAPS
 from pretrainkit.data.indexed.chunk import Chunk, Column, Target
 from pretrainkit.data.indexed.file_bytes import checksum, write_at
 from pretrainkit.data.indexed.format import HEADER, bin_path, idx_path, write_header, write_index_tail
@@ -32,12 +34,15 @@ class SourceTotals(RangeCounts):
 
     def add(self, counts: RangeCounts) -> None:
         """Add the next range of the file."""
-        for name in ("num_lines", "num_records", "num_blank", "num_rejected", "num_replaced", "num_bytes"):
+        names = "num_lines", "num_records", "num_blank", "num_rejected", "num_replaced", "num_contaminated", "num_bytes"
+        for name in names:
             setattr(self, name, getattr(self, name) + getattr(counts, name))
         for name in ("num_tokens", "num_spelled"):
             added = getattr(counts, name)
             earlier = getattr(self, name) or [0] * len(added)
             setattr(self, name, [a + b for a, b in zip(earlier, added, strict=True)])
+        for name, count in counts.overlaps.items():
+            self.overlaps[name] = self.overlaps.get(name, 0) + count
         self.digest.update(bytes.fromhex("".join(counts.digests)))
         self.num_pieces += len(counts.digests)
 
@@ -116,16 +121,18 @@ class Output:
 
     def check_rejected(self) -> None:
         """Raises DataError when too many of the records were rejected."""
-        if not self.rejects.num_bytes:
+        num_rejected = sum(totals.num_rejected for totals in self._sources.values())
+        if not num_rejected:
             return
         path = self._path("rejects.jsonl")
         with path.open("rb") as file:
-            first = orjson.loads(file.readline())
+            entries = map(orjson.loads, file)
+            first = next(entry for entry in entries if not entry["found"].startswith(OVERLAPS))
         self._plan.request.check_rejected(
             self._names.prefixes[0],
             num_records=sum(totals.num_records for totals in self._sources.values()),
             num_written=sum(lengths.num_bytes for lengths in self._columns[1::2]),
-            num_rejected=sum(totals.num_rejected for totals in self._sources.values()),
+            num_rejected=num_rejected,
             first=f"{first['file']}:{first['line']}: {first['found']}",
             place=f"all are in {path}",
         )
@@ -207,11 +214,21 @@ class Output:
             inputs=inputs,
             num_files_left_out=plan.num_files_left_out,
             part=self._names.part,
+            num_contaminated=total("num_contaminated"),
+            decontamination=self._decontamination(read.values()),
             flags=plan.flags(),
             megabytes_per_second=round(num_input_bytes / elapsed_s / 1e6, 3),
             tokens_per_second=round(num_tokens / elapsed_s, 1),
             **made_now(elapsed_s),
         )
+
+    def _decontamination(self, read: Iterable[SourceTotals]) -> dict[str, Any]:
+        """What was looked for, and the records that overlap with each set."""
+        evaluations = self._plan.evaluations
+        if evaluations is None:
+            return {}
+        overlaps = {name: sum(totals.overlaps.get(name, 0) for totals in read) for name in evaluations.names}
+        return self._plan.decontamination | {"overlaps": overlaps}
 
     def _hash(self, number: int, totals: SourceTotals) -> str:
         """Empty when only a part of the file was read here."""

@@ -6,13 +6,14 @@ import hashlib
 import os
 import shutil
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import orjson
 
+from pretrainkit.data.decontamination.evaluations import Evaluations
 from pretrainkit.data.indexed.format import bin_path, check_output_prefix, idx_path, optimal_dtype
 from pretrainkit.data.indexed.manifest import Manifest, SetPart, manifest_path, read_manifest
 from pretrainkit.data.names import STATE_SUFFIX
@@ -88,6 +89,9 @@ class Plan:
     bos_id: int | None
     """Id that begins every document."""
     num_files_left_out: int
+    evaluations: Evaluations | None = None
+    decontamination: dict[str, Any] = field(default_factory=dict)
+    """What identifies the evaluation sets, and what happens to documents that overlap with them."""
 
     @property
     def rules(self) -> RecordRules:
@@ -108,19 +112,22 @@ class Plan:
         kept = asdict(self.request)
         for name in ("workers", "resume", "overwrite", "log_interval", "max_rejected"):
             del kept[name]
+        if not self.evaluations:
+            kept = {name: value for name, value in kept.items() if not name.startswith("decontaminate")}
         return kept
 
     def identity(self) -> dict[str, Any]:
         """What must be equal for unfinished work to be continued."""
         flags = self.flags()
-        for name in ("inputs", "tokenizer_model"):
-            del flags[name]
+        for name in ("inputs", "tokenizer_model", "decontaminate"):
+            flags.pop(name, None)
         return {
             **flags,
             "format": Manifest.FORMAT,
             "block_bytes": BLOCK_BYTES,
             "tokenizer": self.tokenizer.sha256,
             "eod_id": self.eod_id,
+            "decontamination": self.decontamination,
             "versions": encoder.versions(),
             "sets": [output.part and output.part.set_id for output in self.outputs[:1]],
             "inputs": [[source.path, source.num_bytes, source.modified_ns] for source in self.sources],
@@ -143,7 +150,10 @@ def make_plan(request: Request, tokenizer: TokenizerFile | None = None) -> Plan:
     sources = resolve_inputs(request.inputs, request.text_documents, left_out)
     warn_of_left_out(left_out)
     prefix, job = request.output_prefix, ""
+    evaluations = request.evaluations()
+    decontamination = evaluations.identity() if evaluations else {}
     same = [*(getattr(request, name) for name in SAME), tokenizer.sha256, eod_id, bos_id, dtype.name]
+    same += [decontamination] if evaluations else []
     if request.shard is not None:
         job = f".shard-{request.shard[0]:05d}-of-{request.shard[1]:05d}"
     parts: list[SetPart | None]
@@ -178,6 +188,8 @@ def make_plan(request: Request, tokenizer: TokenizerFile | None = None) -> Plan:
         eod_id=eod_id,
         bos_id=bos_id,
         num_files_left_out=len(left_out),
+        evaluations=evaluations,
+        decontamination=decontamination,
     )
 
 

@@ -18,6 +18,7 @@ from queue import SimpleQueue
 from typing import Any, TypeAlias
 
 from pretrainkit.data.byte_progress import ByteProgress
+from pretrainkit.data.decontamination.overlap import build_index
 from pretrainkit.data.indexed.chunk import Chunk, Column, Order, Target
 from pretrainkit.data.indexed.encode import IndexedTask, Worker
 from pretrainkit.data.indexed.output import Output
@@ -88,7 +89,7 @@ class Run:
 
     def _start_workers(self) -> None:
         plan = self._plan
-        task = IndexedTask(replace(plan, items={}))
+        task = IndexedTask(replace(plan, items={}), build_index(plan.evaluations) if plan.evaluations else None)
         sample = None
         if not self._is_proven:
             sample = ParitySample.about(plan.tokenizer.special_tokens, plan.sources, [*plan.items.values()], plan.rules)

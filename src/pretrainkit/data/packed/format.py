@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from pretrainkit.data.indexed.manifest import DataRecord, TokenizerRecord
+from pretrainkit.data.indexed.manifest import DataRecord, TokenizerRecord, contaminated_note
 from pretrainkit.data.names import PACKED_RECORD
 from pretrainkit.errors import DataError, RequestError
 from pretrainkit.files import hash_file
@@ -95,7 +95,8 @@ class PackedManifest(DataRecord):
         counts = self.documents
         return (
             f"{counts['num_records']} records in = {counts['num_documents']} documents + {counts['num_empty']} empty"
-            f" + {counts['num_rejected']} rejected; {self.num_sequences} sequences of {self.sequence_length},"
+            f" + {counts['num_rejected']} rejected{contaminated_note(counts.get('num_contaminated', 0))};"
+            f" {self.num_sequences} sequences of {self.sequence_length},"
             f" {self.num_tokens} tokens, {self.num_padding} padding, {self.num_dropped} dropped at the end"
         )
 

@@ -195,6 +195,8 @@ def make_pack_plan(request: PackRequest, machine: MachineSettings) -> PackPlan:
         **{name: getattr(request, name) for name in SAME},
         "versions": encoder.versions(),
     }
+    if evaluations := request.evaluations():
+        settings["decontamination"] = evaluations.identity()
     plan = PackPlan(request, machine, tokenizer, settings, paths, inputs)
     _check_output(plan)
     return plan

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 MAX_ERROR_EXCERPT = 500
@@ -31,6 +31,8 @@ class Reject:
     """Counted from 0 within the piece."""
     found: str
     raw: bytes
+    is_kept: bool = False
+    """Whether it is only reported."""
 
     def action(self, otherwise: str) -> str:
         """What to do where it stops a run."""
@@ -51,6 +53,12 @@ class Batch:
     num_replaced: int = 0
     raw: Callable[[int], bytes] = bytes
     """The bytes of a line."""
+
+    def without(self, rows: set[int]) -> Batch:
+        """The batch without some of its good records, by their place."""
+        kept = [place for place in range(len(self.lines)) if place not in rows]
+        texts = [[column[place] for place in kept] for column in self.texts]
+        return replace(self, texts=texts, lines=[self.lines[place] for place in kept])
 
 
 class BadText(Exception):

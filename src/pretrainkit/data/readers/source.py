@@ -49,6 +49,10 @@ class RangeCounts:
     """Per key."""
     num_spelled: list[int] = field(default_factory=list)
     """Per key: records whose text spells a special token."""
+    num_contaminated: int = 0
+    """Records left out, as they overlap with an evaluation set."""
+    overlaps: dict[str, int] = field(default_factory=dict)
+    """Records that overlap with each set, left out or not."""
     digests: list[str] = field(default_factory=list)
     """XXH3-128 of the range's pieces of BLOCK_BYTES, in hex; those of a stream come with its last block."""
 

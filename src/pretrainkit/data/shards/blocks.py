@@ -13,6 +13,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from pretrainkit.data.decontamination.overlap import Decontaminated, OverlapFinder, OverlapIndex
 from pretrainkit.data.readers.records import Batch, RecordRules, Reject
 from pretrainkit.data.readers.source import Block, RangeCounts, Source
 from pretrainkit.data.readers.work_items import WorkItem
@@ -65,6 +66,9 @@ class Piece:
     """Tables of dtype SAMPLE, to be joined; offsets are counted from the first member."""
     rejects: list[Reject] = field(default_factory=list)
     """Their lines are counted in the block."""
+    contaminated: list[Reject] = field(default_factory=list)
+    overlaps: Counter[str] = field(default_factory=Counter)
+    """Records by the evaluation set that they overlap with."""
     counts: Counter[str] = field(default_factory=Counter)
     """By the field of the shard's record."""
 
@@ -81,22 +85,32 @@ class ShardTask:
     has_text: bool
     rules: RecordRules
     special_tokens: tuple[str, ...] = ()
+    overlaps: OverlapIndex | None = None
+    """With the evaluation sets, where samples must not overlap with any."""
 
     def open(self, encoder: Encoder, _: int) -> Callable[[ShardBlock], Piece]:
         """The function that encodes a block. It raises DataError for an id that the tokenizer doesn't announce."""
-        return partial(self._encode, encoder, SpelledTokens(self.special_tokens))
+        finder = OverlapFinder(self.overlaps) if self.overlaps else None
+        return partial(self._encode, encoder, SpelledTokens(self.special_tokens), finder)
 
-    def _encode(self, encoder: Encoder, spelled: SpelledTokens, block: ShardBlock) -> Piece:
+    def _encode(
+        self, encoder: Encoder, spelled: SpelledTokens, finder: OverlapFinder | None, block: ShardBlock
+    ) -> Piece:
         piece = Piece()
         batches: Iterable[Batch]
         if block.content.batch is not None:
             batches = [block.content.batch]
         else:
             batches = block.source.parse(block.content.data, block.at_start, self.rules, BATCH_BYTES)
-        for batch in batches:
-            piece.rejects += batch.rejects
+        for whole in batches:
+            piece.rejects += whole.rejects
+            looked_at = finder.decontaminate(whole) if finder else Decontaminated(whole)
+            batch = looked_at.batch
+            piece.contaminated += looked_at.found
+            piece.overlaps.update(looked_at.overlaps)
             piece.counts.update(
-                num_records=len(batch.lines) + len(batch.rejects),
+                num_records=len(whole.lines) + len(whole.rejects),
+                num_contaminated=looked_at.num_left_out,
                 num_blank_lines=batch.num_blank,
                 num_replaced=batch.num_replaced,
                 num_spelled=spelled.count(batch.texts[0]),

@@ -13,6 +13,7 @@ import os
 import subprocess
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import xxhash
 
 from pretrainkit import files
 from pretrainkit.data.byte_progress import ByteProgress
+from pretrainkit.data.decontamination.overlap import build_index
 from pretrainkit.data.indexed.manifest import made_now, tokenizer_record
 from pretrainkit.data.shards.blocks import InputReader, Piece, ShardBlock
 from pretrainkit.data.shards.format import COUNTS, ShardRecord, end_of_archive, shard_name
@@ -59,6 +61,8 @@ def make_shards(plan: ShardPlan, shard_ids: list[int], *, stripe_count: int | No
         LOGGER.info("%s is complete already", shard_name(number))
     _make_folder(plan.request.output_dir, stripe_count)
     if wanted:
+        if evaluations := plan.request.evaluations():
+            plan = replace(plan, task=replace(plan.task, overlaps=build_index(evaluations)))
         again = "run the same task again; finished shards stay"
         # The pool is closed inside and outside of the signals' context, so no signal can cut that short.
         workers = plan.request.workers
@@ -187,7 +191,7 @@ class _ShardWriter:
         self._tar, self._samples = HashedFile(tar, stack), HashedFile(samples, stack)
         self._rejects = stack.enter_context(rejects.open("wb"))
         self._counts = Counter(dict.fromkeys(COUNTS, 0))
-        self._first_reject = ""
+        self._first_reject, self._overlaps = "", Counter[str]()
 
     def add(self, piece: Piece, block: ShardBlock) -> None:
         """Append a block's samples and rejected records.
@@ -195,17 +199,19 @@ class _ShardWriter:
         Raises DataError at a rejected record if the request says to stop there.
         """
         path = block.source.path
-        for bad in sorted(piece.rejects, key=lambda reject: reject.line):
+        is_rejected = {id(reject) for reject in piece.rejects}
+        for bad in sorted(piece.rejects + piece.contaminated, key=lambda reject: reject.line):
             line = block.line_number(bad.line)
-            if self._plan.request.on_error == "stop":
+            if id(bad) in is_rejected and self._plan.request.on_error == "stop":
                 raise DataError(
                     bad.found,
                     where=f"{path}:{line}",
                     action=bad.action("correct the record, or set bad ones aside with --on_error skip"),
                 )
-            self._first_reject = self._first_reject or f"{path}:{line}: {bad.found}"
-            record = bad.raw.decode(errors="backslashreplace")
-            entry = {"path": path, "line": line, "found": bad.found, "record": record}
+            if id(bad) in is_rejected:
+                self._first_reject = self._first_reject or f"{path}:{line}: {bad.found}"
+            record = {"kept": True} if bad.is_kept else {"record": bad.raw.decode(errors="backslashreplace")}
+            entry = {"path": path, "line": line, "found": bad.found, **record}
             self._rejects.write(json.dumps(entry, ensure_ascii=False).encode() + b"\n")
         offset = self._tar.num_bytes
         for members in piece.members:
@@ -214,6 +220,7 @@ class _ShardWriter:
             table["offset"] += offset
             self._samples.write(table.tobytes())
         self._counts.update(piece.counts)
+        self._overlaps.update(piece.overlaps)
 
     def finish(self, shard_id: int, engine: str, began: float) -> ShardRecord:
         """End the tar; gives the shard's record. Raises DataError for changed input, or too many rejected records."""
@@ -234,6 +241,7 @@ class _ShardWriter:
             shard_id=shard_id,
             num_shards=plan.num_shards,
             **dict[str, Any](self._counts),
+            overlaps=dict(self._overlaps),
             tar_bytes=self._tar.num_bytes,
             tar_xxh3_128=self._tar.hash.hexdigest(),
             samples_xxh3_128=self._samples.hash.hexdigest(),

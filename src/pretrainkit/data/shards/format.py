@@ -27,7 +27,7 @@ import io
 import itertools
 import tarfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,13 @@ import orjson
 from isal.isal_zlib import crc32
 from numpy.typing import NDArray
 
-from pretrainkit.data.indexed.manifest import DataRecord, TokenizerRecord, spelled_note
+from pretrainkit.data.indexed.manifest import (
+    DataRecord,
+    TokenizerRecord,
+    contaminated_note,
+    overlaps_note,
+    spelled_note,
+)
 from pretrainkit.data.names import SHARD_FILE
 from pretrainkit.units import format_bytes, format_count, format_duration
 
@@ -49,7 +55,7 @@ SAMPLE = np.dtype([*OLD_SAMPLE.descr, ("crc32", "<u4")])
 BLOCK = tarfile.BLOCKSIZE
 COUNTS = (
     *("num_samples", "num_tokens", "num_records", "num_empty", "num_rejected"),
-    *("num_blank_lines", "num_replaced", "num_spelled", "num_text_bytes"),
+    *("num_blank_lines", "num_replaced", "num_spelled", "num_contaminated", "num_text_bytes"),
 )
 """Fields of a record that are sums over its pieces."""
 MAX_TABLE = 1 << 20
@@ -74,7 +80,7 @@ class ShardInput:
 
 @dataclass(frozen=True)
 class ShardRecord(DataRecord):
-    """A shard's record, `shard-*.json`. in = out + empty + rejected."""
+    """A shard's record, `shard-*.json`. in = out + empty + rejected + contaminated."""
 
     FORMAT = "pretrainkit-shard-1"
     shard_id: int
@@ -106,6 +112,10 @@ class ShardRecord(DataRecord):
     """Files and `_*` folders in input folders that were not read, as they have no known suffix."""
     num_spelled: int = 0
     """Records whose text spells a special token."""
+    num_contaminated: int = 0
+    """Records left out, as they overlap with an evaluation set."""
+    overlaps: dict[str, int] = field(default_factory=dict)
+    """Records that overlap with each evaluation set, left out or not."""
     elapsed_s: float = 0.0
     finished_at: str = ""
     pretrainkit_version: str = ""
@@ -116,9 +126,11 @@ class ShardRecord(DataRecord):
         """One line: counts, size and time."""
         return (
             f"{shard_name(self.shard_id)}: {self.num_records} records in = {self.num_samples} samples +"
-            f" {self.num_empty} empty + {self.num_rejected} rejected; {format_count(self.num_tokens)} tokens"
+            f" {self.num_empty} empty + {self.num_rejected} rejected{contaminated_note(self.num_contaminated)};"
+            f" {format_count(self.num_tokens)} tokens"
             f" ({self.num_tokens}), {format_bytes(self.tar_bytes)}, {format_duration(self.elapsed_s)},"
             f" {self.tokenizer.engine}{spelled_note(self.num_spelled, self.settings['special_tokens_in_text'])}"
+            f"{overlaps_note(self.settings.get('decontamination', {}), self.overlaps)}"
         )
 
 

@@ -128,6 +128,8 @@ def make_shard_plan(request: ShardRequest) -> ShardPlan:
         "last_ids": list(last),
         **{name: getattr(request, name) for name in SAME},
     }
+    if evaluations := request.evaluations():
+        settings["decontamination"] = evaluations.identity()
     if request.num_shards:
         settings["cut"] = work_items.fingerprint(items)
     task = ShardTask(
