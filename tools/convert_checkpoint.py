@@ -51,7 +51,14 @@ def build_parser() -> Parser:
     cut = parser.add_argument_group("cut of the formats torch (ranks) and, for its arguments, torch_dist")
     cut.add_argument("--target-tensor-parallel-size", type=int, default=1, metavar="TP")
     cut.add_argument("--target-pipeline-parallel-size", type=int, default=1, metavar="PP")
-    cut.add_argument("--target-expert-parallel-size", type=int, default=1, metavar="EP")
+    cut.add_argument(
+        "--target-expert-parallel-size",
+        type=int,
+        default=1,
+        metavar="EP",
+        help="torch loads on multiples of TP x PP x EP ranks, since TP cuts experts too (Megatron's default for "
+        "--expert-tensor-parallel-size); with fewer ranks, or 1 for that, load torch_dist",
+    )
     cut.add_argument("--target-first-stage-layers", type=int, metavar="N", help="layers of the first pipeline stage")
     cut.add_argument("--target-last-stage-layers", type=int, metavar="N", help="layers of the last pipeline stage")
     cut.add_argument(

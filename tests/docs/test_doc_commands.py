@@ -20,6 +20,7 @@ PROGRAMS = {
 OTHERS_FLAGS = {
     *("--array", "--wrap", "--requeue", "--signal", "--ntasks-per-node", "--time", "--exclusive"),  # Slurm
     *("--finetune", "--no-load-optim", "--no-load-rng", "--ckpt-format", "--use-checkpoint-args"),  # Megatron-LM
+    "--expert-tensor-parallel-size",  # Megatron-LM
     *("--nv", "--cleanenv", "--fakeroot", "--bind", "--sandbox", "--no-home"),  # Apptainer
     *("--ipc", "--shm-size"),  # Docker
     *("--no-deps", "--local-dir", "--help", "--verbose", "--quiet"),  # pip, hf, all of ours
