@@ -1,4 +1,7 @@
-"""Whether a text has n words in a row with an evaluation set, found at the rate of tokenising.
+"""Whether a text has n words in a row with an evaluation set, by hashes of blocks of bytes first.
+
+Rows of words of less than 15 bytes (single letters, digits) are searched for one by one, which is slow where sets have
+many of them.
 
 Case of ASCII letters, white space and ASCII punctuation make no difference. In Japanese, Chinese and Korean two
 characters count as a word, as words are about that long there, also in mixed text: 26 of them are 13 words.
