@@ -25,7 +25,6 @@ from pretrainkit.checkpoint.formats.hf_files import copy_description, readable_f
 from pretrainkit.checkpoint.lazy_tensor import SLICE_BYTES, LazyTensor
 from pretrainkit.checkpoint.mapping import TensorMapping, tensor_mappings
 from pretrainkit.config.schema import ModelShape
-from pretrainkit.data.tokens.tokenizer import load_tokenizer
 from pretrainkit.errors import RequestError
 from pretrainkit.files import read_json, write_json
 from pretrainkit.models.family import Layout
@@ -164,24 +163,26 @@ def plan_extension(hf_folder: Path, shape: ModelShape, tokens: Sequence[NewToken
     """
     from tokenizers import AddedToken, Tokenizer
 
-    found = load_tokenizer(hf_folder)
-    if found.json_path != hf_folder / _TOKENIZER_JSON:
+    path = hf_folder / _TOKENIZER_JSON
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the tokenizers package raises no class of its own
         raise RequestError(
-            f"{_TOKENIZER_JSON} is missing, or its other files say more than it does",
-            where=str(hf_folder),
+            f"no tokenizer that can be read ({error})",
+            where=str(path),
             needed=f"a complete {_TOKENIZER_JSON}",
             action="write one with transformers: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)",
-        )
-    if found.largest_id >= shape.vocab_size:
+        ) from error
+    num_ids = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    if num_ids > shape.vocab_size:
         raise RequestError(
-            f"token id {found.largest_id} is out of range for vocab_size {shape.vocab_size}", where=str(hf_folder)
+            f"token id {num_ids - 1} is out of range for vocab_size {shape.vocab_size}", where=str(hf_folder)
         )
-    tokenizer = Tokenizer.from_file(str(found.json_path))
     present = {token.text: tokenizer.token_to_id(token.text) for token in tokens}
     if known := [f"{text!r} (id {id})" for text, id in present.items() if id is not None]:
         raise RequestError(
             f"{len(known)} of {len(tokens)} tokens are in its vocabulary already: {', '.join(known[:8])}",
-            where=str(found.json_path),
+            where=str(path),
             needed="new tokens",
             action="take them out of the file",
         )
@@ -189,17 +190,17 @@ def plan_extension(hf_folder: Path, shape: ModelShape, tokens: Sequence[NewToken
     rows = []
     for token in tokens:
         with RequestError.collected(problems):
-            rows.append(_rows_of(token, tokenizer, found.json_path))
+            rows.append(_rows_of(token, tokenizer, path))
     raise_first(problems)
     tokenizer.add_tokens([AddedToken(token.text, **_FLAGS, special=token.special) for token in tokens])
     ids = [tokenizer.token_to_id(token.text) for token in tokens]
-    if ids != list(range(found.num_ids, found.num_ids + len(tokens))):
+    if ids != list(range(num_ids, num_ids + len(tokens))):
         raise RequestError(
-            f"the tokenizers package would give ids {ids[:8]}, and the largest id so far is {found.largest_id}",
-            where=str(found.json_path),
+            f"the tokenizers package would give ids {ids[:8]}, and the largest id so far is {num_ids - 1}",
+            where=str(path),
             needed="a vocabulary without gaps",
         )
-    return Extension(hf_folder, shape, found.num_ids, tuple(tokens), tuple(rows))
+    return Extension(hf_folder, shape, num_ids, tuple(tokens), tuple(rows))
 
 
 def _rows_of(token: NewToken, tokenizer: Tokenizer, where: Path) -> tuple[int, ...]:
