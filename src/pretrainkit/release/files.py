@@ -6,7 +6,6 @@ Nothing here changes a file.
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -27,18 +26,17 @@ from pretrainkit.hf_tokenizer import in_both_spellings
 from pretrainkit.models.hf_config import read_fields
 from pretrainkit.models.registry import family_named, read_config, read_shape
 from pretrainkit.release import prompts
+from pretrainkit.release.privacy import check_privacy
 from pretrainkit.release.report import Check, ReleaseReport, collect
 from pretrainkit.release.source import check_origin, find_source
 from pretrainkit.release.weights import DTYPE_FIELDS, check_weights
 
-_SECRET = re.compile(r"hf_[A-Za-z0-9]{30,}|AKIA[0-9A-Z]{16}|ghp_[A-Za-z0-9]{36}|sk-[A-Za-z0-9]{40,}")
 MODEL_CARD = "README.md"
 """Not compared: a release has a model card of its own author."""
 _OF_ITS_OWN = {"config.json", INDEX_NAME, ORIGIN_NAME, MODEL_CARD, ".gitattributes"}
 """Files that a release may have although its source has none, besides weights and licences."""
 _NOT_COMPARED = {*DTYPE_FIELDS, "_name_or_path", "transformers_version", "rope_parameters"}
 """Fields of config.json that a release may have otherwise; rope_parameters are compared by what they mean."""
-_TEXT_SUFFIXES = (".json", ".jinja", ".txt", ".md", ".py")
 
 
 def verify_files(
@@ -66,7 +64,7 @@ def verify_files(
         "side files": _check_side_files(origin, released),
         "other files": _check_other_files(origin, released),
         "tokenizer": _check_tokenizer(released, shape, report.notes),
-        "privacy": _check_privacy(released),
+        "privacy": check_privacy(released, report.notes),
     }
     for name, checks in steps.items():
         report.checks += collect(name, checks)
@@ -236,24 +234,3 @@ def _ids(value: Any) -> list[int]:
     if value is None:
         return []
     return value if isinstance(value, list) else [value]
-
-
-def _check_privacy(released: Path) -> Iterator[Check]:
-    problems = []
-    for path in sorted(released.rglob("*")):
-        if path.suffix not in _TEXT_SUFFIXES or not path.is_file() or path.name == "tokenizer.json":
-            continue
-        text = path.read_text(encoding="utf-8", errors="replace")
-        if _SECRET.search(text):
-            problems.append(f"{path.name} holds what looks like an access token")
-        if path.suffix == ".json":
-            problems += [f"{path.name}: local path {value}" for value in _local_paths(json.loads(text))]
-    yield Check.of("no access tokens and no local paths", problems, "none")
-
-
-def _local_paths(value: Any) -> list[str]:
-    """Values of `name_or_path` fields that are local paths."""
-    if not isinstance(value, dict):
-        return []
-    fields = (value.get("_name_or_path"), value.get("name_or_path"))
-    return [field for field in fields if isinstance(field, str) and field.startswith(("/", "~", "./"))]
