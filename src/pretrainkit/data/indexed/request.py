@@ -159,7 +159,8 @@ def make_plan(request: Request, tokenizer: TokenizerFile | None = None) -> Plan:
     parts: list[SetPart | None]
     if request.per_file:
         root, bases = _bases_per_file(prefix, sources)
-        set_id = _digest([*same, [[source.relative, source.num_bytes] for source in sources]])
+        # Without their sizes: a file that was corrected is preprocessed again alone.
+        set_id = _digest([*same, [source.relative for source in sources]])
         parts = [SetPart(i, len(bases), set_id, os.path.relpath(base, root)) for i, base in enumerate(bases)]
         if request.shard is not None:  # jobs of an array share out files
             index, count = request.shard

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from pretrainkit.data.indexed.blend import make_blend
 from pretrainkit.data.indexed.format import bin_path, idx_path, open_pair
 from pretrainkit.data.indexed.manifest import InputFile, SetPart
 from pretrainkit.data.indexed.pair_set import find_pairs
+from pretrainkit.data.indexed.request import Request, make_plan
 from pretrainkit.errors import RequestError
 
 DOCUMENTS = [[5, 6, 1], [7, 1]]
@@ -152,3 +154,25 @@ def test_token_shards_at_two_depths_are_refused(tmp_path: Path) -> None:
         (tmp_path / name).write_text("{}")
     with pytest.raises(RequestError, match="more than one of"):
         read_dataset(str(tmp_path), "1,0,0")
+
+
+def test_a_corrected_file_stays_in_the_set_of_its_run(tmp_path: Path, tokenizer_folder: Path) -> None:
+    for name in "abc":
+        (tmp_path / "text").mkdir(exist_ok=True)
+        (tmp_path / "text" / f"{name}.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    request = Request(
+        inputs=(str(tmp_path / "text"),),
+        output_prefix=str(tmp_path / "out" / "x"),
+        tokenizer_model=str(tokenizer_folder),
+        per_file=True,
+    )
+
+    def ids(part: int) -> set[str]:
+        plan = make_plan(dataclasses.replace(request, shard=(part, 3)))
+        return {output.part.set_id for output in plan.outputs if output.part}
+
+    first = ids(0)
+    (tmp_path / "text" / "b.jsonl").write_text('{"text": "one"}\n')
+    assert ids(1) == first
+    (tmp_path / "text" / "d.jsonl").write_text('{"text": "three"}\n')
+    assert ids(1) != first
