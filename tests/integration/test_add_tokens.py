@@ -28,6 +28,25 @@ LINES = (
     {"token": "<|tool|>", "special": True},
 )
 TEXT = "a <|user|>日本語 b spaced c<|tool|>"
+QWEN_2 = {
+    "normalizer": {"type": "NFC"},
+    "pre_tokenizer": {
+        "type": "Sequence",
+        "pretokenizers": [
+            {
+                "type": "Split",
+                "pattern": {
+                    "Regex": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+                    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+                },
+                "behavior": "Isolated",
+                "invert": False,
+            },
+            {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False},
+        ],
+    },
+}
+"""What transformers 5 sets for this type of model, whatever its tokenizer.json says."""
 EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 MakeModel = Callable[..., Path]
 
@@ -60,6 +79,9 @@ def model(make_model: MakeModel, tokenizer_folder: Path, tmp_path_factory: pytes
         shutil.copytree(source, folder)
         for path in tokenizer_folder.iterdir():
             shutil.copy(path, folder)
+        if name == "qwen2":
+            file = folder / "tokenizer.json"
+            file.write_text(json.dumps(json.loads(file.read_text()) | QWEN_2))
         return folder
 
     return make
