@@ -1,14 +1,12 @@
 """Whether a text has n words in a row with an evaluation set, by hashes of blocks of bytes first.
 
-Rows of words of less than 15 bytes (single letters, digits) are searched for one by one, which is slow where sets have
-many of them.
-
 Case of ASCII letters, white space and ASCII punctuation make no difference. In Japanese, Chinese and Korean two
 characters count as a word, as words are about that long there, also in mixed text: 26 of them are 13 words.
 
 Few documents come near an evaluation set, so most are ruled out without a look at their words. The sets' bytes, without
 what makes no difference, are hashed by blocks of 32, 16 and 8 at every offset, the documents' at every eighth: L bytes
-hold a whole block of B bytes at such an offset if L >= B + 7. Documents with a known block are looked at word by word.
+hold a whole block of B bytes at such an offset if L >= B + 7. Rows of words that are shorter than 15 bytes (letters,
+digits) are found by blocks of 8 at every fourth offset. Documents with a known block are looked at word by word.
 The tables are files, so that all workers share their memory.
 """
 
@@ -33,8 +31,9 @@ from pretrainkit.data.readers.records import Batch, Reject
 from pretrainkit.logs import get_logger
 
 LOGGER = get_logger(__name__)
-BLOCK_SIZES = (32, 16, 8)
-"""Bytes. The smaller ones are for words that are too short to hold a larger one."""
+BLOCKS = ((32, 8), (16, 8), (8, 8), (8, 4))
+"""Sizes, and distances of the offsets at which documents are hashed, in bytes. The smaller ones are for rows of words
+that are too short to hold a larger one."""
 BITS_PER_BLOCK = 32
 """Of a table of bits, which rules out all but one in 32 blocks before their hashes are looked for."""
 MAX_EXCERPT = 200
@@ -113,6 +112,7 @@ class _Table:
     """A set of hashes of blocks, as bits."""
 
     size: int
+    stride: int
     hashes: list[NDArray[np.uint64]] = field(default_factory=list)
 
     def add(self, data: bytes) -> None:
@@ -127,8 +127,8 @@ class _Table:
         places = np.unique(hashes >> np.uint64(64 - num_bits)).astype(np.int64)
         bits = np.zeros(1 << (num_bits - 3), np.uint8)
         np.bitwise_or.at(bits, places >> 3, np.left_shift(1, places & 7).astype(np.uint8))
-        np.save(folder / f"{self.size}.hashes.npy", hashes)
-        np.save(folder / f"{self.size}.bits.npy", bits)
+        np.save(folder / f"{self.size}_{self.stride}.hashes.npy", hashes)
+        np.save(folder / f"{self.size}_{self.stride}.bits.npy", bits)
 
 
 @dataclass(frozen=True)
@@ -141,31 +141,31 @@ class OverlapIndex:
     is_dropped: bool
     """Whether a record that overlaps is left out."""
     short: tuple[bytes, ...]
-    """The bytes of rows of words too short for any block."""
+    """The bytes of rows of words too short for any block, of fewer than 11 words: searched for one by one."""
 
 
 def build_index(evaluations: Evaluations) -> OverlapIndex:
     """The index of some sets, in a temporary folder that the process removes at its end. Raises RequestError."""
-    tables = {size: _Table(size) for size in BLOCK_SIZES}
-    largest, num_words = max(BLOCK_SIZES), evaluations.num_words
+    tables, num_words = [_Table(size, stride) for size, stride in BLOCKS], evaluations.num_words
     rows, short, num_texts, num_unseen = set[tuple[int, int]](), set[bytes](), 0, 0
     for number, text in evaluations.texts():
         data, has_rows, is_added = _counting_bytes(text), False, False
         for row in _rows(text, num_words):
             has_rows = True
             rows.add((xxhash.xxh3_64_intdigest(row.words.encode()), number))
-            size = next((size for size in BLOCK_SIZES if row.end - row.begin >= size + 7), 0)
-            if not size:
+            length = row.end - row.begin
+            table = next((table for table in tables if length >= table.size + table.stride - 1), None)
+            if table is None:
                 short.add(data[row.begin : row.end])
-            elif size != largest:
-                tables[size].add(data[row.begin : row.end])
+            elif table is not tables[0]:
+                table.add(data[row.begin : row.end])
             elif not is_added:
                 is_added = True
-                tables[size].add(data)
+                table.add(data)
         num_texts, num_unseen = num_texts + 1, num_unseen + (not has_rows)
     folder = Path(tempfile.mkdtemp(prefix="pretrainkit-evaluations-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    for table in tables.values():
+    for table in tables:
         if table.hashes:
             table.save(folder)
     ordered = sorted(rows)
@@ -199,8 +199,12 @@ class OverlapFinder:
         def array(name: str) -> NDArray:
             return np.asarray(np.load(index.folder / f"{name}.npy", mmap_mode="r"))
 
-        sizes = [size for size in BLOCK_SIZES if (index.folder / f"{size}.bits.npy").is_file()]
-        self._tables = {size: (array(f"{size}.bits"), array(f"{size}.hashes")) for size in sizes}
+        names = {block: "{}_{}".format(*block) for block in BLOCKS}
+        self._tables = {
+            block: (array(f"{name}.bits"), array(f"{name}.hashes"))
+            for block, name in names.items()
+            if (index.folder / f"{name}.bits.npy").is_file()
+        }
         self._rows, self._sets = array("rows"), array("sets")
 
     def decontaminate(self, batch: Batch) -> Decontaminated:
@@ -224,10 +228,11 @@ class OverlapFinder:
         if not texts:
             return {}
         data = b"\0".join([text.encode() for text in texts]).translate(_LOWER, _IGNORED)  # texts hold no NUL
-        words, places = _words_of(data), []
-        for size, (bits, known) in self._tables.items():
-            if len(words) >= size // 8:
-                places.append(8 * _known_places(_block_hashes(words, size), bits, known))
+        places = []
+        for (size, stride), (bits, known) in self._tables.items():
+            for offset in range(0, 8, stride):
+                if len(words := _words_of(data, offset)) >= size // 8:
+                    places.append(offset + 8 * _known_places(_block_hashes(words, size), bits, known))
         places += [_places_of(short, data) for short in self._index.short]
         hits = np.concatenate(places) if places else np.zeros(0, np.int64)
         if not hits.size:
