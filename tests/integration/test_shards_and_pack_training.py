@@ -114,7 +114,7 @@ def test_samples_of_a_run_are_those_of_the_pair(forms: dict[str, Path], dataset_
         config = GPTDatasetConfig(
             random_seed=7,
             sequence_length=64,
-            tokenizer=SimpleNamespace(eod=1, pad=1, unique_identifiers={"name": "test"}),  # type: ignore[arg-type]
+            tokenizer=SimpleNamespace(eod=1, pad=1, vocab_size=320, unique_identifiers={"name": "test"}),  # type: ignore[arg-type]
             path_to_cache=str(tmp_path / path.name),
             reset_position_ids=False,
             reset_attention_mask=False,

@@ -119,7 +119,7 @@ class EncodePool:
     def load(self, engine: EngineSpec) -> None:
         """Begin to load a tokenizer in advance of `start`."""
         with self._watching_server():
-            self._server.send(("load", engine))
+            _send(self._server, ("load", engine))
 
     def load_reference(self, engine: EngineSpec) -> None:
         """Begin to load what comparing a sample needs."""
@@ -247,7 +247,7 @@ class EncodePool:
 
     def _send(self, child: _Child, item: Any) -> None:
         with self._watching(child):
-            child.connection.send(item)
+            _send(child.connection, item)
 
     def _receive(self, child: _Child) -> Any:
         with self._watching(child):
@@ -272,7 +272,7 @@ class EncodePool:
 
     def _ask_server(self, kind: str, content: Any) -> Any:
         with self._server_lock, self._watching_server():
-            self._server.send((kind, content))
+            _send(self._server, (kind, content))
             reply = self._server.recv()
         if isinstance(reply, Exception):
             raise reply
@@ -343,7 +343,7 @@ class _ForkServer:
     def check(self, engine: EngineSpec) -> None:
         """Reply with None once a tokenizer is loaded, or with what is wrong with it."""
         self.load(engine)
-        self._connection.send(self._error)
+        _send(self._connection, self._error)
 
     def fork(self, opener: Opener) -> None:
         """Fork a child; reply with its process id and the parent's end of a pipe to it."""
@@ -360,7 +360,7 @@ class _ForkServer:
             os._exit(1)
         self.children.add(pid)
         theirs.close()
-        self._connection.send(pid)
+        _send(self._connection, pid)
         reduction.send_handle(self._connection, ours.fileno(), os.getppid())
         ours.close()
 
@@ -368,7 +368,7 @@ class _ForkServer:
         """Reply with the exit code of a child that has ended; negative: the signal."""
         self.children.discard(pid)
         with contextlib.suppress(ChildProcessError):
-            self._connection.send(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+            _send(self._connection, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
             return
         self._connection.send(None)  # another request has asked for it
 
@@ -379,7 +379,7 @@ class _ForkServer:
         for pid in self.children & set(pids):
             os.waitpid(pid, 0)
         self.children -= set(pids)
-        self._connection.send(None)
+        _send(self._connection, None)
 
 
 def load_tokenizer(engine: EngineSpec) -> Encoder:
@@ -415,13 +415,18 @@ def _run_child(connection: Connection, opener: Opener, encoder: Encoder | None) 
             item = connection.recv()
             reply = reply_to if isinstance(reply_to, Exception) else _result(reply_to, item)
             del item
-            connection.send(reply)
+            _send(connection, reply)
             del reply
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass  # the parent has closed the pipe, or was killed
     except BaseException:
         sys.excepthook(*sys.exc_info())
         sys.stderr.flush()
+
+
+def _send(connection: Connection, item: Any) -> None:
+    """As Connection.send, whose buffer Python 3.12 crashes on at exit when the other end is killed in the middle."""
+    connection.send_bytes(bytes(reduction.ForkingPickler.dumps(item)))
 
 
 def _result(function: Callable[[Any], Any], argument: Any) -> Any:
