@@ -34,9 +34,10 @@ def model(make_hf_llama: Callable[..., Path]) -> Path:
 @pytest.fixture(scope="module")
 def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     from pretrainkit.checkpoint.convert import convert
+    from pretrainkit.checkpoint.plan import Options
 
     folder = tmp_path_factory.mktemp("start") / "nemo"
-    convert(model, folder)
+    convert(model, folder, Options(allow_nonfinite=True))
     return folder
 
 
@@ -59,13 +60,14 @@ def test_a_skipped_step_changes_no_weight(
     model: Path, start: Path, tmp_path: Path, dataset_prefix: Path, train_tiny: Callable[..., Any], assert_same: Any
 ) -> None:
     from pretrainkit.checkpoint.convert import convert
+    from pretrainkit.checkpoint.plan import Options
 
     data = poisoned(dataset_prefix, tmp_path / "bad", every=64)
     settings = {"initial_checkpoint": start, "dataset": data, "max_steps": 2, "on_bad_loss": "skip"}
     records = train_tiny(model, "all bad", **settings)
     assert [event["step"] for event in events(records)] == [1, 2]
     assert [record["loss"] for record in records if "loss" in record] == [None, None]
-    convert(tmp_path / "all bad" / "checkpoints" / "step_00000002", tmp_path / "back")
+    convert(tmp_path / "all bad" / "checkpoints" / "step_00000002", tmp_path / "back", Options(allow_nonfinite=True))
     assert_same(model, tmp_path / "back")
 
 
