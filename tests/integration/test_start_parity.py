@@ -158,7 +158,9 @@ def test_another_rope_theta_is_refused(model: Path, start: Path, train_tiny: Tra
     changed = tmp_path / "changed"
     shutil.copytree(model, changed)
     config = json.loads((changed / "config.json").read_text())
-    (changed / "config.json").write_text(json.dumps(config | {"rope_theta": 500000.0}))
+    (changed / "config.json").write_text(
+        json.dumps(config | {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}})
+    )
     with pytest.raises(AssertionError, match="the loaded model is not that of"):
         train_tiny(changed, "refused", initial_checkpoint=start, hf_weights=model)
     print(parity(read_records(tmp_path / "refused" / "metrics.jsonl")))

@@ -16,10 +16,10 @@ import pytest
 import ranks
 import save_faults
 from nemo.collections.common.tokenizers.huggingface.auto_tokenizer import AutoTokenizer
-from nemo.lightning.io import load_context
 
 from pretrainkit.checkpoint.formats.hf_files import is_weight_file
 from pretrainkit.checkpoint.formats.nemo import TOKENIZER_FOLDER
+from pretrainkit.engine import nemo
 from pretrainkit.errors import EXIT_STOPPED_AFTER_SAVING
 from pretrainkit.run import checkpoints
 from pretrainkit.run.attempts import read_attempts
@@ -102,7 +102,7 @@ def test_a_checkpoint_holds_the_tokenizer_but_not_the_models_own_weights(
     folder = tmp_path / "small" / "checkpoints" / checkpoint_name(1)
     context = folder / "context"
     assert not [path for path in context.rglob("*") if is_weight_file(path)]
-    tokenizer = load_context(folder, "model.tokenizer")
+    tokenizer = nemo.lightning.io.load_context(folder, "model.tokenizer")
     assert Path(tokenizer.tokenizer.name_or_path) == context / TOKENIZER_FOLDER
     assert tokenizer.text_to_ids("a text") == AutoTokenizer(str(tiny)).text_to_ids("a text")
 

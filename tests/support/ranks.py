@@ -328,10 +328,14 @@ def nemo_export_rank(rank: int, world_size: int, *, checkpoint: Path, output: Pa
     """NeMo's own export of a checkpoint to Hugging Face's format, with what it needs on a machine without CUDA."""
     import nemo.collections.llm.gpt.model.base as nemo_base
     import nemo.lightning.io.pl as nemo_checkpoint_io
+    import transformers.modeling_utils as transformers_modeling
     from nemo.collections import llm
+    from transformers.initialization import no_init_weights
 
     from pretrainkit.megatron.layer_spec import torch_layer_spec
 
     nemo_checkpoint_io._fix_tensors_device = lambda checkpoint: checkpoint
     nemo_base.local_layer_spec = torch_layer_spec
+    # NeMo's exporters import it from where transformers 4 had it.
+    transformers_modeling.no_init_weights = no_init_weights
     llm.export_ckpt(path=checkpoint, target="hf", output_path=output)

@@ -41,8 +41,8 @@ SAMPLE = ParitySample(("<|end|>",), [], [], RecordRules(("text",)))
 
 
 def children() -> set[int]:
-    """Process ids, without Python's tracker of shared memory, which stays."""
-    found = psutil.Process().children(recursive=True)
+    """Process ids, without Python's tracker of shared memory, which stays, and without zombies of other tests."""
+    found = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
     return {process.pid for process in found if "resource_tracker" not in " ".join(process.cmdline())}
 
 
