@@ -16,7 +16,7 @@ def logits_rank(
     tokens_file: Path,
     local_norms: bool = False,
 ) -> None:
-    """Write the logits of a converted checkpoint (torch or torch_dist) beside the tokens they are for.
+    """Write the logits of a converted checkpoint (torch or torch_dist), in the folder of their tokens.
 
     With `local_norms`, torch_dist is read under the names that Megatron's local layer spec asks for.
     """

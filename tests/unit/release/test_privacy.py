@@ -15,13 +15,14 @@ from safetensors.torch import load_file, save_file
 from pretrainkit.release.privacy import check_privacy
 from pretrainkit.release.report import Check
 
+HOME, ROOT = (f"/{folder}" for folder in ("home", "root"))
 HEX = "0123456789abcdef" * 2 + "01234567"
 LETTERS = "aB3" * 12
 PLANTED = {
-    "README.md": "Weights: /home/alice/runs/step_9\n",
+    "README.md": f"Weights: {HOME}/alice/runs/step_9\n",
     "LICENSE": "made on C:\\Users\\alice\\models\n",
     "notes.txt": "see file:///Users/alice/notes\n",
-    "setup.sh": "cp -r /root/project/weights .\n",
+    "setup.sh": f"cp -r {ROOT}/project/weights .\n",
     "args.json": json.dumps({"wandb_api_key": HEX}),
     "run.json": json.dumps({"wandb_key": HEX}),
     ".env": f"HF_TOKEN=hf_{LETTERS}\n",
@@ -43,7 +44,7 @@ HARMLESS = {
     "README.md": 'client = OpenAI(api_key="EMPTY", base_url="http://localhost:8000/home/v1")\n'
     "export WANDB_API_KEY=YOUR_WANDB_API_KEY\n"
     "docker run -v ~/.cache/huggingface:/root/.cache/huggingface image\n"
-    "python run.py --model /home/user/model --password <your password>\n"
+    f"python run.py --model {HOME}/user/model --password <your password>\n"
     f"Trained at commit {HEX}; the secret: more data.\n",
     "generation_config.json": '{"eos_token_id": [1, 2], "_from": "org/model"}',
     "modeling.py": 'api_key = os.environ["MODEL_API_KEY_1"]\n',
@@ -85,7 +86,7 @@ def test_examples_and_vocabularies_raise_no_alarm(tmp_path: Path) -> None:
 def test_what_weight_files_say_of_themselves_is_searched(make_model: Callable[..., Path], tmp_path: Path) -> None:
     folder = shutil.copytree(make_model("llama"), tmp_path / "hf")
     path = folder / "model.safetensors"
-    save_file(load_file(path), path, metadata={"format": "pt", "made_by": "/home/alice/merge.py"})
+    save_file(load_file(path), path, metadata={"format": "pt", "made_by": f"{HOME}/alice/merge.py"})
     found, _ = check(folder)
     assert found.found == "model.safetensors (metadata): local path /home/alice"
 

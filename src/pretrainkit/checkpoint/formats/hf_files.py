@@ -44,7 +44,7 @@ _NEVER_COPIED = {
 }
 _LICENCES = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
 _CHAT_TEMPLATES = "additional_chat_templates"
-"""The one folder that transformers itself puts beside a model: chat templates by name."""
+"""The one folder that transformers itself puts into a model's: chat templates by name."""
 
 
 def weight_files(folder: Path) -> list[Path]:
