@@ -3,8 +3,8 @@
     PYTHONPATH=CHECKOUT:tests/support python -m megatron_lm CHECKPOINT SAVED TOKENS FLAGS...
 
 Writes the logits of the token ids in TOKENS (torch.save) to logits.pt in the same folder. What a machine without
-CUDA and Transformer Engine needs is done here: the bridge to the CPU, no compilation of kernels, and for the format torch the
-names of Megatron-LM's local layers, whose norms are modules of their own.
+CUDA and Transformer Engine needs is done here: the bridge to the CPU, no compilation of kernels, and for the format
+torch the names of Megatron-LM's local layers, whose norms are modules of their own.
 """
 
 from __future__ import annotations
