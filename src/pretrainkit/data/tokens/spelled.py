@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
-
-LONGER = 4
-"""Characters of a token that are looked for before the whole token: many tokens begin alike."""
 
 
 class SpelledTokens:
     """Finds the texts in which one of a tokenizer's special tokens is spelled.
 
-    What rules out most texts comes first: one character is looked for ten times as fast as two (memchr).
+    What few texts have, the first character, is looked for first: the pattern takes ten times as long.
     """
 
     def __init__(self, tokens: Iterable[str]) -> None:
-        self._firsts: dict[str, dict[str, list[str]]] = {}
+        begin_alike: dict[str, list[str]] = {}
         for token in filter(None, tokens):
-            self._firsts.setdefault(token[0], {}).setdefault(token[:LONGER], []).append(token)
+            begin_alike.setdefault(token[0], []).append(re.escape(token))
+        self._searches = {first: re.compile("|".join(group)).search for first, group in begin_alike.items()}
 
     def count(self, texts: list[str]) -> int:
         """The number of texts that spell any."""
         found: set[int] = set()
-        for first, beginnings in self._firsts.items():
-            for number in [number for number, text in enumerate(texts) if first in text]:
-                text = texts[number]
-                tokens = (token for start, group in beginnings.items() if start in text for token in group)
-                if any(token in text for token in tokens):
-                    found.add(number)
+        for first, search in self._searches.items():
+            found.update(number for number, text in enumerate(texts) if first in text and search(text))
         return len(found)
