@@ -25,6 +25,8 @@ def build_parser() -> Parser:
     flags.add_input(what, "input", "files, folders or globs, read in natural order")
     what.add_argument("--output-prefix", required=True, help="writes OUTPUT_PREFIX_KEY_document.{bin,idx}")
     what.add_argument("--json-keys", nargs="+", default=["text"], help="keys or columns to encode, a pair each")
+    labels = "key or column (`a.b`: b in the object under a) with a document's label, such as its language: runs show "
+    what.add_argument("--label-key", default="", metavar="KEY", help=f"{labels}their loss for each label")
     what.add_argument("--per-file", action="store_true", help="one output per input file, under OUTPUT_PREFIX")
     what.add_argument("--shard", metavar="I/N", help="only part I of N; `array`: from the scheduler's variables")
     flags.add_overwrite(what, "replace existing output once the new one is complete")

@@ -119,6 +119,8 @@ class DatasetFacts:
     """Changes when the content of the dataset does, not its place (`pretrainkit.data.dataset`)."""
     row_length: int | None = None
     """Tokens of a row, where a part of the dataset is a set packed by bestfit, whose rows are the samples."""
+    labels: tuple[str, ...] = ()
+    """Labels of its documents, such as languages or inputs, by which the loss is shown; empty if there is only one."""
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,16 @@ from pretrainkit.config.schema import DatasetFacts
 from pretrainkit.config.split import parse_split, split_bounds
 from pretrainkit.data.indexed.blend import read_blend
 from pretrainkit.data.indexed.format import IndexedDataset, bin_path, idx_path
+from pretrainkit.data.indexed.labels import (
+    MAX_LABELS,
+    DocumentLabels,
+    InputLabels,
+    OneLabel,
+    StoredLabels,
+    input_names,
+)
 from pretrainkit.data.indexed.manifest import Manifest, TokenizerRecord, read_manifest
-from pretrainkit.data.indexed.pair_set import find_pairs, scan, several_forms
+from pretrainkit.data.indexed.pair_set import SHARD_NAME, find_pairs, scan, several_forms
 from pretrainkit.data.indexed.verify import eod_problem
 from pretrainkit.data.packed.format import PackedDocuments, is_packed_folder
 from pretrainkit.data.shards.shard_set import ShardDocuments, is_shard_folder
@@ -50,6 +58,23 @@ def documents_kind(path: Path | str) -> type[ShardDocuments] | type[PackedDocume
         if prefixes or len(sets) > 1:
             raise several_forms(Path(path), [*(prefix.parent for prefix in prefixes), *sets])
     return kind
+
+
+def document_labels(path: Path | str) -> DocumentLabels:
+    """The labels of the documents at one path of --dataset_path: those of --label-key, its inputs', or its own name.
+
+    Raises DataError when the stored ones are damaged.
+    """
+    pair = None if documents_kind(path) else IndexedDataset(path)
+    manifest = read_manifest(path) if pair else None
+    if pair and manifest and manifest.labels:
+        return StoredLabels(path, manifest.labels)
+    name = SHARD_NAME.sub("", Path(path).name)
+    if pair is None or manifest is None or len(manifest.inputs) < 2:
+        return OneLabel(name)
+    folder = name.removesuffix(f"_{manifest.key}_document")
+    names = [f"{folder}/{file}" for file in input_names([entry.path for entry in manifest.inputs])]
+    return InputLabels(pair.sequence_lengths, names, [entry.num_tokens for entry in manifest.inputs])
 
 
 @dataclass(frozen=True)
@@ -100,11 +125,21 @@ def read_dataset(dataset_path: str, split: str) -> DatasetReading:
             num_documents=sum(part.num_documents for part in found),
             max_token_id=max(largest_ids, default=None),
             data_hash=hashlib.sha256("".join(part.data_hash for part in found).encode()).hexdigest(),
+            labels=_labels(prefixes),
             row_length=_row_length({part.row_length for part in found} - {None}),
         ),
         split_tokens=tuple(tokens for tokens in splits if tokens) if all(splits) else None,
         tokenizers=tuple(part.tokenizer.sha256 if part.tokenizer else None for part in found),
     )
+
+
+def _labels(prefixes: list[Path | str]) -> tuple[str, ...]:
+    """Labels by which the loss can be shown; of data at URLs nothing is known before they are there."""
+    try:
+        names = {name for path in prefixes if not is_url(path) for name in document_labels(path).names}
+    except DataError as error:
+        raise RequestError(error.found, where=error.where, needed=error.needed, action=error.action) from error
+    return tuple(sorted(names)) if 1 < len(names) <= MAX_LABELS else ()
 
 
 def _row_length(lengths: set[int | None]) -> int | None:

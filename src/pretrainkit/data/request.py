@@ -39,9 +39,9 @@ class TextRequest:
     """`auto` or `tokenizers`."""
     overwrite: bool = False
 
-    def rules(self, *keys: str) -> RecordRules:
+    def rules(self, *keys: str, label_key: str = "") -> RecordRules:
         """Which records are good."""
-        return RecordRules(keys, self.on_error == "replace", self.max_document_bytes)
+        return RecordRules(keys, self.on_error == "replace", self.max_document_bytes, label_key)
 
     def engine_spec(self, name: str, json_path: Path) -> EngineSpec:
         """A library that encodes as this request asks for."""

@@ -11,6 +11,7 @@ from nemo.collections import llm  # noqa: E402
 from nemo.collections.common.tokenizers.huggingface.auto_tokenizer import AutoTokenizer  # noqa: E402
 from nemo.lightning.io.artifact import DirOrStringArtifact, FileArtifact  # noqa: E402
 from nemo.lightning.io.mixin import track_io  # noqa: E402
+from nemo.lightning.megatron_parallel import MaskedTokenLossReduction  # noqa: E402
 from nemo.utils import logging  # noqa: E402
 from nemo.utils.callbacks.dist_ckpt_io import AsyncFinalizerCallback  # noqa: E402
 
@@ -26,4 +27,4 @@ if not hasattr(AutoTokenizer, "__io_artifacts__"):
         ],
     )
 
-__all__ = ["AsyncFinalizerCallback", "AutoTokenizer", "lightning", "llm", "logging"]
+__all__ = ["AsyncFinalizerCallback", "AutoTokenizer", "MaskedTokenLossReduction", "lightning", "llm", "logging"]

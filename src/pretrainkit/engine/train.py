@@ -16,6 +16,7 @@ from pretrainkit.engine.callbacks.loss_guard import LossGuard
 from pretrainkit.engine.callbacks.recording import Recording, begin_recorder
 from pretrainkit.engine.callbacks.stop import Evaluations, StopEarly
 from pretrainkit.engine.child_processes import kill_children, use_fork_timeout
+from pretrainkit.engine.loss_by_label import LossByLabel
 from pretrainkit.engine.nemo import llm
 from pretrainkit.engine.nemo import logging as nemo_logging
 from pretrainkit.engine.trainer import (
@@ -57,16 +58,17 @@ def train(
     recorder = begin_recorder(run, plan, chosen, requests) if rank == 0 else None
     loss_checks = [InitialLossCheck(run, recorder, rank=rank)] if plan.mode == WEIGHTS else []
     watchdog = DataLoaderWatchdog(run.config.data.num_workers, recorder)
-    model = build_model(run, chosen, wrap_data_step=watchdog.data_step)
+    by_label = LossByLabel(run.dataset.labels, run.accelerator) if run.dataset.labels else None
+    model = build_model(run, chosen, wrap_data_step=watchdog.data_step, by_label=by_label)
     trainer = build_trainer(run, plan, local_world_size=local_world_size)
-    guard, graphs = LossGuard(run, recorder), UseCudaGraphs(chosen)
+    guard, graphs = LossGuard(run, recorder, by_label), UseCudaGraphs(chosen)
     trainer.callbacks = [
         VerifyRestoredState(plan),
         OptimizerSettings(run),
         guard,
         graphs,
         *loss_checks,
-        Recording(run, plan, recorder, guard, graphs),
+        Recording(run, plan, recorder, guard, graphs, by_label),
         StopEarly(requests),
         *trainer.callbacks,
         Evaluations(run),

@@ -15,6 +15,7 @@ from megatron.core.optimizer import OptimizerConfig
 
 from pretrainkit.config.schema import Kernels, ResolvedRun
 from pretrainkit.data.shards.urls import names_shards
+from pretrainkit.engine.loss_by_label import LabelledLossReduction, LossByLabel
 from pretrainkit.engine.nemo import AutoTokenizer, llm
 from pretrainkit.engine.nemo import lightning as nl
 from pretrainkit.hf_tokenizer import readable_folder
@@ -28,7 +29,9 @@ from pretrainkit.run.folder import RunFolder
 from pretrainkit.run.resume_plan import CONTINUE, WEIGHTS, StartPlan
 
 
-def build_model(run: ResolvedRun, chosen: Kernels, *, wrap_data_step: Callable[[Any], Any]) -> llm.GPTModel:
+def build_model(
+    run: ResolvedRun, chosen: Kernels, *, wrap_data_step: Callable[[Any], Any], by_label: LossByLabel | None = None
+) -> llm.GPTModel:
     """NeMo's model object; it builds Megatron's modules later, on every rank that rank's part.
 
     `wrap_data_step` gets Megatron's data step, which takes a microbatch from a loader's iterator; gives one like it.
@@ -51,9 +54,13 @@ def build_model(run: ResolvedRun, chosen: Kernels, *, wrap_data_step: Callable[[
     config.forward_step_fn = forward_step
     if run.reset_attention_mask:
         config.data_step_fn = with_document_bounds(config.data_step_fn)
+    if by_label:
+        config.data_step_fn = by_label.data_step(config.data_step_fn)
     config.data_step_fn = wrap_data_step(config.data_step_fn)
     tokenizer = AutoTokenizer(str(readable_folder(Path(run.hf_folder))), use_fast=True)
     model: llm.GPTModel = pkgutil.resolve_name(nemo.model_class)(config, tokenizer=tokenizer)
+    if by_label:
+        model._training_loss_reduction = LabelledLossReduction(by_label)
     return model
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from pretrainkit import files
 from pretrainkit.config.schema import ResolvedRun
-from pretrainkit.data.dataset import documents_kind
+from pretrainkit.data.dataset import document_labels, documents_kind
 from pretrainkit.data.packed.format import PackedDocuments
 from pretrainkit.data.shards.mirror import local_shards
 from pretrainkit.data.shards.shard_set import ShardDocuments
@@ -33,6 +33,8 @@ NO_PADDING = -1
 """Not the id of any token."""
 INDEX_KINDS = ("description.txt", "document_index.npy", "sample_index.npy", "shuffle_index.npy")
 """Files that megatron-core caches for a dataset."""
+TARGET_LABELS = "target_labels"
+"""In a sample, the labels of the documents of the tokens to predict."""
 INDEX_WAIT_S = 120.0
 """A new file is visible to other nodes of a shared disk within a minute (NFS's acdirmax)."""
 
@@ -69,6 +71,7 @@ class EpochDataset(GPTDataset):
         self._samples_per_epoch = len(self.document_index) if self._rows else super().__len__()
         self._length = self._samples_per_epoch if num_samples is None else num_samples
         self._permuted_epoch, self._permutation = 0, np.arange(0)
+        self._labels = document_labels(dataset_path or "")
 
     @property
     def _rows(self) -> PackedDocuments | None:
@@ -101,13 +104,17 @@ class EpochDataset(GPTDataset):
     def __getitem__(self, idx: int | None) -> dict[str, Tensor]:
         position = 0 if idx is None else self._within_first_epoch(int(idx))
         if self._rows:
-            sample = row_sample(*self._rows.row(int(self.document_index[position])))
+            row = self.document_index[position]
+            sample = row_sample(*self._rows.row(int(row)))
+            documents, ends = np.array([row]), np.array([len(sample["tokens"])])
         else:
             sample = super().__getitem__(position)
+            documents, ends = self._documents(position)
             if self.config.reset_attention_mask:
-                reset_positions(sample, self._document_ends(position))
+                reset_positions(sample, ends)
             elif self.config.eod_mask_loss:
-                mask_boundary_loss(sample, self._document_ends(position))
+                mask_boundary_loss(sample, ends)
+        sample[TARGET_LABELS] = target_labels(self._labels.codes(documents), ends, len(sample["tokens"]))
         if idx is None:  # pads a batch
             sample["loss_mask"] = torch.zeros_like(sample["loss_mask"])
         return sample
@@ -122,12 +129,12 @@ class EpochDataset(GPTDataset):
             self._permuted_epoch = epoch
         return int(self._permutation[position])
 
-    def _document_ends(self, position: int) -> NDArray[np.int64]:
-        """Positions in a sample of the first epoch that follow its documents' last tokens."""
+    def _documents(self, position: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The documents in a sample of the first epoch, and the positions in it that follow their last tokens."""
         index = int(self.shuffle_index[position])
         (first, offset), (last, _) = self.sample_index[index], self.sample_index[index + 1]
-        lengths = self.dataset.sequence_lengths[self.document_index[int(first) : int(last) + 1]]
-        return np.cumsum(lengths, dtype=np.int64) - int(offset)
+        documents = self.document_index[int(first) : int(last) + 1].astype(np.int64)
+        return documents, np.cumsum(self.dataset.sequence_lengths[documents], dtype=np.int64) - int(offset)
 
     def sample_documents(self, index: int) -> list[int]:
         """The numbers of the documents in sample `index`, or of its row in a dataset packed by bestfit."""
@@ -136,6 +143,12 @@ class EpochDataset(GPTDataset):
             return [int(self.document_index[position])]
         _, documents = self._query_document_sample_shuffle_indices(position)
         return [int(document) for document in documents]
+
+
+def target_labels(codes: NDArray[np.int64], ends: NDArray[np.int64], length: int) -> Tensor:
+    """For each position of a sample [S], the code of the label of the document whose token is predicted there."""
+    documents = np.searchsorted(ends, np.arange(1, length + 1), side="right")
+    return torch.from_numpy(codes[np.minimum(documents, len(codes) - 1)])
 
 
 def reset_positions(sample: dict[str, Tensor], ends: NDArray[np.int64]) -> None:

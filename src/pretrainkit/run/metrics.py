@@ -68,9 +68,11 @@ class RunRecorder:
         learning_rate: float,
         grad_norm: float | None,
         peak_memory_gib: float | None = None,
+        by_label: tuple[dict[str, float], dict[str, int]] | None = None,
     ) -> None:
         """Record optimizer step number `step` (the first is 1); rates are means since the last record.
 
+        `by_label`: the loss and the tokens of each label of documents since the last record.
         MFU (model FLOPs use) is a rank's model FLOP/s over its device's dense bf16 peak, where that is known.
         """
         run, now_s = self._run, time.monotonic()
@@ -99,6 +101,7 @@ class RunRecorder:
             data_wait_share=round(data_wait_share, 4),
             padding_share=padding_share and round(padding_share, 6),
             peak_memory_gib=peak_memory_gib and round(peak_memory_gib, 3),
+            **({} if by_label is None else {"loss_by_label": by_label[0], "tokens_by_label": by_label[1]}),
         )
         norm = "" if grad_norm is None else f"grad norm {grad_norm:.3f}  "
         log.info(
@@ -121,15 +124,14 @@ class RunRecorder:
         self._last_time_s += seconds
 
     def _write(self, **record: Any) -> None:
-        # JSON has no NaN.
-        finite = {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in record.items()
-        }
+        finite = {name: _finite(value) for name, value in record.items()}
         self._attempts.add(finite)
         self._file.append(finite)
         if "event" not in record:
-            numbers = {name: value for name, value in record.items() if name != "step" and value is not None}
+            numbers = dict[str, float]()
+            for name, value in record.items():
+                parts = {f"{name}/{label}": part for label, part in value.items()} if isinstance(value, dict) else {}
+                numbers |= parts or ({} if name == "step" or value is None else {name: value})
             self._send_to_trackers(lambda tracker: tracker.log_metrics(numbers, record["step"]))
 
     def _send_to_trackers(self, send: Callable[[Any], None]) -> None:
@@ -147,6 +149,13 @@ class RunRecorder:
         if len(self.trackers) < trackers:  # Python would wait for the library's process when it exits
             for process in psutil.Process().children(recursive=True):
                 process.kill()
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN."""
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _finish(tracker: Any) -> None:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from pretrainkit.megatron.attention import attend_within_documents, document_bounds, with_document_bounds
-from pretrainkit.megatron.dataset import reset_positions, row_sample
+from pretrainkit.megatron.dataset import reset_positions, row_sample, target_labels
 
 
 def test_bounds_lie_where_positions_begin_anew() -> None:
@@ -59,3 +59,10 @@ def test_the_data_step_gets_bounds_with_each_batch() -> None:
     step = with_document_bounds(next)
     assert step(batches)[0]["attention_mask"].tolist() == [0, 2, 3]
     assert step(batches)["attention_mask"].tolist() == [0, 3]
+
+
+def test_a_loss_has_the_label_of_the_document_whose_token_is_predicted() -> None:
+    # Tokens a a | b b b | c ...: the first is cut by the sample's begin, the last by its end.
+    ends = np.array([2, 5, 11])
+    assert target_labels(np.array([7, 8, 9]), ends, 6).tolist() == [7, 8, 8, 8, 9, 9]
+    assert target_labels(np.array([7]), np.array([4]), 4).tolist() == [7, 7, 7, 7]

@@ -1,7 +1,8 @@
 """A piece of the input, encoded: counts and checksums of its data, and the part files that hold it for a while.
 
-The data are columns: tokens and lengths (int32) of each key in turn. A chunk's place in the output is known once all
-earlier ones are encoded. A chunk that waits long is in part files, a file for each column; so are its rejects, always.
+The data are columns: tokens, lengths (int32) and, if asked for, labels (`labels`) of each key in turn. A chunk's place
+in the output is known once all earlier ones are encoded. A chunk that waits long is in part files, a file for each
+column; so are its rejects, always.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ A request is a call of one of its methods: `partial(Worker.encode_item, number=.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from pretrainkit.data.decontamination.overlap import Decontaminated, OverlapFinder, OverlapIndex
 from pretrainkit.data.indexed.chunk import Chunk, Column, Order, Target
 from pretrainkit.data.indexed.file_bytes import copy_range, write_at
+from pretrainkit.data.indexed.labels import count_labels
 from pretrainkit.data.indexed.request import Plan
 from pretrainkit.data.readers.records import Batch, Reject
 from pretrainkit.data.readers.source import RangeCounts
@@ -60,9 +62,9 @@ class _HeldChunk:
         self._begins = [column.num_bytes for column in self.chunk.columns]
         self.num_bytes = 0
 
-    def add(self, k: int, ids: NDArray, lengths: NDArray[np.int32]) -> None:
-        """Add a key's documents [ids, lengths]."""
-        for c, array in ((2 * k, ids), (2 * k + 1, lengths)):
+    def add(self, k: int, *columns: NDArray) -> None:
+        """Add a key's documents [ids, lengths, and labels if they have some]."""
+        for c, array in enumerate(columns, k * len(columns)):
             if array.size:
                 self._arrays[c].append(array)
                 self.chunk.columns[c].add(array)
@@ -116,7 +118,7 @@ class Worker:
 
     def _chunk(self, item: int, block: int, *, is_last: bool, disk_bytes: int) -> Chunk:
         num_keys = len(self._rules.keys)
-        columns = [Column() for _ in range(2 * num_keys)]
+        columns = [Column() for _ in range(len(self._plan.columns) * num_keys)]
         return Chunk(item, block, is_last, disk_bytes, columns, [0] * num_keys, worker=self._number)
 
     def _encode_ranges(self, chunk: Chunk, ranges: Iterable[tuple[RangeCounts, Iterable[Batch]]]) -> Chunk:
@@ -126,7 +128,9 @@ class Worker:
         for number, (counts, batches) in enumerate(ranges):
             chunk.ranges.append(counts)
             counts.num_spelled = [0] * len(self._rules.keys)
-            before = [column.num_bytes for column in chunk.columns[::2]]
+            counts.labels = [{} for _ in self._rules.keys if self._rules.label_key]
+            tokens = chunk.columns[:: len(self._plan.columns)]
+            before = [column.num_bytes for column in tokens]
             for whole in batches:
                 looked_at = self._overlaps.decontaminate(whole) if self._overlaps else Decontaminated(whole)
                 batch = looked_at.batch
@@ -135,7 +139,7 @@ class Worker:
                 if self._plan.request.special_tokens_in_text != "error":  # else such records are bad
                     spelled = map(self._spelled.count, batch.texts)
                     counts.num_spelled = [a + b for a, b in zip(counts.num_spelled, spelled, strict=True)]
-                bad = sorted(batch.rejects + self._encode_batch(batch, held), key=lambda reject: reject.line)
+                bad = sorted(batch.rejects + self._encode_batch(batch, held, counts), key=lambda reject: reject.line)
                 if bad and self._plan.request.on_error == "stop":
                     chunk.bad = number, bad[0]
                     return chunk
@@ -149,7 +153,7 @@ class Worker:
                 if held.num_bytes > MAX_HELD_BYTES:
                     held.write(parts)
                     chunk.worker = None
-            added = (column.num_bytes - then for column, then in zip(chunk.columns[::2], before, strict=True))
+            added = (column.num_bytes - then for column, then in zip(tokens, before, strict=True))
             counts.num_tokens = [num_bytes // self._plan.dtype.itemsize for num_bytes in added]
         if rejects:
             chunk.rejects.add(b"".join(rejects))
@@ -163,7 +167,7 @@ class Worker:
             trim_heap()
         return chunk
 
-    def _encode_batch(self, batch: Batch, held: _HeldChunk) -> list[Reject]:
+    def _encode_batch(self, batch: Batch, held: _HeldChunk, counts: RangeCounts) -> list[Reject]:
         """Encode into the chunk; gives the records that are bad because of special tokens in their text."""
         plan = self._plan
         encoded = []
@@ -186,7 +190,12 @@ class Worker:
             if rejects:
                 ids = ids[np.repeat(good, lengths)]
             self._check_range(ids)
-            held.add(k, *finish(ids, lengths[kept], plan.dtype, first=self._first_ids, last=self._last_ids))
+            ids, lengths = finish(ids, lengths[kept], plan.dtype, first=self._first_ids, last=self._last_ids)
+            labels = [
+                count_labels(itertools.compress(batch.labels, kept), lengths, found)
+                for found in counts.labels[k : k + 1]
+            ]
+            held.add(k, ids, lengths, *labels)
         return rejects
 
     def _check_range(self, ids: NDArray[np.uint32]) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 from pretrainkit.config.split import SPLIT_NAMES, num_samples, parse_split, split_bounds
 from pretrainkit.data.indexed import blend
 from pretrainkit.data.indexed.format import IndexedDataset, open_pair
+from pretrainkit.data.indexed.labels import StoredLabels
 from pretrainkit.data.indexed.manifest import read_manifest
 from pretrainkit.data.indexed.merge import merge
 from pretrainkit.data.indexed.pair_set import find_pairs
@@ -40,6 +41,7 @@ class ShownDocument:
     number: int
     ids: list[int]
     text: str
+    label: str | None
 
 
 def show(prefix: Path, documents: str, tokenizer_model: str | None = None) -> Iterator[ShownDocument]:
@@ -64,9 +66,11 @@ def show(prefix: Path, documents: str, tokenizer_model: str | None = None) -> It
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(file.json_path))
+    labels = StoredLabels(prefix, manifest.labels) if manifest and manifest.labels else None
     for number in range(begin, end):
         ids = dataset.document(number).tolist()
-        yield ShownDocument(number, ids, tokenizer.decode(ids, skip_special_tokens=False))
+        label = labels.label_of(number) if labels else None
+        yield ShownDocument(number, ids, tokenizer.decode(ids, skip_special_tokens=False), label)
 
 
 def _range(text: str, count: int) -> tuple[int, int]:
@@ -87,7 +91,8 @@ def show_documents(prefix: Path, documents: str, tokenizer_model: str | None, *,
         if as_json:
             print(json.dumps(vars(document), ensure_ascii=False))
             continue
-        print(f"--- document {document.number}, {len(document.ids)} tokens")
+        label = f", {document.label}" if document.label else ""
+        print(f"--- document {document.number}, {len(document.ids)} tokens{label}")
         if with_ids:
             print(*document.ids)
         print(document.text)
@@ -107,6 +112,8 @@ class Statistics:
     """Documents and their tokens by length: in [2^i, 2^(i + 1)), as (2^i, documents, tokens)."""
     sources: list[tuple[str, int]]
     """Input files and their tokens; empty without a manifest."""
+    labels: dict[str, int]
+    """Tokens of each label; empty without --label-key."""
 
 
 def read_statistics(prefix: Path | str) -> Statistics:
@@ -128,6 +135,7 @@ def read_statistics(prefix: Path | str) -> Statistics:
         {name: int(value) for name, value in zip(QUANTILES, found, strict=True)},
         histogram,
         [(entry.path, entry.num_tokens) for entry in manifest.inputs] if manifest else [],
+        {name: tokens for name, (_, tokens) in manifest.labels.counts.items()} if manifest and manifest.labels else {},
     )
 
 
@@ -141,8 +149,10 @@ def format_statistics(statistics: Statistics) -> str:
     for least, documents, tokens in statistics.histogram:
         bar = "#" * round(40 * tokens / most)
         lines.append(f"  {least:>9} to {2 * least - 1:>9}: {documents:>10} documents {tokens:>13} tokens {bar}")
-    for path, tokens in statistics.sources:
-        lines.append(f"  {tokens:>13} tokens ({100 * tokens / max(statistics.num_tokens, 1):5.1f}%) from {path}")
+    shares = [(f"from {path}", tokens) for path, tokens in statistics.sources]
+    shares += [(f"labelled {name}", tokens) for name, tokens in statistics.labels.items()]
+    for what, tokens in shares:
+        lines.append(f"  {tokens:>13} tokens ({100 * tokens / max(statistics.num_tokens, 1):5.1f}%) {what}")
     return "\n".join(lines)
 
 
@@ -180,7 +190,7 @@ def report_merge(inputs: list[str], output_prefix: str, *, overwrite: bool) -> R
     names: list[str] = []
     for name in inputs:
         for match in sorted(glob.glob(name), key=natural_key) if glob.has_magic(name) else [name]:  # noqa: PTH207
-            prefix = match.removesuffix(".bin").removesuffix(".idx")
+            prefix = match.removesuffix(".bin").removesuffix(".idx").removesuffix(".labels")
             # A shell's glob names all files of a pair.
             if not match.endswith(".manifest.json") and (prefix == match or prefix not in names):
                 names.append(prefix)

@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+from pretrainkit.data.indexed.labels import LabelRecord
 from pretrainkit.data.tokens import encoder
 from pretrainkit.errors import DataError
 from pretrainkit.records import decode
@@ -19,6 +20,9 @@ from pretrainkit.units import format_count, format_duration
 
 if TYPE_CHECKING:
     from pretrainkit.data.tokens.tokenizer import TokenizerFile
+
+SHOWN_LABELS = 8
+"""Labels in a summary."""
 
 
 @dataclass(frozen=True)
@@ -166,6 +170,8 @@ class Manifest(DataRecord):
     """None: the pair is all of what it was made from."""
     num_spelled: int = 0
     """Records whose text spells a special token; what it became says `special_tokens_in_text`."""
+    labels: LabelRecord | None = None
+    """None: --label-key was not given."""
     num_contaminated: int = 0
     """Records left out, as they overlap with an evaluation set."""
     decontamination: dict[str, Any] = field(default_factory=dict)
@@ -195,9 +201,20 @@ class Manifest(DataRecord):
             f" (and {self.num_blank_lines} blank lines); {format_count(self.num_tokens)} tokens"
             f" ({self.num_tokens}) as {self.dtype}; {format_duration(self.elapsed_s)},"
             f" {self.megabytes_per_second:.1f} MB/s, {self.tokenizer.engine}"
+            + labels_note(self.labels)
             + spelled_note(self.num_spelled, self.special_tokens_in_text)
             + overlaps_note(self.decontamination, self.decontamination.get("overlaps", {}))
         )
+
+
+def labels_note(labels: LabelRecord | None) -> str:
+    """For a summary: how many tokens have the most frequent labels; empty without labels."""
+    if labels is None:
+        return ""
+    tokens = sorted(((tokens, label) for label, (_, tokens) in labels.counts.items()), reverse=True)
+    shown = [f"{label} {format_count(count)}" for count, label in tokens[:SHOWN_LABELS]]
+    more = [f"{len(tokens) - SHOWN_LABELS} more"] if len(tokens) > SHOWN_LABELS else []
+    return f"; tokens by {labels.key}: {', '.join(shown + more) or 'none'}"
 
 
 def spelled_note(count: int, meaning: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from pretrainkit.data.indexed.format import (
     open_pair,
     write_header,
 )
+from pretrainkit.data.indexed.labels import LABEL_BYTES, LabelRecord, add_counts, label_record, labels_path
 from pretrainkit.data.indexed.manifest import InputFile, Manifest, manifest_path, read_manifest
 from pretrainkit.data.indexed.pair_set import SHARD_NAME, check_sets
 from pretrainkit.errors import RequestError
@@ -54,6 +56,8 @@ def merge(prefixes: list[Path], output_prefix: Path | str, *, overwrite: bool = 
     dtypes = [open_pair(prefix).dtype for prefix in prefixes]
     manifests = _check(prefixes, dtypes)
     finals = [bin_path(output_prefix), idx_path(output_prefix), manifest_path(output_prefix)]
+    if manifests and manifests[0].labels:
+        finals.insert(2, labels_path(output_prefix))
     existing = [str(path) for path in finals if path.exists()]
     if existing and not overwrite:
         raise RequestError(f"output exists: {', '.join(existing)}", action="give another name, or --overwrite")
@@ -62,17 +66,21 @@ def merge(prefixes: list[Path], output_prefix: Path | str, *, overwrite: bool = 
     Path(output_prefix).parent.mkdir(parents=True, exist_ok=True)
     for path in finals:
         remove_leftovers(path)
-    tokens, index, record = temporaries = [temporary_name(path) for path in finals]
+    tokens, index, *labels, record = temporaries = [temporary_name(path) for path in finals]
     joined = None
     try:
-        _write_tokens(tokens, prefixes)
+        _concatenate(tokens, map(bin_path, prefixes))
+        for path in labels:
+            _concatenate(path, map(labels_path, prefixes))
         _write_index(index, prefixes, dtypes[0])
-        for path in (tokens, index):
+        for path in (tokens, index, *labels):
             fsync_path(path)
         if manifests is not None:
             joined = _join(manifests, hash_file(index, xxhash.xxh3_128))
             write_json(record, joined.to_json())
         commit_all([*zip(temporaries, finals, strict=True)])
+        if not labels:  # those of an output that was replaced
+            labels_path(output_prefix).unlink(missing_ok=True)
     finally:
         for path in temporaries:
             path.unlink(missing_ok=True)
@@ -103,6 +111,8 @@ def _check(prefixes: list[Path], dtypes: list[np.dtype]) -> list[Manifest] | Non
         for name in ("append_eod", "add_bos"):
             if getattr(manifest, name) != getattr(known[0], name):
                 raise RequestError(f"{prefixes[0]} and {prefix} differ in {name}", needed="one policy")
+        if (manifest.labels and manifest.labels.key) != (known[0].labels and known[0].labels.key):
+            raise RequestError(f"{prefixes[0]} and {prefix} differ in --label-key", needed="one for all, or none")
         if manifest.tokenizer.sha256 != known[0].tokenizer.sha256:
             raise RequestError(
                 f"{prefixes[0]} was made with {known[0].tokenizer.name}, {prefix} with {manifest.tokenizer.name}",
@@ -111,12 +121,12 @@ def _check(prefixes: list[Path], dtypes: list[np.dtype]) -> list[Manifest] | Non
     return known
 
 
-def _write_tokens(path: Path, prefixes: list[Path]) -> None:
+def _concatenate(path: Path, parts: Iterable[Path]) -> None:
     path.touch()
     offset = 0
-    for prefix in prefixes:
-        size = bin_path(prefix).stat().st_size
-        copy_range(bin_path(prefix), 0, path, offset, size)
+    for part in parts:
+        size = part.stat().st_size
+        copy_range(part, 0, path, offset, size)
         offset += size
 
 
@@ -168,11 +178,21 @@ def _join(manifests: list[Manifest], idx_xxh3_128: str) -> Manifest:
         idx_xxh3_128=idx_xxh3_128,
         inputs=tuple(inputs.values()),
         part=None,
+        labels=_joined_labels([manifest.labels for manifest in manifests if manifest.labels]),
         decontamination=_joined_decontamination([manifest.decontamination for manifest in manifests]),
         elapsed_s=sum(manifest.elapsed_s for manifest in manifests),
         finished_at=max(manifest.finished_at for manifest in manifests),
         notes=(*manifests[0].notes, f"joined from {len(manifests)} parts"),
     )
+
+
+def _joined_labels(parts: list[LabelRecord]) -> LabelRecord | None:
+    checksum, counts = 0, dict[str, list[int]]()
+    for part in parts:
+        num_documents = sum(documents for documents, _ in part.counts.values())
+        checksum = crc32_combine(checksum, part.crc32, num_documents * LABEL_BYTES)
+        add_counts(counts, {label: [*found] for label, found in part.counts.items()})
+    return label_record(parts[0].key, checksum, counts) if parts else None
 
 
 def _joined_decontamination(parts: list[dict[str, Any]]) -> dict[str, Any]:

@@ -16,7 +16,8 @@ import xxhash
 from pretrainkit.data.decontamination.overlap import OVERLAPS
 from pretrainkit.data.indexed.chunk import Chunk, Column, Target
 from pretrainkit.data.indexed.file_bytes import checksum, write_at
-from pretrainkit.data.indexed.format import HEADER, bin_path, idx_path, write_header, write_index_tail
+from pretrainkit.data.indexed.format import HEADER, bin_path, write_header, write_index_tail
+from pretrainkit.data.indexed.labels import LabelRecord, add_counts, label_record, labels_path
 from pretrainkit.data.indexed.manifest import InputFile, Manifest, made_now, manifest_path, tokenizer_record
 from pretrainkit.data.indexed.request import Plan
 from pretrainkit.data.readers.source import BLOCK_BYTES, RangeCounts
@@ -41,6 +42,9 @@ class SourceTotals(RangeCounts):
             added = getattr(counts, name)
             earlier = getattr(self, name) or [0] * len(added)
             setattr(self, name, [a + b for a, b in zip(earlier, added, strict=True)])
+        self.labels = self.labels or [{} for _ in counts.labels]
+        for found, more in zip(self.labels, counts.labels, strict=True):
+            add_counts(found, more)
         for name, count in counts.overlaps.items():
             self.overlaps[name] = self.overlaps.get(name, 0) + count
         self.digest.update(bytes.fromhex("".join(counts.digests)))
@@ -54,22 +58,26 @@ class Output:
         self._plan, self._number, self._names = plan, number, plan.outputs[number]
         self._first_line = cache(plan.first_line)
         num_keys = len(self._names.prefixes)
-        self._columns = [Column() for _ in range(2 * num_keys)]
+        self._columns = [Column() for _ in range(len(plan.columns) * num_keys)]
         self._num_empty = [0] * num_keys
         self._sources: dict[int, SourceTotals] = {}
         self.rejects = Column()
 
     def _path(self, kind: str) -> Path:
-        """Temporary name of `rejects.jsonl`, or of key K's `K.bin`, `K.idx` or `K.manifest.json`."""
+        """Temporary name of `rejects.jsonl`, or of key K's `K.bin`, `K.idx`, `K.labels` or `K.manifest.json`."""
         return self._plan.state_folder / f"output-{self._number}.{kind}"
 
     def targets(self) -> list[Target]:
         """Where the columns of the next chunk belong."""
-        ends = [column.num_bytes for column in self._columns]
+        kinds = [(k, kind) for k in range(len(self._names.prefixes)) for kind in self._plan.columns]
         return [
-            (self._path(f"{c // 2}.{'idx' if c % 2 else 'bin'}"), HEADER.size * (c % 2) + end)
-            for c, end in enumerate(ends)
+            (self._path(f"{k}.{kind}"), column.num_bytes + (HEADER.size if kind == "idx" else 0))
+            for (k, kind), column in zip(kinds, self._columns, strict=True)
         ]
+
+    def _columns_of(self, k: int) -> list[Column]:
+        """A key's tokens, lengths, and labels if there are any."""
+        return self._columns[k * len(self._plan.columns) :][: len(self._plan.columns)]
 
     def line_of(self, chunk: Chunk, range_number: int, line: int) -> tuple[str, int]:
         """The path and number of a line of the next chunk, which is given as counted in one of the chunk's ranges."""
@@ -116,7 +124,7 @@ class Output:
 
     def flush(self) -> None:
         """Bring the tokens that were written so far to the disk."""
-        for path, _ in self.targets()[::2]:
+        for path, _ in self.targets()[:: len(self._plan.columns)]:
             fsync_path(path)
 
     def check_rejected(self) -> None:
@@ -131,7 +139,7 @@ class Output:
         self._plan.request.check_rejected(
             self._names.prefixes[0],
             num_records=sum(totals.num_records for totals in self._sources.values()),
-            num_written=sum(lengths.num_bytes for lengths in self._columns[1::2]),
+            num_written=sum(column.num_bytes for column in self._columns),
             num_rejected=num_rejected,
             first=f"{first['file']}:{first['line']}: {first['found']}",
             place=f"all are in {path}",
@@ -145,8 +153,12 @@ class Output:
         for number in self._sources:
             self._plan.sources[number].check_unchanged()
         for k, key in enumerate(self._plan.request.json_keys):
-            tokens, lengths = self._columns[2 * k : 2 * k + 2]
+            tokens, lengths, *labels = self._columns_of(k)
             self._finish_pair(self._path(f"{k}.bin"), tokens.num_bytes, self._path(f"{k}.idx"), lengths.num_bytes // 4)
+            for column in labels:
+                self._path(f"{k}.labels").touch()
+                os.truncate(self._path(f"{k}.labels"), column.num_bytes)
+                fsync_path(self._path(f"{k}.labels"))
             write_json(self._path(f"{k}.manifest.json"), self._manifest(k, key, engine, elapsed_s).to_json())
         if self.rejects.num_bytes:
             os.truncate(self._path("rejects.jsonl"), self.rejects.num_bytes)
@@ -190,7 +202,7 @@ class Output:
         def total(name: str) -> int:
             return sum(getattr(totals, name) for totals in read.values())
 
-        tokens, lengths = self._columns[2 * k : 2 * k + 2]
+        tokens, lengths, *labels = self._columns_of(k)
         num_tokens, num_input_bytes = tokens.num_bytes // plan.dtype.itemsize, total("num_bytes")
         return Manifest(
             key=key,
@@ -214,6 +226,7 @@ class Output:
             inputs=inputs,
             num_files_left_out=plan.num_files_left_out,
             part=self._names.part,
+            labels=self._labels(k, read.values(), labels[0]) if labels else None,
             num_contaminated=total("num_contaminated"),
             decontamination=self._decontamination(read.values()),
             flags=plan.flags(),
@@ -221,6 +234,13 @@ class Output:
             tokens_per_second=round(num_tokens / elapsed_s, 1),
             **made_now(elapsed_s),
         )
+
+    def _labels(self, k: int, read: Iterable[SourceTotals], column: Column) -> LabelRecord:
+        counts: dict[str, list[int]] = {}
+        for totals in read:
+            for found in totals.labels[k : k + 1]:
+                add_counts(counts, found)
+        return label_record(self._plan.request.label_key, column.crc32, counts)
 
     def _decontamination(self, read: Iterable[SourceTotals]) -> dict[str, Any]:
         """What was looked for, and the records that overlap with each set."""
@@ -242,9 +262,12 @@ class Output:
         files are missing.
         """
         prefixes, rejects = self._names.prefixes, Path(self._names.rejects)
-        names = {"bin": bin_path, "idx": idx_path, "manifest.json": manifest_path}
-        moves = [(self._path(f"{k}.{kind}"), name(p)) for kind, name in names.items() for k, p in enumerate(prefixes)]
+        kinds = (*self._plan.columns, "manifest.json")
+        moves = [(self._path(f"{k}.{kind}"), Path(f"{p}.{kind}")) for kind in kinds for k, p in enumerate(prefixes)]
         commit_all([*moves[:-1], (self._path("rejects.jsonl"), rejects), moves[-1]])
+        if "labels" not in kinds:  # those of an output that was replaced
+            for prefix in prefixes:
+                labels_path(prefix).unlink(missing_ok=True)
         if not all(path.exists() for prefix in prefixes for path in (bin_path(prefix), manifest_path(prefix))):
             raise DataError(
                 "this finished output was removed while others were not finished",

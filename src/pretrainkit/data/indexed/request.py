@@ -14,14 +14,16 @@ import numpy as np
 import orjson
 
 from pretrainkit.data.decontamination.evaluations import Evaluations
-from pretrainkit.data.indexed.format import bin_path, check_output_prefix, idx_path, optimal_dtype
-from pretrainkit.data.indexed.manifest import Manifest, SetPart, manifest_path, read_manifest
+from pretrainkit.data.indexed.format import check_output_prefix, optimal_dtype
+from pretrainkit.data.indexed.manifest import Manifest, SetPart, read_manifest
 from pretrainkit.data.names import STATE_SUFFIX
 from pretrainkit.data.readers import work_items
+from pretrainkit.data.readers.compressed import Compressed
 from pretrainkit.data.readers.folders import warn_of_left_out
 from pretrainkit.data.readers.inputs import resolve_inputs, stem_of
 from pretrainkit.data.readers.records import RecordRules
 from pretrainkit.data.readers.source import BLOCK_BYTES, Source
+from pretrainkit.data.readers.text import TextFile, TextLines
 from pretrainkit.data.readers.work_items import WorkItem
 from pretrainkit.data.request import TextRequest
 from pretrainkit.data.tokens import encoder
@@ -52,6 +54,7 @@ class Request(TextRequest):
     output_prefix: str
     tokenizer_model: str
     json_keys: tuple[str, ...] = ("text",)
+    label_key: str = ""
     add_bos: bool = False
     dtype: str = "auto"
     """`auto`, `uint16` or `int32`."""
@@ -96,7 +99,12 @@ class Plan:
     @property
     def rules(self) -> RecordRules:
         """Which records are good."""
-        return self.request.rules(*self.request.json_keys)
+        return self.request.rules(*self.request.json_keys, label_key=self.request.label_key)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """What a key's documents are written as, in this order: the files' suffixes."""
+        return ("bin", "idx", "labels") if self.request.label_key else ("bin", "idx")
 
     def useful_workers(self) -> int:
         """More than these would have less than a piece of text each."""
@@ -114,6 +122,8 @@ class Plan:
             del kept[name]
         if not self.evaluations:
             kept = {name: value for name, value in kept.items() if not name.startswith("decontaminate")}
+        if not self.request.label_key:
+            del kept["label_key"]
         return kept
 
     def identity(self) -> dict[str, Any]:
@@ -149,11 +159,13 @@ def make_plan(request: Request, tokenizer: TokenizerFile | None = None) -> Plan:
     left_out: list[str] = []
     sources = resolve_inputs(request.inputs, request.text_documents, left_out)
     warn_of_left_out(left_out)
+    rules = request.rules(*request.json_keys, label_key=request.label_key)
+    _check_has_labels(rules, sources)
     prefix, job = request.output_prefix, ""
     evaluations = request.evaluations()
     decontamination = evaluations.identity() if evaluations else {}
     same = [*(getattr(request, name) for name in SAME), tokenizer.sha256, eod_id, bos_id, dtype.name]
-    same += [decontamination] if evaluations else []
+    same += [value for value in (decontamination, request.label_key) if value]
     if request.shard is not None:
         job = f".shard-{request.shard[0]:05d}-of-{request.shard[1]:05d}"
     parts: list[SetPart | None]
@@ -169,7 +181,7 @@ def make_plan(request: Request, tokenizer: TokenizerFile | None = None) -> Plan:
     else:
         bases, parts, groups = [prefix + job], [None], [[*range(len(sources))]]
     output_of_sources = [output for output, group in enumerate(groups) for _ in group]
-    items = dict(enumerate(work_items.cut(sources, output_of_sources, request.json_keys)))
+    items = dict(enumerate(work_items.cut(sources, output_of_sources, rules.columns)))
     if request.shard is not None and not request.per_file:
         parts = [SetPart(*request.shard, _digest([*same, work_items.fingerprint([*items.values()])]))]
         items = {number: items[number] for number in range(*work_items.shard([*items.values()], *request.shard))}
@@ -232,14 +244,30 @@ def _check_flags(request: Request) -> None:
         problems.append(RequestError("a key is named twice", where="--json-keys"))
     if request.text_documents == "file" and len(request.json_keys) > 1:
         problems.append(RequestError("a text file has one text", where="--json-keys", needed="one key"))
+    if request.label_key in request.json_keys:
+        problems.append(RequestError(f"{request.label_key!r} is the text", where="--label-key", needed="another key"))
     if any("/" in key for key in request.json_keys):
         problems.append(RequestError("a key holds '/', which can't be part of a file name", where="--json-keys"))
     RequestError.raise_all(problems)
 
 
-def _files_of(outputs: list[OutputNames]) -> list[Path]:
-    kinds = bin_path, idx_path, manifest_path
-    return [path_of(prefix) for output in outputs for prefix in output.prefixes for path_of in kinds]
+def _check_has_labels(rules: RecordRules, sources: list[Source]) -> None:
+    if not rules.label_key:
+        return
+    for source in sources:
+        kind = source.text if isinstance(source, Compressed) else source
+        if isinstance(kind, TextLines | TextFile):
+            raise RequestError(
+                f"{source.path} is text, which has no {rules.label_key!r}",
+                where="--label-key",
+                needed="JSON Lines or tables",
+                action="leave it out: the inputs' names are labels then",
+            )
+
+
+def _files_of(plan: Plan, outputs: list[OutputNames]) -> list[Path]:
+    kinds = (*plan.columns, "manifest.json")
+    return [Path(f"{prefix}.{kind}") for output in outputs for prefix in output.prefixes for kind in kinds]
 
 
 def is_written(plan: Plan) -> bool:
@@ -247,7 +275,7 @@ def is_written(plan: Plan) -> bool:
     flags = orjson.loads(orjson.dumps(plan.flags()))
     sizes = {source.path: source.num_bytes for source in plan.sources}
     manifests = [read_manifest(prefix) for output in plan.outputs for prefix in output.prefixes]
-    return all(path.exists() for path in _files_of(plan.outputs)) and all(
+    return all(path.exists() for path in _files_of(plan, plan.outputs)) and all(
         manifest is not None
         and (manifest.flags, manifest.tokenizer.sha256) == (flags, plan.tokenizer.sha256)
         and all(sizes.get(file.path) == file.num_bytes for file in manifest.inputs)
@@ -257,7 +285,7 @@ def is_written(plan: Plan) -> bool:
 
 def check_outputs(plan: Plan, committed: int) -> None:
     """Refuse to touch finished outputs, unless --overwrite; the first `committed` ones are this very run's."""
-    existing = [str(path) for path in _files_of(plan.outputs[committed:]) if path.exists()]
+    existing = [str(path) for path in _files_of(plan, plan.outputs[committed:]) if path.exists()]
     if existing and not plan.request.overwrite:
         more = f" and {len(existing) - 3} more" if len(existing) > 3 else ""
         raise RequestError(

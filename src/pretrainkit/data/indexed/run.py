@@ -294,7 +294,7 @@ class Run:
     def _show_progress(self, chunk: Chunk) -> None:
         self._text_bytes += sum(counts.num_bytes for counts in chunk.ranges)
         self._num_tokens += sum(map(sum, (counts.num_tokens for counts in chunk.ranges)))
-        self._num_documents += max(lengths.num_bytes // 4 for lengths in chunk.columns[1::2])
+        self._num_documents += max(lengths.num_bytes // 4 for lengths in chunk.columns[1 :: len(self._plan.columns)])
         elapsed_s = self._progress.elapsed_s
         note = (
             f"{self._num_documents} documents, {self._text_bytes / elapsed_s / 1e6:.1f} MB/s of text,"

@@ -5,6 +5,7 @@ The .bin is read once, in order, so the disk's speed is the limit.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from isal.isal_zlib import crc32
 from numpy.typing import NDArray
 
 from pretrainkit.data.indexed.format import HEADER, IndexedDataset, bin_path, idx_path
+from pretrainkit.data.indexed.labels import LabelRecord, StoredLabels, label_code, labels_path
 from pretrainkit.data.indexed.manifest import Manifest, read_manifest
 from pretrainkit.errors import DataError
 from pretrainkit.files import hash_file
@@ -56,6 +58,7 @@ def verify(prefix: Path | str, num_ids: int | None = None) -> Verification:
         problems.append(f"token id {largest}, but the tokenizer has ids up to {num_ids - 1}")
     if manifest is not None:
         problems += _manifest_problems(dataset, manifest, checksum)
+        problems += _label_problems(prefix, manifest.labels) if manifest.labels else []
         if not problems and manifest.append_eod:
             problems += _eod_problems(dataset, manifest)
     return Verification(
@@ -114,6 +117,23 @@ def _manifest_problems(dataset: IndexedDataset, manifest: Manifest, checksum: in
     return [
         f"{what}: {found} on disk, {said} in the manifest" for what, (found, said) in compared.items() if found != said
     ]
+
+
+def _label_problems(prefix: Path, record: LabelRecord) -> list[str]:
+    try:
+        labels = StoredLabels(prefix, record)
+    except DataError as error:
+        return [str(error)]
+    num_documents = sum(documents for documents, _ in record.counts.values())
+    checksum, counts = 0, Counter[int]()
+    for begin in range(0, num_documents, BLOCK):
+        found = labels.codes(np.arange(begin, min(begin + BLOCK, num_documents)))
+        checksum = crc32(found.astype("<u4"), checksum)
+        counts.update(dict(zip(*(part.tolist() for part in np.unique(found, return_counts=True)), strict=True)))
+    wanted = {label_code(label): documents for label, (documents, _) in record.counts.items() if documents}
+    if (checksum, counts) != (record.crc32, wanted):
+        return [f"{labels_path(prefix)} is not what the manifest says (CRC-32 {checksum}, not {record.crc32})"]
+    return []
 
 
 def _eod_problems(dataset: IndexedDataset, manifest: Manifest) -> list[str]:

@@ -17,6 +17,7 @@ from pretrainkit.data.readers.records import (
     check_text,
     invalid_utf8,
     json_type,
+    label_of,
 )
 from pretrainkit.data.readers.text import LineSource
 
@@ -28,7 +29,7 @@ class JsonLines(LineSource):
 
     def parse_lines(self, lines: Iterable[tuple[int, bytes]], rules: RecordRules, batch: Batch) -> None:
         loads, keys, limit = orjson.loads, rules.keys, rules.max_document_bytes or 1 << 62
-        key, column, numbers = keys[0], batch.texts[0], batch.lines
+        key, column, numbers, label_key = keys[0], batch.texts[0], batch.lines, rules.label_key
         for number, line in lines:
             # A text is never longer than its JSON, so short lines need no count of bytes.
             if len(line) <= limit:
@@ -36,17 +37,23 @@ class JsonLines(LineSource):
                     record = loads(line)
                     text = record[key]
                     if type(text) is str and "\0" not in text:
+                        if label_key:
+                            label = label_of(record, label_key)
                         if len(keys) == 1:
                             column.append(text)
                             numbers.append(number)
+                            if label_key:
+                                batch.labels.append(label)
                             continue
                         texts = [record[name] for name in keys]
                         if all(type(other) is str and "\0" not in other for other in texts):
                             for row, other in zip(batch.texts, texts, strict=True):
                                 row.append(other)
                             numbers.append(number)
+                            if label_key:
+                                batch.labels.append(label)
                             continue
-                except (ValueError, LookupError, TypeError):
+                except (BadText, ValueError, LookupError, TypeError):
                     pass  # the careful way says what is wrong, or finds a blank line
             _add_carefully(number, line, rules, batch)
 
@@ -66,6 +73,7 @@ def _add_carefully(number: int, line: bytes, rules: RecordRules, batch: Batch) -
             text, is_repaired = check_text(key, record[key], rules)
             texts.append(text)
             is_replaced |= is_repaired
+        labels = [label_of(record, rules.label_key)] if rules.label_key else []
     except BadText as bad:
         batch.rejects.append(Reject(number, str(bad)[:MAX_ERROR_EXCERPT], line))
         return
@@ -73,6 +81,7 @@ def _add_carefully(number: int, line: bytes, rules: RecordRules, batch: Batch) -
     for column, text in zip(batch.texts, texts, strict=True):
         column.append(text)
     batch.lines.append(number)
+    batch.labels += labels
 
 
 def _load_record(line: bytes, replace: bool) -> tuple[dict[str, Any], bool]:

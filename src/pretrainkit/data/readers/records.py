@@ -8,6 +8,8 @@ from typing import Any
 
 MAX_ERROR_EXCERPT = 500
 """Characters of a message about a bad record: a key in it may be a megabyte."""
+MAX_LABEL = 100
+"""Characters: a longer one is a text."""
 
 NAME_THE_KEY = "name the text's key or column: --json-keys (make_shards.py: --json_key, pack_dataset.py: --text_column)"
 
@@ -21,6 +23,13 @@ class RecordRules:
     """Put U+FFFD for invalid bytes, lone surrogates and NUL, instead of rejecting the record."""
     max_document_bytes: int = 0
     """Longer texts are rejected; 0 for no limit."""
+    label_key: str = ""
+    """Where a record says what it is of, such as its language; `a.b` is the key b of the object under a."""
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns of a table that are read."""
+        return (*self.keys, self.label_key) if self.label_key else self.keys
 
 
 @dataclass(frozen=True)
@@ -46,6 +55,8 @@ class Batch:
     texts: list[list[str]]
     lines: list[int] = field(default_factory=list)
     """Line of each good record, counted from 0 within the piece."""
+    labels: list[str] = field(default_factory=list)
+    """Label of each good record; empty when none is asked for."""
     rejects: list[Reject] = field(default_factory=list)
     num_blank: int = 0
     num_lines: int = 0
@@ -58,7 +69,8 @@ class Batch:
         """The batch without some of its good records, by their place."""
         kept = [place for place in range(len(self.lines)) if place not in rows]
         texts = [[column[place] for place in kept] for column in self.texts]
-        return replace(self, texts=texts, lines=[self.lines[place] for place in kept])
+        labels = [self.labels[place] for place in kept] if self.labels else []
+        return replace(self, texts=texts, lines=[self.lines[place] for place in kept], labels=labels)
 
 
 class BadText(Exception):
@@ -94,6 +106,26 @@ def check_text(key: str, text: Any, rules: RecordRules) -> tuple[str, bool]:
     if rules.max_document_bytes and num_bytes > rules.max_document_bytes:
         raise BadText(f"{key!r} has {num_bytes} bytes, more than the {rules.max_document_bytes} allowed")
     return text, is_repaired
+
+
+def label_of(record: dict[str, Any], key: str) -> str:
+    """What is under a key, or for `a.b` under b of the object under a. Raises BadText if that is no label."""
+    value: Any = record
+    for part in [key] if key in record else key.split("."):
+        if not isinstance(value, dict) or part not in value:
+            raise BadText(f"no label: there is no {key!r}")
+        value = value[part]
+    return check_label(value, key)
+
+
+def check_label(value: Any, key: str) -> str:
+    """The label. Raises BadText."""
+    if isinstance(value, str) and value.strip() and len(value) <= MAX_LABEL:
+        return value
+    what = json_type(value)
+    if isinstance(value, str):
+        what = f"{len(value)} characters long" if value.strip() else "blank"
+    raise BadText(f"no label: {key!r} is {what}, a string of 1 to {MAX_LABEL} characters is needed")
 
 
 def json_type(value: Any) -> str:

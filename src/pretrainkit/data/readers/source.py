@@ -49,6 +49,8 @@ class RangeCounts:
     """Per key."""
     num_spelled: list[int] = field(default_factory=list)
     """Per key: records whose text spells a special token."""
+    labels: list[dict[str, list[int]]] = field(default_factory=list)
+    """Per key: documents and tokens of each label; empty when none is asked for."""
     num_contaminated: int = 0
     """Records left out, as they overlap with an evaluation set."""
     overlaps: dict[str, int] = field(default_factory=dict)

@@ -10,7 +10,7 @@ from functools import partial
 from itertools import islice
 from typing import Any, ClassVar
 
-from pretrainkit.data.readers.records import NAME_THE_KEY, BadText, Batch, RecordRules, Reject, check_text
+from pretrainkit.data.readers.records import NAME_THE_KEY, BadText, Batch, RecordRules, Reject, check_label, check_text
 from pretrainkit.data.readers.source import BLOCK_BYTES, Block, FileRange, RangeCounts, Source
 from pretrainkit.errors import DataError, RequestError
 
@@ -59,13 +59,13 @@ class Table(Source):
     def read(self, part: FileRange, rules: RecordRules, counts: RangeCounts) -> Iterator[Batch]:
         counts.digests, counts.num_bytes = self.digests(part), part.num_bytes
         line = 0
-        for rows in self._rows(part, rules.keys):
+        for rows in self._rows(part, rules.columns):
             yield _batch(rows, rules, line)
             line += len(rows)
 
     def blocks(self, part: FileRange, rules: RecordRules, counts: RangeCounts) -> Iterator[Block]:
         counts.digests = self.digests(part)
-        for rows in self._rows(part, rules.keys):
+        for rows in self._rows(part, rules.columns):
             batch = _batch(rows, rules, 0)
             batch.raw = bytes  # what it was can't be sent to another process
             yield Block(b"", batch, 0)
@@ -149,10 +149,11 @@ def _values(column: Any) -> list[Any]:
 def _batch(rows: list[tuple[Any, ...]], rules: RecordRules, first: int) -> Batch:
     """The records in rows, of which the first has this line number."""
     batch = Batch([[] for _ in rules.keys], num_lines=first + len(rows))
-    batch.raw = partial(_row, rules.keys, rows, first)
+    batch.raw = partial(_row, rules.columns, rows, first)
     for line, row in enumerate(rows, first):
         try:
-            checked = [check_text(key, value, rules) for key, value in zip(rules.keys, row, strict=True)]
+            checked = [check_text(key, value, rules) for key, value in zip(rules.keys, row, strict=False)]
+            labels = [check_label(row[-1], rules.label_key)] if rules.label_key else []
         except BadText as bad:
             batch.rejects.append(Reject(line, str(bad), batch.raw(line)))
             continue
@@ -160,6 +161,7 @@ def _batch(rows: list[tuple[Any, ...]], rules: RecordRules, first: int) -> Batch
         for column, (text, _) in zip(batch.texts, checked, strict=True):
             column.append(text)
         batch.lines.append(line)
+        batch.labels += labels
     return batch
 
 

@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.engine.agreement import all_ranks_any
+from pretrainkit.engine.loss_by_label import LossByLabel
 from pretrainkit.errors import PretrainkitError
 from pretrainkit.logs import get_logger
 from pretrainkit.megatron.dataset import documents_of_samples
@@ -53,8 +54,8 @@ class LossGuard(pl.Callback):
     grad_norm = 0.0
     """Gradient norm of the last step, before clipping."""
 
-    def __init__(self, run: ResolvedRun, recorder: RunRecorder | None) -> None:
-        self._run, self._recorder = run, recorder
+    def __init__(self, run: ResolvedRun, recorder: RunRecorder | None, by_label: LossByLabel | None = None) -> None:
+        self._run, self._recorder, self._by_label = run, recorder, by_label
         self._losses = deque[float](maxlen=WINDOW_STEPS)
         """Of the last steps that changed the weights."""
         self._output: Any = None
@@ -81,6 +82,8 @@ class LossGuard(pl.Callback):
             norm = get_grad_norm()
             self.loss, self.grad_norm = float(self._output), float(norm)
             self._is_good = self._judged(trainer)
+            if self._by_label:
+                self._by_label.finish_step()
             return norm
 
         def guarded_step() -> bool:

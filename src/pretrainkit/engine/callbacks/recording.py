@@ -17,6 +17,7 @@ from megatron.core.datasets.blended_dataset import BlendedDataset
 from pretrainkit.config.schema import Kernels, ResolvedRun
 from pretrainkit.engine.callbacks.before_steps import UseCudaGraphs
 from pretrainkit.engine.callbacks.loss_guard import LossGuard
+from pretrainkit.engine.loss_by_label import LossByLabel
 from pretrainkit.logs import get_logger
 from pretrainkit.megatron.attention_kernels import attention_kernel
 from pretrainkit.megatron.dataset import shares_drawn
@@ -55,9 +56,16 @@ class Recording(pl.Callback):
     """Passes the numbers of each step to the recorder, without waiting for the GPU."""
 
     def __init__(
-        self, run: ResolvedRun, plan: StartPlan, recorder: RunRecorder | None, guard: LossGuard, graphs: UseCudaGraphs
+        self,
+        run: ResolvedRun,
+        plan: StartPlan,
+        recorder: RunRecorder | None,
+        guard: LossGuard,
+        graphs: UseCudaGraphs,
+        by_label: LossByLabel | None = None,
     ) -> None:
         self._run, self._plan, self._recorder, self._guard, self._graphs = run, plan, recorder, guard, graphs
+        self._by_label = by_label
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         log_metric = pl_module.log
@@ -111,6 +119,7 @@ class Recording(pl.Callback):
             learning_rate=learning_rate(self._run, step - 1),
             grad_norm=self._guard.grad_norm,
             peak_memory_gib=peak_bytes / 2**30 + self._graphs.uncounted_gib,
+            by_label=self._by_label.take() if self._by_label else None,
         )
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -103,3 +103,21 @@ def test_lines_of_text_are_documents() -> None:
     batch = parse(b"one\r\n\n  two \n", kind="txt")
     assert batch.texts == [["one", "  two "]]
     assert parse(b"one\n\ntwo\n", kind="txt-file").texts == [["one\n\ntwo\n"]]
+
+
+@pytest.mark.parametrize("keys", [("text",), ("text", "title")], ids=["one key", "two keys"])
+def test_records_have_labels_in_an_object_or_are_bad(keys: tuple[str, ...]) -> None:
+    labels = [{"meta": {"source": "web"}}, {"meta.source": "books"}, {"meta": {"source": 3}}, {"meta": []}, {}]
+    labels += [{"meta": {"source": " "}}, {"meta": {"source": "x" * 101}}, {"meta": {"source": "ウェブ"}}]
+    lines = [json.dumps({"text": f"{i}", "title": "t", **label}).encode() for i, label in enumerate(labels)]
+    batch = parse(b"\n".join(lines), rules=RecordRules(keys, label_key="meta.source"))
+    assert batch.labels == ["web", "books", "ウェブ"]
+    assert batch.texts[0] == ["0", "1", "7"]
+    assert batch.without({1}).labels == ["web", "ウェブ"]
+    assert [reject.found for reject in batch.rejects] == [
+        "no label: 'meta.source' is number, a string of 1 to 100 characters is needed",
+        "no label: there is no 'meta.source'",
+        "no label: there is no 'meta.source'",
+        "no label: 'meta.source' is blank, a string of 1 to 100 characters is needed",
+        "no label: 'meta.source' is 101 characters long, a string of 1 to 100 characters is needed",
+    ]
