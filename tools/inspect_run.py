@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pretrainkit.cli import Parser, run_command
-from pretrainkit.errors import EXIT_DONE, PretrainkitError
+from pretrainkit.errors import EXIT_DONE, CheckpointError, PretrainkitError
 from pretrainkit.logs import get_logger
 
 log = get_logger("inspect_run")
@@ -23,6 +23,7 @@ def build_parser() -> Parser:
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="where to draw it (default: EXPERIMENT/run.png)")
     parser.add_argument("--no-plot", action="store_true", help="draw nothing")
+    parser.add_argument("--verify", action="store_true", help="read all checkpoints and check their checksums")
     return parser
 
 
@@ -30,7 +31,7 @@ def command(arguments: argparse.Namespace) -> int:
     """Print the summary and draw the picture."""
     from pretrainkit.run.history import read_history
 
-    history = read_history(arguments.experiment)
+    history = read_history(arguments.experiment, verify=arguments.verify)
     picture, problem = None if arguments.no_plot else arguments.plot or arguments.experiment / "run.png", None
     if picture:
         from pretrainkit.run.history import plot_history
@@ -48,6 +49,12 @@ def command(arguments: argparse.Namespace) -> int:
         print(json.dumps({**history.summary, "plot": str(picture) if picture else None}, indent=2))
     else:
         print(history.describe() + (f"\nplot       {picture}" if picture else ""))
+    if damaged := history.summary.get("damaged_checkpoints"):
+        raise CheckpointError(
+            f"{len(damaged)} checkpoints don't have the bytes they were saved with: {', '.join(damaged)}",
+            action="a start passes over them; restore them from a backup, or remove them",
+            where=str(arguments.experiment),
+        )
     if problem and arguments.plot:
         raise problem
     if problem:

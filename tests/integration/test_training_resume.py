@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
+import runpy
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +15,17 @@ import pytest
 import ranks
 
 from pretrainkit.checkpoint.convert import convert
+from pretrainkit.checkpoint.formats.torch_dist import read_metadata
 from pretrainkit.config.run_file import read_run, write_run
+from pretrainkit.errors import CheckpointError
+from pretrainkit.files import write_json
 from pretrainkit.run import checkpoints as resume
+from pretrainkit.run.folder import COMMIT_MARK
 from pretrainkit.run.json_lines import read_records
 from pretrainkit.run.retention import remove
 
 pytestmark = pytest.mark.integration
+inspect_run = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "inspect_run.py"))["main"]
 
 
 def by_step(records: list[dict[str, Any]]) -> dict[int, tuple[float, float, float]]:
@@ -161,3 +169,31 @@ def test_reset_moments_leave_weights_and_data_as_they_were(tiny: Path, train_tin
     assert reset[5] == pytest.approx(unbroken[5], rel=1e-6)  # the first loss, norm and rate know nothing of moments
     assert reset[6][0] != unbroken[6][0]
     assert reset[8][0] == pytest.approx(unbroken[8][0], rel=0.05)
+
+
+def test_a_damaged_checkpoint_of_the_right_size_is_passed_over(
+    tiny: Path, tmp_path: Path, train_tiny: Callable[..., Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"save_interval": 2, "data_parallel": 2}
+    unbroken = by_step(train_tiny(tiny, "damaged", max_steps=4, **settings))
+    older, newest = resume.all_complete(tmp_path / "damaged" / "checkpoints")
+    chunk = read_metadata(newest.path / "weights")["module.embedding.word_embeddings.weight"].chunks[0]
+    with chunk.path.open("r+b") as file:
+        file.seek(chunk.offset + chunk.num_bytes // 2)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 0x40]))
+    with pytest.raises(CheckpointError, match=r"word_embeddings\.weight: weights/__\d_\d\.distcp: bytes \d+ to \d+"):
+        convert(newest.path, tmp_path / "hf")
+    assert inspect_run([str(tmp_path / "damaged"), "--no-plot", "--verify"]) == 1
+    assert f"damaged    {newest.path.name}: weights/{chunk.path.name}" in capfd.readouterr().out
+    # Marks of older versions have no checksums.
+    mark = json.loads((older.path / COMMIT_MARK).read_text())
+    write_json(older.path / COMMIT_MARK, {name: value for name, value in mark.items() if name != "checksums"})
+    records = train_tiny(tiny, "damaged", max_steps=4, **settings)
+    starts = [record for record in records if record.get("event") == "start"]
+    assert [start["step"] for start in starts] == [0, 2] and list(starts[1]["damaged"]) == [newest.path.name]
+    assert by_step(records) == unbroken
+    assert "skipping a damaged checkpoint" in (tmp_path / "damaged" / "rank0.log").read_text()
+    assert (newest.path.with_name(f"{newest.path.name}.incomplete") / COMMIT_MARK).exists()
+    assert resume.problem_of(resume.read(newest.path)) == "", "saved again"

@@ -203,10 +203,11 @@ def train_rank_without_data(rank: int, world_size: int, *, run_file: Path) -> No
 def _train(rank: int, world_size: int, run_file: Path) -> bool:
     from pretrainkit.config.run_file import read_run
     from pretrainkit.engine import train
+    from pretrainkit.engine.intact import intact_plan
     from pretrainkit.run import resume_plan
 
     run = read_run(run_file)
-    plan = resume_plan.plan_start(run)
+    plan = intact_plan(run, resume_plan.plan_start(run), rank=rank, world_size=world_size)
     if rank == 0:
         resume_plan.prepare(run, plan)
     return train.train(run, plan, rank=rank, local_world_size=world_size)

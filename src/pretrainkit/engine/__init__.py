@@ -1,7 +1,7 @@
 """One rank's training of a resolved run on NeMo and Lightning: the only package that imports them.
 
-`rank` begins with run.json, `train` is the sequence; `trainer` builds NeMo's objects, `saving` writes one checkpoint,
-`child_processes` guards what a rank forks.
+`rank` begins with run.json, `intact` checks the checkpoint, `train` is the sequence; `trainer` builds NeMo's objects,
+`saving` writes one checkpoint, `child_processes` guards what a rank forks.
 
 Order of the callbacks, which each hook follows:
 
@@ -27,6 +27,7 @@ What is replaced in NeMo, Lightning, Megatron and Python for a run, by the file 
 | `trainer` | Lightning's signal handlers | they end a run before anything is saved |
 | `child_processes` | `os.fork` | a forked Python can hang before its first instruction |
 | `saving` | Megatron's `save_common`, `finish` and `save_config` | an error on the first rank alone hangs the others |
+| `saving` | `_write_item` of Megatron's writer | to sum the bytes while they are written |
 | `before_steps` | `load_checkpoint`, `load_model_state_dict` | to find weights that were not loaded |
 | `loss_guard` | `training_step`; the optimizer's `get_grad_norm`, `step_with_ready_grads` | to skip a bad update |
 | `stop` | the epoch loop's `_should_check_val_fx` | Lightning counts from the start of the data loader |

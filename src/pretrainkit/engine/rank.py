@@ -48,8 +48,6 @@ def run_rank(run_file: Path) -> int:
         return EXIT_DONE
     # A job may run without a preflight, and a container has its own /dev/shm.
     RequestError.raise_all(list(shared_memory_problems(run.config, usable_shared_memory())))
-    if rank == 0:
-        resume_plan.prepare(run, plan)
     if run.kernels.layer_spec == "torch":
         # Importing it takes seconds, memory of the GPU, and may bring a cuDNN with which torch doesn't run attention.
         sys.modules.setdefault("transformer_engine", None)  # type: ignore[arg-type]
@@ -58,6 +56,11 @@ def run_rank(run_file: Path) -> int:
             from pretrainkit.megatron import cpu
 
             cpu.bridge()
+        from pretrainkit.engine.intact import intact_plan
+    plan = intact_plan(run, plan, rank=rank, world_size=world_size)
+    if rank == 0:
+        resume_plan.prepare(run, plan)
+    with heavy_imports():
         from pretrainkit.engine import train
     logs.quiet_upstream()
     done = train.train(run, plan, rank=rank, local_world_size=local_world_size, requests=requests)

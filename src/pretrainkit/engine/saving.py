@@ -34,6 +34,7 @@ from pretrainkit.config.resolve import VOCABULARY_MULTIPLE
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.engine.agreement import all_ranks_any
 from pretrainkit.megatron import patches
+from pretrainkit.megatron.save_checksums import by_file
 from pretrainkit.run.checkpoints import Checkpoint, commit
 from pretrainkit.run.folder import RunFolder
 from pretrainkit.units import format_bytes, format_duration, parse_duration
@@ -109,7 +110,9 @@ class Saver:
         """The checkpoint that is being written."""
         self.began_s = 0.0
         """Start of its writing by time.monotonic()."""
-        patches.apply(patches.keep_errors(self._keeping))
+        self._checksums: dict[str, dict[int, int]] = {}
+        """Of what all ranks have written; on the first rank, once the writing is finalised."""
+        patches.apply(patches.for_saving(self._keeping, self._finishing))
         # The queue's process imports the main script again: started early, it doesn't delay the first save.
         self._queue_start = threading.Thread(target=filesystem_async._get_write_results_queue, daemon=True)
         if run.accelerator == "gpu":  # on CPU it is forked (megatron.patches), which takes no time
@@ -164,7 +167,7 @@ class Saver:
             time.sleep(_POLL_S)
         with self._kept():
             if trainer.is_global_zero and not self._errors and not failure:
-                commit(save)
+                commit(save, self._checksums)
         failure = self._agreed() or failure
         self.current = None
         if failure and trainer.is_global_zero:
@@ -221,6 +224,13 @@ class Saver:
                 function(*args, **kwargs)
 
         return keep
+
+    def _finishing(self, function: Callable[..., Any]) -> Callable[..., None]:
+        def finish(writer: Any, metadata: Any, results: Any) -> None:
+            self._checksums = {f"weights/{name}": parts for name, parts in by_file(results).items()}
+            function(writer, metadata, results)
+
+        return self._keeping(finish)
 
     def _agreed(self) -> SaveFailure | None:
         """The failure of any rank since the last call, the same on all; the first rank's comes first.

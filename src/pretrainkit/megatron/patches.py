@@ -97,6 +97,7 @@ def _forked_results_queue() -> Any:
     return filesystem_async._results_queue
 
 
+_DIST = "megatron.core.dist_checkpointing"
 _RANDOM = "megatron.core.tensor_parallel.random"
 _NO_DEVICES = (
     "layers, mappings, rotary, parameter buffers, p2p, distrib_optimizer and state_dict_saver ask for the device"
@@ -122,7 +123,7 @@ CPU = (
     Patch(f"{_RANDOM}:_get_cuda_rng_state", value(lambda *_, **__: torch.get_rng_state()), _NO_GENERATOR),
     Patch(f"{_RANDOM}:_set_cuda_rng_state", value(lambda state, *_, **__: torch.set_rng_state(state)), _NO_GENERATOR),
     Patch(
-        "megatron.core.dist_checkpointing.strategies.filesystem_async:_get_write_results_queue",
+        f"{_DIST}.strategies.filesystem_async:_get_write_results_queue",
         value(_forked_results_queue),
         "its queue's process is spawned, which imports the main script again: 10 to 20 s a save on CPU",
     ),
@@ -241,15 +242,22 @@ INDEX_FILES = (
 REGISTER = (*CPU, *NEMO_OPTIMIZER, *OPTIMIZER, *OPTIMIZER_GATHER, *sum(KERNELS.values(), ()), *EXPERTS, *INDEX_FILES)
 
 
-def keep_errors(keeping: Callable[[Any], Any]) -> tuple[Patch, ...]:
-    """Patches by which `keeping` wraps what the first rank alone does for a checkpoint."""
-    targets = (
-        "strategies.common:TorchCommonSaveStrategy.save_common",
-        "strategies.filesystem_async:FileSystemWriterAsync.finish",
-        "serialization:save_config",
+def for_saving(keeping: Callable[[Any], Any], finishing: Callable[[Any], Any]) -> tuple[Patch, ...]:
+    """Patches of a save. `keeping` and `finishing` wrap what the first rank alone does; the latter gets the last of it,
+    with the results of all writes.
+    """
+    alone = "the first rank alone calls it, between collectives: an error there would let the others wait forever"
+    return (
+        Patch(f"{_DIST}.strategies.common:TorchCommonSaveStrategy.save_common", keeping, alone),
+        Patch(f"{_DIST}.strategies.filesystem_async:FileSystemWriterAsync.finish", finishing, alone),
+        Patch(f"{_DIST}.serialization:save_config", keeping, alone),
+        Patch(
+            f"{_DIST}.strategies.filesystem_async:_write_item",
+            wrapped_by("save_checksums:summing"),
+            "checkpoints have no checksums that a reader could check; torch's function writes a chunk",
+            TORCH,
+        ),
     )
-    reason = "the first rank alone calls it, between collectives: an error there would let the others wait forever"
-    return tuple(Patch(f"megatron.core.dist_checkpointing.{target}", keeping, reason) for target in targets)
 
 
 def check_versions(patches: Iterable[Patch]) -> None:

@@ -1,18 +1,22 @@
 """Which checkpoint a start continues from, decided from the files alone.
 
-The commit mark of a checkpoint is written last, by rename, and lists every file with its size; a folder without a
-mark, or whose files contradict it, is not a checkpoint.
+The commit mark of a checkpoint is written last, by rename, and lists every file with its size and checksums; a folder
+without a mark, or whose files have other sizes, is not a checkpoint. The checksums take reading all bytes: the ranks
+check them before they load a checkpoint (`pretrainkit.engine.intact`), and `problem_of` does elsewhere.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pretrainkit import files
+from pretrainkit.checkpoint import checksums
+from pretrainkit.checkpoint.checksums import Checksums
 from pretrainkit.errors import CheckpointError
 from pretrainkit.logs import get_logger
 from pretrainkit.run.folder import COMMIT_MARK, checkpoint_name, step_of
@@ -56,15 +60,20 @@ class Checkpoint:
 _MARK_FIELDS = [each.name for each in fields(Checkpoint) if each.name not in ("path", "num_bytes")]
 
 
-def commit(checkpoint: Checkpoint) -> None:
-    """Declare a fully written checkpoint complete. One process does this, after all have written."""
+def commit(checkpoint: Checkpoint, known: Checksums | None = None) -> None:
+    """Declare a fully written checkpoint complete. One process does this, after all have written.
+
+    `known` are checksums of what was written; a file without one is read for it.
+    """
     folder = checkpoint.path
     written = [path for path in folder.rglob("*") if path.is_file() and path.name != COMMIT_MARK]
     sizes = {str(path.relative_to(folder)): path.stat().st_size for path in written}
     for path in (*written, *{path.parent for path in written}, folder):
         files.fsync_path(path)
     mark = {name: getattr(checkpoint, name) for name in _MARK_FIELDS}
-    files.write_json(folder / COMMIT_MARK, {**mark, "file_sizes": dict(sorted(sizes.items()))})
+    sums = {name: (known or {}).get(name) or checksums.of_file(folder / name) for name in sizes}
+    lists = {"file_sizes": dict(sorted(sizes.items())), checksums.FIELD: checksums.as_json(sums)}
+    files.write_json(folder / COMMIT_MARK, {**mark, **lists})
 
 
 def read(folder: Path) -> Checkpoint:
@@ -75,6 +84,8 @@ def read(folder: Path) -> Checkpoint:
         sizes = content["file_sizes"]
         known = {name: content[name] for name in _MARK_FIELDS if name in content}
         checkpoint = Checkpoint(folder, num_bytes=sum(sizes.values()), **known)
+        if (summed := checksums.of_mark(content)) and summed.keys() != sizes.keys():
+            raise ValueError(f"checksums of {len(summed)} files, sizes of {len(sizes)}")
         if checkpoint_name(checkpoint.step) != folder.name.removesuffix(SMALLER_SUFFIX) or not sizes:
             raise ValueError(f"of step {checkpoint.step}, {len(sizes)} files")
         if not isinstance(checkpoint.consumed_samples, int):
@@ -94,6 +105,13 @@ def read(folder: Path) -> Checkpoint:
     return checkpoint
 
 
+def problem_of(checkpoint: Checkpoint) -> str:
+    """How the bytes of a complete checkpoint differ from those that were saved; empty if they don't, and for one of an
+    older version. It reads them all.
+    """
+    return checksums.first_problem(checksums.parts_of(checkpoint.path))
+
+
 def optimizer_layout(checkpoint: Checkpoint) -> str | None:
     """Whose optimizer state a checkpoint holds, which no other optimizer can read: `distributed`, or `bf16` or `fp32`
     training without the distributed optimizer; None: it holds none. Inferred from the tensor names in the index.
@@ -111,19 +129,25 @@ def newest_committed(checkpoints: Path) -> Path | None:
     return max((path for path in checkpoint_folders(checkpoints) if (path / COMMIT_MARK).is_file()), default=None)
 
 
-def newest_complete(checkpoints: Path) -> Checkpoint | None:
+def newest_complete(checkpoints: Path, damaged: Mapping[str, str] = MappingProxyType({})) -> Checkpoint | None:
     """The checkpoint to continue from, or None when the run has not saved yet.
 
-    Incomplete folders newer than it are skipped with a warning. Where checkpoints were complete once, quarantined
-    since or not, and none is now, it raises CheckpointError: starting over would silently discard the run.
+    Incomplete folders newer than it are skipped with a warning, and so are `damaged` ones, each name with what is wrong
+    in it. Where checkpoints were complete once, quarantined since or not, and none is now, it raises CheckpointError:
+    starting over would silently discard the run.
     """
     problems = []
     for folder in reversed(checkpoint_folders(checkpoints)):
         try:
-            return read(folder)
+            found = read(folder)
         except CheckpointError as problem:
             problems.append(problem)
             log.warning("skipping an incomplete checkpoint: %s", problem)
+            continue
+        if folder.name not in damaged:
+            return found
+        problems.append(CheckpointError(damaged[folder.name], where=str(folder)))
+        log.warning("skipping a damaged checkpoint: %s", problems[-1])
     # One folder without a mark was being written when the run was killed: nothing depended on it yet.
     marked = {mark.parent.name for mark in checkpoints.glob(f"*/{COMMIT_MARK}")}
     lost = {name for name in marked if not name.endswith(EXPIRED_SUFFIX)}
@@ -159,13 +183,18 @@ def checkpoint_folders(checkpoints: Path) -> list[Path]:
     return sorted(path for path in checkpoints.glob("*") if path.is_dir() and step_of(path) is not None)
 
 
-def quarantine_incomplete(checkpoints: Path) -> list[Path]:
-    """Rename incomplete checkpoints, so that they are not loaded nor in the way of new ones; gives the new paths."""
+def quarantine_incomplete(checkpoints: Path, damaged: Collection[str] = ()) -> list[Path]:
+    """Rename incomplete checkpoints, so that they are not loaded nor in the way of new ones; gives the new paths.
+
+    `damaged` are names of others that are renamed, too.
+    """
     moved = []
     for folder in checkpoint_folders(checkpoints):
         try:
-            read(folder)
+            is_complete = bool(read(folder))
         except CheckpointError:
+            is_complete = False
+        if not is_complete or folder.name in damaged:
             target, number = folder.with_name(folder.name + INCOMPLETE_SUFFIX), 1
             while target.exists():
                 number += 1

@@ -20,6 +20,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from pretrainkit import files
+from pretrainkit.checkpoint import checksums
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import RequestError
 from pretrainkit.logs import get_logger
@@ -30,8 +31,8 @@ OUTCOME_FILE, JOB_FILE, PID_FILE, NODE_LOG = "outcome.json", "job.json", "node.p
 checkpoint it started from, and id and output of the process that starts the ranks."""
 JOBS_FILE = "jobs.jsonl"
 """In the folder of jobs: a record for each job that was submitted."""
-COMMIT_MARK = "complete.json"
-"""In a checkpoint: written last, it lists every file with its size (`pretrainkit.run.checkpoints`)."""
+COMMIT_MARK = checksums.COMMIT_MARK
+"""In a checkpoint: written last, it lists every file with its size and checksums (`pretrainkit.run.checkpoints`)."""
 RANKS_LOCK, LAUNCHER_LOCK = ".ranks.lock", ".launcher.lock"
 """Held by the process that has started ranks on this machine, until the last of them has ended; and by pretrain.py from
 before run.json is written until the run has ended."""

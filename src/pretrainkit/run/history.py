@@ -12,7 +12,7 @@ from typing import Any
 from pretrainkit import files
 from pretrainkit.errors import CheckpointError, RequestError
 from pretrainkit.run.attempts import Attempt, read_attempts, restarts_without_progress
-from pretrainkit.run.checkpoints import all_complete, newest_complete, optimizer_layout
+from pretrainkit.run.checkpoints import all_complete, newest_complete, optimizer_layout, problem_of
 from pretrainkit.run.folder import JOBS_FILE, OUTCOME_FILE, RunFolder
 from pretrainkit.run.json_lines import read_records
 from pretrainkit.units import format_count
@@ -60,6 +60,8 @@ class History:
             ("checkpoint", found["newest_checkpoint"] or found["checkpoint_problem"] or "none"),
             ("", f"{found['complete_checkpoints']} complete, {found['with_optimizer_state']} with optimizer state"),
         ]
+        for name, problem in found.get("damaged_checkpoints", {}).items():
+            lines.append(("damaged", f"{name}: {problem}"))
         for log in found["logs"]:
             code = "no outcome" if log["exit_code"] is None else f"exit code {log['exit_code']}"
             lines.append(("logs", f"{log['folder']}  {code}{', ' if log['reason'] else ''}{log['reason']}"))
@@ -69,8 +71,11 @@ class History:
         return "\n".join(f"{name:<10} {value}" for name, value in lines)
 
 
-def read_history(experiment: Path) -> History:
-    """Read an experiment's folder. Raises RequestError when it was never started."""
+def read_history(experiment: Path, *, verify: bool = False) -> History:
+    """Read an experiment's folder; with `verify`, all bytes of its checkpoints too.
+
+    Raises RequestError when it was never started.
+    """
     folder = RunFolder(experiment)
     if not (folder.metrics.is_file() or folder.logs.is_dir() or folder.jobs.is_dir()):
         raise RequestError(
@@ -110,6 +115,7 @@ def read_history(experiment: Path) -> History:
         "bad_steps": _steps_of("bad_loss", records),
         "missed_saves": _steps_of("missed_save", records),
         **_checkpoints(folder),
+        **({"damaged_checkpoints": _damaged(folder)} if verify else {}),
         "logs": [_outcome(log_folder) for log_folder in folder.attempt_folders()],
         "jobs": [_job(record) for record in read_records(folder.jobs / JOBS_FILE)],
     }
@@ -133,6 +139,12 @@ def _checkpoints(folder: RunFolder) -> dict[str, Any]:
         "with_optimizer_state": sum(layout is not None for layout in layouts),
         "checkpoint_problem": problem,
     }
+
+
+def _damaged(folder: RunFolder) -> dict[str, str]:
+    """What is wrong in the complete checkpoints whose bytes are not those that were saved, by name."""
+    problems = {found.path.name: problem_of(found) for found in all_complete(folder.checkpoints)}
+    return {name: problem for name, problem in problems.items() if problem}
 
 
 def _steps_of(event: str, records: list[dict[str, Any]]) -> list[int]:

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from pretrainkit.config.run_file import write_run
 from pretrainkit.config.schema import ResolvedRun
@@ -58,6 +60,8 @@ class StartPlan:
     """Restarts in a row, up to now, without a new step."""
     wandb_run: str | None
     """Id of the W&B run that it continues; None: no W&B, or a new run."""
+    damaged: Mapping[str, str] = field(default_factory=dict)
+    """Names of newer checkpoints whose bytes are not those that were saved, and what is wrong in each."""
 
     def last_sample(self, run: ResolvedRun) -> int:
         """Training samples used when all steps are done; earlier steps may have had another batch size."""
@@ -93,8 +97,8 @@ class StartPlan:
         return "\n".join(f"{name:<10} {value}" for name, value in lines.items())
 
 
-def plan_start(run: ResolvedRun) -> StartPlan:
-    """The plan of the next start of `run`.
+def plan_start(run: ResolvedRun, damaged: Mapping[str, str] = MappingProxyType({})) -> StartPlan:
+    """The plan of the next start of `run`, which passes over `damaged` checkpoints (`StartPlan.damaged`).
 
     Raises:
         CheckpointError: no checkpoint of those there is complete, or it lacks what must be restored.
@@ -102,7 +106,7 @@ def plan_start(run: ResolvedRun) -> StartPlan:
     """
     folder = RunFolder.of(run)
     checkpoint: str | None
-    if newest := checkpoints.newest_complete(folder.checkpoints):
+    if newest := checkpoints.newest_complete(folder.checkpoints, damaged):
         _check_batch(run, newest)
         step, consumed_samples = newest.step, newest.consumed_samples
         mode, checkpoint, optimizer_state = CONTINUE, str(newest.path), _optimizer_state(run, newest)
@@ -124,6 +128,7 @@ def plan_start(run: ResolvedRun) -> StartPlan:
         learning_rate=learning_rate(run, step) if step < run.max_steps else None,
         idle_restarts=attempts.restarts_without_progress(attempts.read_attempts(folder)),
         wandb_run=wandb_run_id(run),
+        damaged=dict(damaged),
     )
 
 
@@ -146,7 +151,7 @@ def prepare(run: ResolvedRun, plan: StartPlan) -> None:
     """
     folder = RunFolder.of(run)
     check_crash_loop(run, plan)
-    checkpoints.quarantine_incomplete(folder.checkpoints)
+    checkpoints.quarantine_incomplete(folder.checkpoints, plan.damaged)
     remove_leftovers(folder.checkpoints)
     apply_retention(run)
     if run.start_mode != plan.mode:  # a requeued job restarts its ranks without pretrain.py

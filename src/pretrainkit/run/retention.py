@@ -2,7 +2,7 @@
 
 A checkpoint without optimizer state, for evaluation and release, is a seventh of the size. It is written next to the
 complete one, which it then replaces: the state's tensors are removed from the index, files that contain nothing else
-are not copied, and files that don't change become hard links.
+are not copied, and files that don't change become hard links. What stays keeps its checksums: damage isn't made good.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrainkit import files
+from pretrainkit.checkpoint import checksums
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.logs import get_logger
 from pretrainkit.run.checkpoints import (
@@ -85,8 +86,8 @@ def strip_optimizer_state(checkpoint: Checkpoint) -> None:
     """Replace a checkpoint by one without optimizer state, with the same weights, step and data position."""
     smaller = checkpoint.path.with_name(checkpoint.path.name + SMALLER_SUFFIX)
     shutil.rmtree(smaller, ignore_errors=True)
-    _write_without_optimizer(checkpoint.path, smaller)
-    commit(dataclasses.replace(checkpoint, path=smaller, has_optimizer_state=False))
+    kept = _write_without_optimizer(checkpoint.path, smaller)
+    commit(dataclasses.replace(checkpoint, path=smaller, has_optimizer_state=False), kept)
     doomed = _renamed(checkpoint)
     smaller.rename(checkpoint.path)
     files.fsync_path(checkpoint.path.parent)
@@ -97,8 +98,11 @@ def _renamed(checkpoint: Checkpoint) -> Path:
     return checkpoint.path.rename(checkpoint.path.with_name(checkpoint.path.name + EXPIRED_SUFFIX))
 
 
-def _write_without_optimizer(folder: Path, smaller: Path) -> None:
+def _write_without_optimizer(folder: Path, smaller: Path) -> checksums.Checksums:
+    """Write the smaller checkpoint but for its commit mark; gives the checksums of what stays."""
     weights = folder / "weights"
+    sums = checksums.of_mark(files.read_object(folder / COMMIT_MARK))
+    saved = {(part.path, part.begin, part.num_bytes): part.crc32 for part in checksums.parts_of(folder)}
     index: Any = pickle.loads((weights / _INDEX).read_bytes())  # the run's own file, which Megatron unpickles too
     chunks: dict[str, list[Any]] = {}  # those that stay, by file
     changed = {_INDEX}
@@ -112,15 +116,23 @@ def _write_without_optimizer(folder: Path, smaller: Path) -> None:
         return changed if Path(parent) == weights else {COMMIT_MARK} & set(names)
 
     shutil.copytree(folder, smaller, copy_function=_link, ignore=left_out)
+    for name in changed:
+        sums.pop(f"weights/{name}", None)
     for name in changed & chunks.keys():
+        moved: dict[int, int] = {}
         with (weights / name).open("rb") as old, (smaller / "weights" / name).open("wb") as new:
             for number, (key, place) in enumerate(chunks[name]):
                 chunks[name][number] = (key, dataclasses.replace(place, offset=new.tell()))
+                if (crc32 := saved.get((weights / name, place.offset, place.length))) is not None:
+                    moved[new.tell()] = crc32
                 old.seek(place.offset)
                 for left in range(place.length, 0, -_COPY_BYTES):
                     new.write(old.read(min(left, _COPY_BYTES)))
+        if len(moved) == sum(place.length > 0 for _, place in chunks[name]):
+            sums[f"weights/{name}"] = moved
     kept = dict(itertools.chain.from_iterable(chunks.values()))
     (smaller / "weights" / _INDEX).write_bytes(pickle.dumps(_index_of(index, kept)))
+    return sums
 
 
 def _index_of(index: Any, kept: dict[Any, Any]) -> Any:

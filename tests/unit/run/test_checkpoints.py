@@ -182,3 +182,32 @@ def test_a_removal_cut_short_is_finished(tmp_path: Path) -> None:
     assert resume.newest_complete(tmp_path) is None
     retention.remove_leftovers(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_changed_bytes_of_a_file_of_the_right_size_are_found(tmp_path: Path) -> None:
+    saved = resume.read(save(tmp_path, 10))
+    assert resume.problem_of(saved) == ""
+    with (saved.path / "weights" / "__0_0.distcp").open("r+b") as file:
+        file.seek(50)
+        file.write(b"x")
+    assert resume.read(saved.path) == saved
+    assert "weights/__0_0.distcp" in resume.problem_of(saved)
+
+
+def test_a_mark_without_checksums_is_one_of_an_older_version(tmp_path: Path) -> None:
+    saved = resume.read(save(tmp_path, 10))
+    mark = json.loads((saved.path / COMMIT_MARK).read_text())
+    del mark["checksums"]
+    (saved.path / COMMIT_MARK).write_text(json.dumps(mark))
+    (saved.path / "weights" / "__0_0.distcp").write_bytes(b"x" * 100)
+    assert resume.read(saved.path) == saved and resume.problem_of(saved) == ""
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_put_aside(tmp_path: Path) -> None:
+    older, damaged = save(tmp_path, 5), save(tmp_path, 10)
+    problems = {damaged.name: "weights/__0_0.distcp: changed"}
+    found = resume.newest_complete(tmp_path, problems)
+    assert found is not None and found.path == older
+    assert resume.quarantine_incomplete(tmp_path, problems) == [tmp_path / "step_00000010.incomplete"]
+    with pytest.raises(CheckpointError, match="none of 2 checkpoints"):
+        resume.newest_complete(tmp_path, {older.name: "changed"})

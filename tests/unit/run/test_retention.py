@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from pretrainkit.data.indexed.file_bytes import checksum
 from pretrainkit.errors import CheckpointError
 from pretrainkit.run import checkpoints as resume
 from pretrainkit.run import retention
@@ -113,3 +114,23 @@ def test_what_killed_saves_left_goes_once_a_later_one_is_complete(
         retention.remove_leftovers(tmp_path)
     assert sorted(tmp_path.iterdir()) == [damaged, complete, ahead]
     assert caplog.text.count("left by a save that was killed") == 3
+
+
+def test_what_stays_keeps_its_checksums(tmp_path: Path) -> None:
+    """Damage that happened before isn't blessed by a new sum."""
+    folder = save(tmp_path, 3)
+    (shard,) = (folder / "weights").glob("*.distcp")
+    index = pickle.loads((folder / "weights" / ".metadata").read_bytes())
+    places = {key.fqn: place for key, place in index.storage_data.items()}
+    parts = {place.offset: checksum(shard, place.offset, place.length) for place in places.values()}
+    saved = resume.read(folder)
+    resume.commit(saved, {f"weights/{shard.name}": parts})  # as Megatron's writers sum it
+    with shard.open("r+b") as file:
+        weight = places["module.weight"]
+        file.seek(weight.offset + weight.length // 2)
+        byte = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte[0] ^ 1]))
+    assert shard.name in resume.problem_of(saved)
+    retention.strip_optimizer_state(saved)
+    assert shard.name in resume.problem_of(resume.read(folder))

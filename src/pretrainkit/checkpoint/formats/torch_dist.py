@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from pretrainkit.checkpoint import checksums
 from pretrainkit.checkpoint.formats.megatron_lm import check_args, run_state
 from pretrainkit.checkpoint.formats.torch_save import OpaqueUnpickler, read_torch_save
 from pretrainkit.checkpoint.lazy_tensor import LazyTensor, StoredTensor
@@ -68,6 +69,8 @@ class Chunk:
     path: Path
     offset: int
     num_bytes: int
+    saved: checksums.Part | None = None
+    """What it was when it was saved; None where nothing says it."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,7 @@ def read_metadata(folder: Path) -> dict[str, GlobalTensor]:
             state = "cut" if path.is_file() else "missing"
             raise CheckpointError(f"incomplete checkpoint: {name} is {state}", where=str(folder), action=_OLDER)
     tensors = {}
+    saved = {(part.path, part.begin, part.num_bytes): part for part in checksums.parts_of(folder.parent)}
     for name, description in described.items():
         if not hasattr(description, "chunks"):
             continue
@@ -138,7 +142,8 @@ def read_metadata(folder: Path) -> dict[str, GlobalTensor]:
             if info is None:
                 raise CheckpointError(f"no bytes for a part of {name}", where=str(folder), action=_OLDER)
             path = folder / info.relative_path
-            chunks.append(Chunk(tuple(chunk.offsets), tuple(chunk.sizes), path, info.offset, info.length))
+            place = path, info.offset, info.length
+            chunks.append(Chunk(tuple(chunk.offsets), tuple(chunk.sizes), *place, saved.get(place)))
         dtype = description.properties.state[0]  # TensorProperties pickles itself as a tuple that begins with it
         tensors[name] = GlobalTensor(name, tuple(description.size), dtype, tuple(chunks))
     return tensors
@@ -180,7 +185,9 @@ def read_rows(tensor: GlobalTensor, leading: tuple[int, ...], first: int, count:
 
 
 def _stored(tensor: GlobalTensor, chunk: Chunk) -> StoredTensor:
-    """The bytes of a chunk, in its shape."""
+    """The bytes of a chunk, in its shape. Raises CheckpointError where they are not those that were saved."""
+    if chunk.saved and (problem := chunk.saved.problem()):
+        raise CheckpointError(f"{tensor.name}: {problem}", where=str(chunk.path), action=_OLDER)
     stored = read_torch_save(chunk.path, chunk.offset, chunk.num_bytes)
     if not isinstance(stored, StoredTensor) or math.prod(stored.shape) != math.prod(chunk.sizes):
         raise CheckpointError(
