@@ -50,9 +50,15 @@ def test_existing_output_is_left_alone_until_its_successor_is_complete(
     (tmp_path / "in.jsonl").write_text('{"text": "first"}\n')
     assert finish(start("--input", "in.jsonl"))[0] == 0
     first = digest(tmp_path)
-    code, errors = finish(start("--input", "in.jsonl"))
-    assert (code, digest(tmp_path)) == (2, first)
-    assert "--overwrite" in errors
+    code, errors = finish(start("--input", "in.jsonl"))  # as when a job array is submitted again whole
+    assert (code, digest(tmp_path)) == (0, first)
+    assert "all of it is written already" in errors
+    for other in (["--special-tokens-in-text", "encode"], []):
+        if not other:
+            (tmp_path / "in.jsonl").write_text('{"text": "f1rst"}\n')  # of the same size
+        code, errors = finish(start("--input", "in.jsonl", *other))
+        assert (code, digest(tmp_path)) == (2, first)
+        assert "--overwrite" in errors
     (tmp_path / "in.jsonl").write_text('{"text": "second"}\n{"txt": 1}\n')
     assert finish(start("--input", "in.jsonl", "--overwrite"))[0] == 1
     assert digest(tmp_path) == first

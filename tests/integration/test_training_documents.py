@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 import ranks
 
 from pretrainkit.config.run_file import read_run
+from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.data.packed.format import PackedDataset
 
 pytestmark = pytest.mark.integration
@@ -75,6 +78,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "TP=2 with SP": {"tensor": 2, "sequence_parallel": True},
     "PP=2": {"pipeline": 2},
     "two rows a microbatch": {"micro_batch_size": 2},
+    "DP=2": {"data_parallel": 2},
+}
+MASKED_LAYOUTS: dict[str, dict[str, Any]] = {
+    "two samples a microbatch": {"micro_batch_size": 2},
+    "DP=2, optimizer not distributed": {"data_parallel": 2, "distributed": False},
+    "CP=2": {"context": 2},
+    "PP=2, all samples a microbatch": {"pipeline": 2, "micro_batch_size": 4},
 }
 
 
@@ -83,22 +93,22 @@ def test_training_on_rows_is_the_same_in_every_layout(
     train_rows: Callable[..., list[float]], one: list[float], layout: dict[str, Any]
 ) -> None:
     assert len(set(one)) == 3
-    if "micro_batch_size" in layout:  # the mean over rows is another than the mean over pairs of rows
-        assert train_rows(**layout) == pytest.approx(one, abs=0.05)
-    else:
-        assert train_rows(**layout) == pytest.approx(one, abs=1e-6)
+    assert train_rows(**layout) == pytest.approx(one, abs=1e-6)
+
+
+@pytest.mark.parametrize("layout", MASKED_LAYOUTS.values(), ids=MASKED_LAYOUTS.keys())
+def test_training_with_masked_losses_is_the_same_in_every_layout(
+    train_masked: Callable[..., list[float]], one_masked: list[float], layout: dict[str, Any]
+) -> None:
+    """Each token whose loss counts has the same weight, whatever else is in its microbatch."""
+    assert train_masked(**layout) == pytest.approx(one_masked, abs=1e-6)
 
 
 @pytest.fixture(scope="module")
-def train_rows(
-    make_hf_llama: Callable[..., Path],
-    write_tiny_run_in: Callable[..., Path],
-    bestfit: Path,
-    tmp_path_factory: pytest.TempPathFactory,
+def train(
+    make_hf_llama: Callable[..., Path], write_tiny_run_in: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., list[float]]:
-    """The losses of a tiny model trained on rows."""
-    import dataclasses
-
+    """The losses of a tiny model trained on a dataset."""
     from pretrainkit.checkpoint.convert import convert
     from pretrainkit.config.run_file import write_run
     from pretrainkit.run.json_lines import read_records
@@ -106,13 +116,14 @@ def train_rows(
     model, start = make_hf_llama(), tmp_path_factory.mktemp("start") / "nemo"
     convert(model, start)
 
-    def train(**layout: Any) -> list[float]:
-        home = tmp_path_factory.mktemp("rows")
-        run_file = write_tiny_run_in(home, model, "rows", max_steps=3, initial_checkpoint=start, **layout)
-        run = read_run(run_file)
-        run = dataclasses.replace(
-            run, reset_attention_mask=True, dataset=dataclasses.replace(run.dataset, prefixes=(str(bestfit),))
-        )
+    def train(dataset: Path, change: Callable[[ResolvedRun], ResolvedRun], **layout: Any) -> list[float]:
+        home = tmp_path_factory.mktemp("run")
+        distributed = layout.pop("distributed", True)
+        run_file = write_tiny_run_in(home, model, "run", max_steps=3, initial_checkpoint=start, **layout)
+        run = change(read_run(run_file))
+        config = replace(run.config, optimizer=replace(run.config.optimizer, distributed=distributed))
+        facts = replace(run.dataset, prefixes=(str(dataset),))
+        run = replace(run, config=config, dataset=facts)
         write_run(run_file, run)
         ranks.run_ranks(ranks.train_rank, run.world_size, run_file.parent, run_file=run_file)
         return [record["loss"] for record in read_records(run_file.parent / "metrics.jsonl") if "loss" in record]
@@ -121,6 +132,34 @@ def train_rows(
 
 
 @pytest.fixture(scope="module")
+def train_rows(train: Callable[..., list[float]], bestfit: Path) -> Callable[..., list[float]]:
+    """Training on rows."""
+    return partial(train, bestfit, lambda run: replace(run, reset_attention_mask=True))
+
+
+@pytest.fixture(scope="module")
+def train_masked(
+    train: Callable[..., list[float]], bestfit: Path, tokenizer_folder: Path
+) -> Callable[..., list[float]]:
+    """Training on the same documents without the losses of what follows them."""
+    folder = bestfit.parent
+    command = ["tools/preprocess_data.py", "--input", folder / "short.jsonl", "--output-prefix", folder / "short"]
+    command += ["--tokenizer-model", tokenizer_folder, "--append-eod"]
+    subprocess.run([sys.executable, *map(str, command)], check=True, cwd=REPOSITORY)
+
+    def with_masks(run: ResolvedRun) -> ResolvedRun:
+        return replace(run, config=replace(run.config, data=replace(run.config.data, eod_mask_loss=True)))
+
+    return partial(train, folder / "short_text_document", with_masks)
+
+
+@pytest.fixture(scope="module")
 def one(train_rows: Callable[..., list[float]]) -> list[float]:
     """Those of one rank."""
     return train_rows()
+
+
+@pytest.fixture(scope="module")
+def one_masked(train_masked: Callable[..., list[float]]) -> list[float]:
+    """Those of one rank."""
+    return train_masked()

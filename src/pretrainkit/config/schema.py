@@ -236,6 +236,11 @@ class ResolvedRun:
     """Whether attention stays within documents: as asked, or because the dataset has rows of whole documents."""
 
     @property
+    def masks_losses(self) -> bool:
+        """Whether the losses of some tokens don't count, so that microbatches may have different numbers of them."""
+        return self.reset_attention_mask or self.config.data.eod_mask_loss
+
+    @property
     def num_microbatches(self) -> int:
         """Microbatches of one data-parallel rank in an optimizer step."""
         training = self.config.training

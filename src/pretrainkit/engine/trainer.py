@@ -51,6 +51,9 @@ def build_model(
         config.transformer_layer_spec = functools.partial(
             torch_layer_spec, fused_norm=chosen.norm == "triton", overlaps=chosen.tp_comm_overlap == "copies"
         )
+    # Else Megatron takes the mean of the microbatches' means: tokens count more where more of their microbatch is
+    # masked. Without masks both are the same, and this one reads all gradients once more.
+    config.calculate_per_token_loss = run.masks_losses
     config.forward_step_fn = forward_step
     if run.reset_attention_mask:
         config.data_step_fn = with_document_bounds(config.data_step_fn)

@@ -34,8 +34,9 @@ def preprocess_with(pool: EncodePool, request: Request, tokenizer: TokenizerFile
     _load_early(request, pool)
     plan = make_plan(request, tokenizer)
     identity = plan.identity()
-    if remove_finished(plan.state_folder) and is_written(plan):
-        LOGGER.info("all of it is written already")
+    is_left = remove_finished(plan.state_folder)
+    if (is_left or not request.overwrite) and is_written(plan):
+        LOGGER.info("all of it is written already, by this request")
         return _manifests(plan)
     num_finished = num_finished_outputs(plan.state_folder, identity)
     is_all = num_finished == len(plan.outputs)

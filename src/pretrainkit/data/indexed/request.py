@@ -14,8 +14,8 @@ import numpy as np
 import orjson
 
 from pretrainkit.data.decontamination.evaluations import Evaluations
-from pretrainkit.data.indexed.format import check_output_prefix, optimal_dtype
-from pretrainkit.data.indexed.manifest import Manifest, SetPart, read_manifest
+from pretrainkit.data.indexed.format import bin_path, check_output_prefix, optimal_dtype
+from pretrainkit.data.indexed.manifest import Manifest, SetPart, manifest_path, read_manifest
 from pretrainkit.data.names import STATE_SUFFIX
 from pretrainkit.data.readers import work_items
 from pretrainkit.data.readers.compressed import Compressed
@@ -271,16 +271,22 @@ def _files_of(plan: Plan, outputs: list[OutputNames]) -> list[Path]:
 
 
 def is_written(plan: Plan) -> bool:
-    """Whether all outputs are there, made by this very request from files of the same sizes."""
+    """Whether all outputs are there, made by this very request from files of the same sizes, not changed since."""
+    if not all(path.exists() for path in _files_of(plan, plan.outputs)):
+        return False
     flags = orjson.loads(orjson.dumps(plan.flags()))
-    sizes = {source.path: source.num_bytes for source in plan.sources}
-    manifests = [read_manifest(prefix) for output in plan.outputs for prefix in output.prefixes]
-    return all(path.exists() for path in _files_of(plan, plan.outputs)) and all(
-        manifest is not None
-        and (manifest.flags, manifest.tokenizer.sha256) == (flags, plan.tokenizer.sha256)
-        and all(sizes.get(file.path) == file.num_bytes for file in manifest.inputs)
-        for manifest in manifests
-    )
+    sources = {source.path: source for source in plan.sources}
+    for prefix in (prefix for output in plan.outputs for prefix in output.prefixes):
+        manifest, written_ns = read_manifest(prefix), manifest_path(prefix).stat().st_mtime_ns
+        if manifest is None or (manifest.flags, manifest.tokenizer.sha256) != (flags, plan.tokenizer.sha256):
+            return False
+        if bin_path(prefix).stat().st_size != manifest.bin_bytes:
+            return False
+        for file in manifest.inputs:
+            source = sources.get(file.path)
+            if source is None or source.num_bytes != file.num_bytes or source.modified_ns > written_ns:
+                return False
+    return True
 
 
 def check_outputs(plan: Plan, committed: int) -> None:
