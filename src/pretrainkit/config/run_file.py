@@ -14,10 +14,12 @@ from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import RequestError
 from pretrainkit.records import RecordError, decode
 
-FORMAT_VERSION = 3
-"""Raised whenever a reader of the old format would misread the new one."""
-OLD_VERSIONS = (1, 2)
-"""Formats whose missing fields have their default values, and which have `_initial_weights_of_old_format`."""
+FORMAT_VERSION = 4
+"""Raised whenever a reader of the old format would misread the new one, and when a field is added."""
+OLD_VERSIONS = (1, 2, 3)
+"""Formats whose missing fields have their default values."""
+_TWO_FIELDS_OF_WEIGHTS = (1, 2)
+"""Those which have `_initial_weights_of_old_format`."""
 
 
 def to_json(run: ResolvedRun) -> dict[str, Any]:
@@ -49,7 +51,7 @@ def read_run(path: Path) -> ResolvedRun:
             action="write the file again with this version of pretrain.py",
             where=where,
         )
-    if version in OLD_VERSIONS:
+    if version in _TWO_FIELDS_OF_WEIGHTS:
         fields["initial_weights"] = _initial_weights_of_old_format(fields, path.parent)
     try:
         return decode(ResolvedRun, fields, all_fields=version not in OLD_VERSIONS)
