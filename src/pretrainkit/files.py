@@ -17,6 +17,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,6 +32,8 @@ T = TypeVar("T")
 
 TEMPORARY_MARK = ".tmp-"
 """Part of every temporary name, so that leftovers of a killed process can be recognised."""
+WINDOW_BYTES = 4096
+_MIN_WINDOWS, _WINDOWS_AT_ONCE, _SAMPLE_THREADS = 4, 32, 16
 _OLD = "-old"
 """Ends the temporary name of what is being replaced."""
 
@@ -264,3 +267,40 @@ def hash_file(path: Path, digest: Any = "sha256") -> str:
     """The hash of a file's bytes, in hex; `digest` is hashlib's name of it, or a function that makes a hash object."""
     with path.open("rb", buffering=0) as file:
         return hashlib.file_digest(file, digest).hexdigest()
+
+
+def hash_samples(ranges: Sequence[tuple[Path, int, int]], *, num_windows: int) -> str:
+    """A hash of windows of WINDOW_BYTES, evenly spaced over byte ranges (path, begin, end) of files.
+
+    Each range has the same number of windows, at least _MIN_WINDOWS; a smaller one is read whole. `changed` bytes in a
+    row are seen with probability n * (changed + WINDOW_BYTES) / size in a range of n windows.
+    """
+    each = max(_MIN_WINDOWS, num_windows // max(1, len(ranges)))
+
+    def read(task: tuple[Path, list[tuple[int, int]]]) -> bytes:
+        path, places = task
+        with path.open("rb", buffering=0) as file:
+            return b"".join(os.pread(file.fileno(), size, offset) for offset, size in places)
+
+    def tasks() -> Iterator[tuple[Path, list[tuple[int, int]]]]:
+        for path, begin, end in ranges:
+            last = end - begin - WINDOW_BYTES
+            places = [(begin + last * number // (each - 1), WINDOW_BYTES) for number in range(each)]
+            if end - begin <= each * WINDOW_BYTES:
+                places = [(begin, end - begin)]
+            for first in range(0, len(places), _WINDOWS_AT_ONCE):
+                yield path, places[first : first + _WINDOWS_AT_ONCE]
+
+    digest = hashlib.sha256()
+    with ThreadPoolExecutor(_SAMPLE_THREADS) as pool:  # they wait for the file system
+        for content in pool.map(read, tasks()):
+            digest.update(content)
+    return digest.hexdigest()
+
+
+def same_fingerprint(one: str | None, other: str | None) -> bool:
+    """Whether two fingerprints, `hash+hash_of_samples`, can be of the same content; older ones have no samples."""
+    if not one or not other:
+        return False
+    (facts, _, samples), (other_facts, _, other_samples) = one.partition("+"), other.partition("+")
+    return facts == other_facts and (not samples or not other_samples or samples == other_samples)

@@ -173,3 +173,32 @@ def test_polling_gives_what_was_waited_for_or_the_last_value() -> None:
     assert files.wait_until(lambda: next(answers), poll_s=0.01) == "there"
     assert next(answers) == "not asked"
     assert files.wait_until(lambda: False, timeout_s=0.05, poll_s=0.01) is False
+
+
+def test_samples_see_a_change_with_the_stated_probability(tmp_path: Path) -> None:
+    num_windows, row_bytes, num_rows = 64, 8192, 256
+    path, size = tmp_path / "tensor", row_bytes * num_rows
+    path.write_bytes(bytes(size))
+
+    def digest() -> str:
+        return files.hash_samples([(path, 0, size)], num_windows=num_windows)
+
+    before, seen = digest(), 0
+    with path.open("r+b", buffering=0) as file:
+        for row in range(num_rows):
+            os.pwrite(file.fileno(), b"x" * row_bytes, row * row_bytes)
+            seen += digest() != before
+            os.pwrite(file.fileno(), bytes(row_bytes), row * row_bytes)
+    assert seen / num_rows == pytest.approx(num_windows * (row_bytes + files.WINDOW_BYTES) / size, abs=0.05)
+    assert digest() == before
+
+
+def test_the_ends_of_a_range_are_sampled_and_nothing_around_it(tmp_path: Path) -> None:
+    path = tmp_path / "tensor"
+    path.write_bytes(bytes(10**6))
+    before = files.hash_samples([(path, 1000, 999_000)], num_windows=8)
+    for place, is_seen in ((999, False), (1000, True), (998_999, True), (999_000, False)):
+        with path.open("r+b", buffering=0) as file:
+            os.pwrite(file.fileno(), b"x", place)
+            assert (files.hash_samples([(path, 1000, 999_000)], num_windows=8) != before) is is_seen
+            os.pwrite(file.fileno(), b"\0", place)

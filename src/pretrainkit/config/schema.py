@@ -116,7 +116,8 @@ class DatasetFacts:
     max_token_id: int | None
     """Largest id that the tokenizer which made the data can give; None without a manifest."""
     data_hash: str
-    """Changes when the content of the dataset does, not its place (`pretrainkit.data.dataset`)."""
+    """Changes when the content of the dataset does, not its place (`pretrainkit.data.dataset`): a hash of its records,
+    and after `+` one of samples of its tokens, which older versions lack. Compared by `files.same_fingerprint`."""
     row_length: int | None = None
     """Tokens of a row, where a part of the dataset is a set packed by bestfit, whose rows are the samples."""
     labels: tuple[str, ...] = ()

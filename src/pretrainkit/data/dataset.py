@@ -40,6 +40,8 @@ from pretrainkit.errors import DataError, RequestError
 
 _EDGE_BYTES = 1 << 20
 """Bytes hashed at either end of a .bin that has no manifest: enough to distinguish two files, never slow."""
+_DATA_WINDOWS = 4096
+"""Windows of 4 KiB that are sampled of all tokens at each start (16 MiB)."""
 _EOD_DOCUMENTS = 200
 """Documents, evenly spread, whose end is checked: one read each, so few."""
 
@@ -124,7 +126,8 @@ def read_dataset(dataset_path: str, split: str) -> DatasetReading:
             num_tokens=sum(part.num_tokens for part in found),
             num_documents=sum(part.num_documents for part in found),
             max_token_id=max(largest_ids, default=None),
-            data_hash=hashlib.sha256("".join(part.data_hash for part in found).encode()).hexdigest(),
+            data_hash=hashlib.sha256("".join(part.data_hash for part in found).encode()).hexdigest()
+            + _samples(prefixes),
             labels=_labels(prefixes),
             row_length=_row_length({part.row_length for part in found} - {None}),
         ),
@@ -257,6 +260,24 @@ def _split_tokens(lengths: NDArray[np.int32], split: str, row_length: int | None
         for begin, end in itertools.pairwise(split_bounds(shares, len(lengths)))
     )
     return (training, validation, test)
+
+
+def _samples(paths: list[Path | str]) -> str:
+    """`+` and a hash of samples of pairs and packed sets, whose manifests may describe other bytes.
+
+    Shards have a checksum for each sample, which is compared when it is read.
+    """
+    tokens: list[Path] = []
+    for path in paths:
+        kind = documents_kind(path)
+        if kind is None:
+            tokens += [bin_path(path), idx_path(path)]
+        elif kind is PackedDocuments:
+            tokens += sorted(Path(path).rglob("*.arrow"))
+    if not tokens:
+        return ""
+    ranges = [(path, 0, path.stat().st_size) for path in tokens]
+    return f"+{files.hash_samples(ranges, num_windows=_DATA_WINDOWS)}"
 
 
 def _manifest_digest(manifest: Manifest) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 from pretrainkit.config.run_file import read_run, write_run
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import RequestError
+from pretrainkit.files import same_fingerprint
 from pretrainkit.logs import get_logger
 from pretrainkit.run.checkpoints import newest_complete, saved_data
 from pretrainkit.run.folder import RunFolder
@@ -59,6 +60,8 @@ def changes(before: ResolvedRun, now: ResolvedRun) -> Changes:
     changed = {name: (old.get(name), new.get(name)) for name in old | new if old.get(name) != new.get(name)}
     if "dataset.weights" in changed and _same_blend(*changed["dataset.weights"]):
         del changed["dataset.weights"]
+    if same_fingerprint(before.dataset.data_hash, now.dataset.data_hash):
+        changed.pop("dataset.data_hash", None)
     changed.pop("config.nemo_model", None)
     return changed | _changed_weights(before, now)
 
@@ -142,7 +145,7 @@ def _changed_weights(before: ResolvedRun, now: ResolvedRun) -> Changes:
     old, new = before.initial_weights, now.initial_weights
     changed = before.config.nemo_model, now.config.nemo_model
     if old and new:
-        if old.source == new.source or (old.fingerprint and old.fingerprint == new.fingerprint):
+        if old.source == new.source or same_fingerprint(old.fingerprint, new.fingerprint):
             return {}
         if old.fingerprint and new.fingerprint:
             changed = old.source, new.source

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from indexed_writer import IndexedDatasetWriter
 from pretrainkit.data.dataset import read_dataset
 from pretrainkit.data.indexed.blend import make_blend, write_blend
 from pretrainkit.errors import RequestError
+from pretrainkit.files import same_fingerprint
 
 
 def write_pair(prefix: Path, lengths: list[int], first_id: int = 0) -> Path:
@@ -69,6 +71,26 @@ def test_the_hash_is_of_the_content_not_the_place(dataset_folder: Path, tmp_path
 
     assert hash_of(tmp_path / "copy") == hash_of(dataset_folder)
     assert hash_of(tmp_path / "a") == hash_of(tmp_path / "moved" / "b") != hash_of(tmp_path / "other")
+
+
+@pytest.mark.parametrize("has_manifest", [True, False])
+@pytest.mark.parametrize("suffix", [".bin", ".idx"])
+def test_the_hash_sees_changed_bytes_under_an_unchanged_record(
+    dataset_folder: Path, tmp_path: Path, has_manifest: bool, suffix: str
+) -> None:
+    shutil.copytree(dataset_folder, tmp_path / "copy")
+    (prefix,) = (path.with_suffix("") for path in (tmp_path / "copy").glob("*.bin"))
+    if not has_manifest:
+        prefix.with_name(f"{prefix.name}.manifest.json").unlink()
+    before = read_dataset(str(prefix), "1,0,0").facts.data_hash
+    with prefix.with_name(prefix.name + suffix).open("r+b") as file:
+        file.seek(-9 if suffix == ".idx" else 101, os.SEEK_END if suffix == ".idx" else os.SEEK_SET)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+    changed = read_dataset(str(prefix), "1,0,0").facts.data_hash
+    assert not same_fingerprint(before, changed)
+    assert same_fingerprint(before, before.partition("+")[0]), "an older version's"
 
 
 def test_a_blend_file_gives_its_weights_and_is_checked_against_the_data(tmp_path: Path) -> None:

@@ -82,6 +82,22 @@ def test_the_data_of_the_newest_checkpoint_goes_on_whatever_was_tried_since(run:
     assert read_run(write_run_file(run)) == run
 
 
+def test_changed_tokens_under_an_unchanged_manifest_are_other_data(run: ResolvedRun) -> None:
+    write_run_file(run)
+    save_a_checkpoint(run)
+    records, _, samples = run.dataset.data_hash.partition("+")
+    assert len(samples) == 64
+
+    def of(data_hash: str) -> ResolvedRun:
+        return dataclasses.replace(run, dataset=dataclasses.replace(run.dataset, data_hash=data_hash))
+
+    assert changes_since_last_start(of(records)) == {}
+    with pytest.raises(RequestError, match=r"dataset\.data_hash was"):
+        write_run_file(of(f"{records}+{'0' * 64}"))
+    write_run_file(of(records))  # an older version's
+    assert changes_since_last_start(run) == {}
+
+
 @pytest.mark.parametrize(("old", "new"), [((2, 1), (4, 2)), ((0.7, 0.3), (70, 30)), ((1, 1, 1), (3, 3, 3))])
 def test_a_blend_is_the_same_in_other_units(run: ResolvedRun, old: tuple[float, ...], new: tuple[float, ...]) -> None:
     def blended(weights: tuple[float, ...]) -> ResolvedRun:
