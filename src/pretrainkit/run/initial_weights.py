@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 from pretrainkit import files
-from pretrainkit.checkpoint.formats.hf_files import HF_SOURCE, REPORT_NAME, weights_fingerprint
+from pretrainkit.checkpoint.formats.hf_files import HF_SOURCE, REPORT_NAME, WINDOWS, weights_fingerprint
 from pretrainkit.config.run_file import read_run
 from pretrainkit.config.schema import InitialWeights, ModelShape, ResolvedRun
 from pretrainkit.errors import RequestError
@@ -22,7 +22,7 @@ from pretrainkit.signals import STOP_SIGNALS, stopped_by_signals
 
 CACHE_NAME = ".converted"
 """Folder in experiments_dir with the checkpoints made from Hugging Face folders."""
-_WHERE = "--nemo_model"
+_WHERE, _INDEX = "--nemo_model", "weights/.metadata"
 
 log = get_logger(__name__)
 
@@ -57,7 +57,7 @@ def locate(nemo_model: str, experiments_dir: Path, *, hf_folder: Path | None = N
 def of_checkpoint(checkpoint: Path, hf_folder: Path | None = None) -> InitialWeights:
     """The weights of a NeMo checkpoint, with `hf_folder` if it has those that the checkpoint was converted from."""
     fingerprint = _checkpoint_fingerprint(checkpoint)
-    is_source = fingerprint and hf_folder and fingerprint == _hf_fingerprint(hf_folder)
+    is_source = hf_folder and files.same_fingerprint(fingerprint, _hf_fingerprint(hf_folder))
     return InitialWeights(str(checkpoint), str(checkpoint), fingerprint, str(hf_folder) if is_source else None)
 
 
@@ -125,16 +125,22 @@ def provide(weights: InitialWeights, model: ModelShape) -> None:
 
 
 def _checkpoint_fingerprint(folder: Path) -> str | None:
-    """A hash that identifies the weights of a NeMo checkpoint at any path, without reading them.
+    """A hash that identifies the weights of a NeMo checkpoint at any path, without reading them all.
 
-    Two conversions of one model share the model's, unless one of them casts the weights.
+    Two conversions of one model share the model's, unless one of them casts the weights. A commit mark has the
+    checksums of all bytes; of another tool's checkpoint samples of each file are taken.
     """
-    for name in (COMMIT_MARK, REPORT_NAME, "weights/.metadata"):
+    for name in (COMMIT_MARK, REPORT_NAME, _INDEX):
         if (folder / name).is_file():
             # A report has one of the weights that were converted, unless they were cast.
             of_source = files.read_object(folder / name).get("source_fingerprint") if name == REPORT_NAME else None
-            return of_source or files.hash_file(folder / name)
+            return of_source or files.hash_file(folder / name) + (_samples(folder) if name == _INDEX else "")
     return None
+
+
+def _samples(folder: Path) -> str:
+    tensors = [(path, 0, path.stat().st_size) for path in sorted((folder / "weights").glob("*.distcp"))]
+    return f"+{files.hash_samples(tensors, num_windows=WINDOWS)}" if tensors else ""
 
 
 def _hf_fingerprint(folder: Path) -> str | None:

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from pretrainkit.checkpoint.formats.hf import locate_tensors, open_by_package
 from pretrainkit.checkpoint.formats.hf_files import INDEX_NAME, weight_files, weights_fingerprint
 from pretrainkit.errors import RequestError
+from pretrainkit.files import same_fingerprint
 
 
 @pytest.fixture(params=["one file", "shards"])
@@ -47,3 +48,14 @@ def test_two_models_in_a_folder_are_refused(folder: Path) -> None:
 
 def test_a_folder_without_weights_has_none(tmp_path: Path) -> None:
     assert weight_files(tmp_path) == []
+
+
+def test_the_fingerprint_has_samples_of_every_tensor(tmp_path: Path) -> None:
+    """A hundred small tensors behind a large one, where samples of the file alone would miss them."""
+    tensors = {f"a{number}": torch.zeros(64) for number in range(100)} | {"large": torch.zeros(2**22)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    before = weights_fingerprint(tmp_path)
+    for name in ("a0", "a57", "a99"):
+        save_file({**tensors, name: torch.ones(64)}, tmp_path / "model.safetensors")
+        changed = weights_fingerprint(tmp_path)
+        assert not same_fingerprint(changed, before) and same_fingerprint(before, before.partition("+")[0])
