@@ -26,7 +26,7 @@ class LossByLabel:
         by_code = {label_code(label): label for label in labels}
         codes = sorted(by_code)
         self._names = [*(by_code[code] for code in codes), OTHER]
-        self._codes = torch.tensor(codes)
+        self._sorted_codes = codes
         self._device = "cuda" if accelerator == "gpu" else "cpu"
         self._taken = torch.zeros(2, len(self._names), dtype=torch.float64)
         """The same of all ranks, for the steps since the last record."""
@@ -36,6 +36,10 @@ class LossByLabel:
         """[2, labels + 1]: losses in nats and tokens of the current step on this rank, once its device is chosen."""
         return torch.zeros_like(self._taken, device=self._device)
 
+    @cached_property
+    def _codes(self) -> Tensor:
+        return torch.tensor(self._sorted_codes, device=self._device)
+
     def data_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Megatron's data step; on the last pipeline stage its microbatches have the number of each target's label."""
 
@@ -44,7 +48,8 @@ class LossByLabel:
             codes = (batch[0] if isinstance(batch, tuple) else batch)[TARGET_LABELS]
             output = step(iter([batch]), *args, **kwargs)
             if parallel_state.is_pipeline_last_stage():
-                numbers = self._numbers(codes).to(self._sums.device, non_blocking=True)
+                # On the device: on the CPU it takes as long as several layers' launches.
+                numbers = self._numbers(codes.to(self._device, non_blocking=True))
                 output[TARGET_LABELS] = get_batch_on_this_cp_rank({TARGET_LABELS: numbers})[TARGET_LABELS]
             return output
 
