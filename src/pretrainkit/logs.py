@@ -40,6 +40,8 @@ def configure(*, verbose: bool = False, quiet: bool = False) -> None:
     rank = f"[rank {os.environ['RANK']}] " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(f"%(asctime)s {rank}%(levelname)s %(message)s", "%H:%M:%S"))
+    # A record that can't be written, as on a full disk, would be a traceback of logging's own, of each library, too.
+    logging.raiseExceptions = False
     logger = logging.getLogger(LOGGER_NAME)
     logger.handlers[:] = [handler]
     logger.propagate = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -49,3 +50,19 @@ def test_a_run_without_shared_memory_is_refused_before_it_writes(
     done = pretrain("mount -t tmpfs -o ro none /dev/shm")
     assert done.returncode == 2 and "0 B of shared memory can be used in /dev/shm" in done.stderr
     assert not (tmp_path / "experiments").exists()
+
+
+@pytest.mark.skipif(shutil.which("ip") is None, reason="ip (iproute2) sets up the loopback interface")
+def test_a_full_disk_is_the_reason_of_the_outcome(
+    pretrain: Callable[[str], subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    (experiments := tmp_path / "experiments").mkdir()
+    done = pretrain(f"""
+        ip link set lo up
+        mount -t tmpfs -o size=100m none {experiments}
+        (until [ -e {experiments}/bare/metrics.jsonl ]; do sleep 0.02; done
+        head -c 200M /dev/zero > {experiments}/filler) 2>/dev/null &
+    """)
+    assert done.returncode == 1
+    assert re.search(r"failed: rank . failed with exit code 1: .*(ENOSPC|is full)", done.stderr), done.stderr
+    assert "Logging error" not in done.stderr

@@ -37,12 +37,11 @@ from pretrainkit.megatron import patches
 from pretrainkit.megatron.save_checksums import by_file
 from pretrainkit.run.checkpoints import Checkpoint, commit
 from pretrainkit.run.folder import RunFolder
+from pretrainkit.run.outcome import MIN_FREE_BYTES
 from pretrainkit.units import format_bytes, format_duration, parse_duration
 
 OPTIMIZER_PREFIX = "optimizer"
 """Prefix of the optimizer's tensors, and then of the files that hold only those."""
-MIN_FREE_BYTES = 1 << 26
-"""A disk with less free space counts as full (assumed: less than any file of a checkpoint that could matter)."""
 _POLL_S = 0.05
 _DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _PERMANENT = _DISK_FULL | {errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ENAMETOOLONG}

@@ -34,7 +34,7 @@ from pretrainkit.run.folder import (
     locked,
     shown_logs,
 )
-from pretrainkit.run.outcome import Outcome, log_outcome, read_outcome, write_outcome
+from pretrainkit.run.outcome import Outcome, log_outcome, read_outcome, reserve_outcome, write_outcome
 from pretrainkit.run.resource_plan import choose_on_node
 
 NODE_VARIABLE = "PRETRAINKIT_NODE"
@@ -80,6 +80,7 @@ def _run_head(arguments: argparse.Namespace, stop: GracefulStop, nodes: Rendezvo
         return refusal.exit_code
     hosts = _check_allocation(arguments)
     log_dir = new_attempt(folder, arguments.job_dir)
+    reserve_outcome(log_dir)
     try:
         if str(folder.run_file) in arguments.command:
             choose_on_node(folder.run_file, log_dir)  # before other nodes hear of the attempt

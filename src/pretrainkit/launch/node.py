@@ -21,7 +21,7 @@ from pretrainkit.jobs.rendezvous import Endpoint, open_store
 from pretrainkit.launch.supervise import KILL_SIGNAL, GracefulStop, redirect_output, supervise
 from pretrainkit.machine import count_cpus
 from pretrainkit.run.folder import NODE_LOG, PID_FILE, RANKS_LOCK, RunFolder, locked
-from pretrainkit.run.outcome import Outcome, write_outcome
+from pretrainkit.run.outcome import Outcome, reserve_outcome, write_outcome
 from pretrainkit.run.resource_plan import choose_on_node
 from pretrainkit.signals import STOP_SIGNALS, adopt_orphans
 
@@ -61,6 +61,7 @@ def _run(arguments: argparse.Namespace, stop: GracefulStop) -> int:
     redirect_output(arguments.log_dir / NODE_LOG)
     logs.configure()
     (arguments.log_dir / PID_FILE).write_text(f"{os.getpid()}\n")
+    reserve_outcome(arguments.log_dir)
     with locked(RunFolder(arguments.experiment_dir), RANKS_LOCK):
         try:
             if arguments.choose_kernels:

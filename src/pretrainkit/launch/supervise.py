@@ -25,7 +25,7 @@ from pretrainkit import logs
 from pretrainkit.errors import EXIT_FAILED, EXIT_STOPPED_AFTER_SAVING
 from pretrainkit.jobs.rendezvous import Endpoint
 from pretrainkit.run.folder import RUN_FILE, rank_log_names
-from pretrainkit.run.outcome import SUCCESS, Outcome, outcome_of
+from pretrainkit.run.outcome import SUCCESS, Outcome, outcome_of, with_cause
 from pretrainkit.signals import STOP_SIGNALS
 
 GRACE_S = 1800
@@ -112,6 +112,7 @@ def supervise(
         return SUCCESS
     outcome = outcome_of({first_rank + rank: failure.exitcode for rank, failure in result.failures.items()})
     if outcome.exit_code != EXIT_STOPPED_AFTER_SAVING:
+        outcome = with_cause(outcome, log_dir)
         _show_end_of_log(log_dir, outcome.failed_rank or 0)
     if stop.requested and outcome.exit_code == EXIT_FAILED:
         return replace(outcome, reason=f"stopped before the ranks had saved: {outcome.reason}")
