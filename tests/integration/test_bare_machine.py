@@ -52,6 +52,18 @@ def test_a_run_without_shared_memory_is_refused_before_it_writes(
     assert not (tmp_path / "experiments").exists()
 
 
+@pytest.mark.parametrize(
+    ("limit", "found"),
+    [("-n 64", "a process may open 64 files here"), ("-f 100", "files may have 50.0 KiB here")],
+)
+def test_a_run_within_low_limits_is_refused_before_it_starts(
+    pretrain: Callable[[str], subprocess.CompletedProcess[str]], tmp_path: Path, limit: str, found: str
+) -> None:
+    done = pretrain(f"ulimit {limit}")
+    assert done.returncode == 2 and found in done.stderr and f"ulimit {limit[:2]} " in done.stderr
+    assert not (tmp_path / "experiments" / "bare" / "run.json").exists()
+
+
 @pytest.mark.skipif(shutil.which("ip") is None, reason="ip (iproute2) sets up the loopback interface")
 def test_a_full_disk_is_the_reason_of_the_outcome(
     pretrain: Callable[[str], subprocess.CompletedProcess[str]], tmp_path: Path

@@ -14,6 +14,7 @@ from pretrainkit.errors import EXIT_DONE, EXIT_STOPPED_AFTER_SAVING, RequestErro
 from pretrainkit.imports import heavy_imports
 from pretrainkit.machine import usable_shared_memory
 from pretrainkit.run import resume_plan
+from pretrainkit.run.process_limits import limit_problems
 from pretrainkit.signals import RankStopRequests, die_with_parent
 
 log = logs.get_logger(__name__)
@@ -47,7 +48,7 @@ def run_rank(run_file: Path) -> int:
         log.info("nothing to do: %d of %d steps are done", plan.step, run.max_steps)
         return EXIT_DONE
     # A job may run without a preflight, and a container has its own /dev/shm.
-    RequestError.raise_all(list(shared_memory_problems(run.config, usable_shared_memory())))
+    RequestError.raise_all([*shared_memory_problems(run.config, usable_shared_memory()), *limit_problems(run)])
     if run.kernels.layer_spec == "torch":
         # Importing it takes seconds, memory of the GPU, and may bring a cuDNN with which torch doesn't run attention.
         sys.modules.setdefault("transformer_engine", None)  # type: ignore[arg-type]

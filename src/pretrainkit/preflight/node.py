@@ -14,7 +14,14 @@ from pathlib import Path
 
 from pretrainkit import files
 from pretrainkit.jobs.registry import time_left
-from pretrainkit.machine import SEMAPHORE_BYTES, count_gpus, read_gpus, usable_shared_memory
+from pretrainkit.machine import (
+    MIN_OPEN_FILES,
+    SEMAPHORE_BYTES,
+    count_gpus,
+    process_limit,
+    read_gpus,
+    usable_shared_memory,
+)
 from pretrainkit.preflight import collectives, software
 from pretrainkit.preflight.report import FAILED, OK, SKIPPED, WARNING, Check, Finding, NodeReport, check
 from pretrainkit.units import format_bytes, format_duration
@@ -29,7 +36,9 @@ MIN_WRITE_RATE = 50 * 2**20
 """Bytes per second below which the check warns: 100 GB of checkpoint then take over half an hour."""
 MIN_SHARED_MEMORY = 2**30
 """Bytes of /dev/shm below which NCCL and data loaders can fail (assumed; containers often get 64 MiB)."""
-MIN_OPEN_FILES = 4096
+SMALL_FILE_BYTES = 2**30
+"""A limit of file sizes that leaves no space for checkpoints (assumed; a run computes what it needs itself)."""
+ENOUGH_OPEN_FILES = 4096
 """Assumed: ranks, data loaders and a checkpoint of many files need about a thousand."""
 MAX_CLOCK_SKEW_S = 5.0
 """Assumed: more makes file times and the logs of several nodes contradict each other."""
@@ -169,16 +178,20 @@ def check_clock(folder: Path) -> Finding:
 
 @check("limits")
 def check_limits() -> Finding:
-    """Shared memory and open files, which containers and login shells often make too small."""
-    open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    """Shared memory, open files and their size, which containers and login shells often make too small."""
+    open_files, file_bytes = process_limit(resource.RLIMIT_NOFILE), process_limit(resource.RLIMIT_FSIZE)
     free = usable_shared_memory()
-    files_word = "unlimited" if open_files == resource.RLIM_INFINITY else str(open_files)
-    found = f"{format_bytes(free)} of shared memory, {files_word} open files"
+    files_word = "unlimited" if open_files is None else str(open_files)
+    size_word = "" if file_bytes is None else f" of at most {format_bytes(file_bytes)}"
+    found = f"{format_bytes(free)} of shared memory, {files_word} open files{size_word}"
     if free < MIN_SHARED_MEMORY:
         level = FAILED if free < SEMAPHORE_BYTES else WARNING  # without semaphores not even a checkpoint is saved
         return level, found, "give the container more shared memory (Docker: --ipc=host), or have /dev/shm mounted"
-    if open_files != resource.RLIM_INFINITY and open_files < MIN_OPEN_FILES:
-        return WARNING, found, f"ulimit -n {MIN_OPEN_FILES} before the start"
+    if file_bytes is not None and file_bytes < SMALL_FILE_BYTES:
+        return FAILED, found, "ulimit -f unlimited before the start: no checkpoint could be saved"
+    if open_files is not None and open_files < ENOUGH_OPEN_FILES:
+        level = FAILED if open_files < MIN_OPEN_FILES else WARNING
+        return level, found, f"ulimit -n {ENOUGH_OPEN_FILES} before the start"
     return OK, found
 
 

@@ -22,6 +22,7 @@ from pretrainkit.megatron.kernels import LIBRARIES, choose_for, installed_librar
 from pretrainkit.run import resume_plan
 from pretrainkit.run.estimates import cheapest_recompute, estimate, fits, gpu_memory
 from pretrainkit.run.gpu_specs import GPUS
+from pretrainkit.run.process_limits import limit_problems
 
 _NODE_SIZES = (1, 2, 4, 8)
 _OFFERS = 3
@@ -30,8 +31,11 @@ _OFFERS = 3
 def finalize_run(run: ResolvedRun) -> ResolvedRun:
     """The run as it will start.
 
-    Raises what the first rank of a start would raise, and RequestError when the run doesn't fit into GPU memory.
+    Raises what the first rank of a start would raise, and RequestError when the run doesn't fit into GPU memory, or
+    into the limits of this process where its ranks are this machine's.
     """
+    if not run.config.launch.is_scheduled:
+        RequestError.raise_all(list(limit_problems(run)))
     mode = resume_plan.check_start(run)
     return dataclasses.replace(plan_memory(run), start_mode=mode)
 

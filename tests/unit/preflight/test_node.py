@@ -123,14 +123,22 @@ def test_the_clock_is_compared_with_the_disks(tmp_path: Path, monkeypatch: pytes
     assert list(tmp_path.iterdir()) == []
 
 
-def test_few_open_files_are_a_warning() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+@pytest.mark.parametrize(
+    ("number", "limit", "status", "found"),
+    [
+        (resource.RLIMIT_NOFILE, 256, WARNING, "256 open files"),
+        (resource.RLIMIT_NOFILE, 128, FAILED, "128 open files"),
+        (resource.RLIMIT_FSIZE, 2**29, FAILED, "of at most 512.0 MiB"),
+    ],
+)
+def test_low_limits_are_a_warning_or_fail(number: int, limit: int, status: str, found: str) -> None:
+    soft, hard = resource.getrlimit(number)
+    resource.setrlimit(number, (limit, hard))
     try:
         check = node.check_limits()
     finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert check.status == WARNING and "256 open files" in check.found
+        resource.setrlimit(number, (soft, hard))
+    assert check.status == status and found in check.found
 
 
 def test_a_node_without_shared_memory_is_bad() -> None:
