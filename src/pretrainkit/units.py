@@ -25,10 +25,10 @@ def format_count(number: float) -> str:
     raise AssertionError("unreachable")
 
 
-def format_duration(seconds: float) -> str:
-    """Seconds as '4.2 s', '3 min 20 s' or '2 h 05 min'."""
+def format_duration(seconds: float, *, digits: int = 1) -> str:
+    """Seconds as '4.2 s', '3 min 20 s' or '2 h 05 min'; `digits` of less than a minute."""
     if seconds < 60:
-        return f"{seconds:.1f} s"
+        return f"{seconds:.{digits}f} s"
     minutes, rest_s = divmod(round(seconds), 60)
     if minutes < 60:
         return f"{minutes} min {rest_s:02d} s"

@@ -119,6 +119,9 @@ class TrainingConfig:
         0, "consecutive failed checkpoints that are tolerated; the last step's must succeed", range=">= 0"
     )
     save_timeout: str = duration("01:00:00", "time limit for writing one checkpoint")
+    hang_timeout: str = duration(
+        "00:30:00", "exit with code 1 when no step ends for so long; --chain and --requeue start the run again"
+    )
     time_limit: str | None = duration(None, "time limit of this attempt: save before it and exit with code 85")
     time_margin: str = duration("00:05:00", "time reserved before --time_limit for a step, an evaluation and a save")
     val_interval: int = option(500, "evaluate every N steps and at the last step; 0: never", range=">= 0")

@@ -5,17 +5,18 @@
 
 Order of the callbacks, which each hook follows:
 
-1. `VerifyRestoredState`: weights are NaN until loaded; step and sample are the planned ones
-2. `OptimizerSettings`: learning rate, weight decay, betas and eps of the step
-3. `LossGuard`: judges loss and gradient norm between the backward pass and the update
-4. `UseCudaGraphs`: captures the layers
-5. `InitialLossCheck`: only for a start from another model's weights; before steps are timed and signals only noted
-6. `Recording`: numbers of a step, before the save that may follow it, so that saving isn't timed as a step
-7. `StopEarly`: from its start on a signal means to finish the step and save
-8. NeMo's own callbacks
-9. `Evaluations`
-10. `Checkpoints`: saves after what the callbacks above decided, a stop included
-11. `DataLoaderWatchdog`, `FreezeGC`
+1. `ReportProgress`: notes steps and phases for the watch over the ranks
+2. `VerifyRestoredState`: weights are NaN until loaded; step and sample are the planned ones
+3. `OptimizerSettings`: learning rate, weight decay, betas and eps of the step
+4. `LossGuard`: judges loss and gradient norm between the backward pass and the update
+5. `UseCudaGraphs`: captures the layers
+6. `InitialLossCheck`: only for a start from another model's weights; before steps are timed and signals only noted
+7. `Recording`: numbers of a step, before the save that may follow it, so that saving isn't timed as a step
+8. `StopEarly`: from its start on a signal means to finish the step and save
+9. NeMo's own callbacks
+10. `Evaluations`
+11. `Checkpoints`: saves after what the callbacks above decided, a stop included
+12. `DataLoaderWatchdog`, `FreezeGC`
 
 What is replaced in NeMo, Lightning, Megatron and Python for a run, by the file that does it. `train`, `saving` and
 `trainer` apply rows of the register (`megatron.patches`); the others change single objects, or Python's own:
@@ -28,6 +29,7 @@ What is replaced in NeMo, Lightning, Megatron and Python for a run, by the file 
 | `child_processes` | `os.fork` | a forked Python can hang before its first instruction |
 | `saving` | Megatron's `save_common`, `finish` and `save_config` | an error on the first rank alone hangs the others |
 | `saving` | `_write_item` of Megatron's writer | to sum the bytes while they are written |
+| `callbacks/progress` | `load_checkpoint` | to say that weights are being loaded |
 | `before_steps` | `load_checkpoint`, `load_model_state_dict` | to find weights that were not loaded |
 | `loss_guard` | `training_step`; the optimizer's `get_grad_norm`, `step_with_ready_grads` | to skip a bad update |
 | `stop` | the epoch loop's `_should_check_val_fx` | Lightning counts from the start of the data loader |

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed
+from megatron.core import parallel_state
 
 
 def all_ranks_any(flag: bool) -> bool:
@@ -16,6 +18,17 @@ def all_ranks_any(flag: bool) -> bool:
     flags = torch.tensor([flag], dtype=torch.int32)
     torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MAX, group=_cpu_group())
     return bool(flags.item())
+
+
+COLLECTIVE_MARGIN = timedelta(minutes=5)
+"""A collective's error names a rank that waits; the watch over the ranks, which knows better, speaks before it."""
+
+
+def limit_collectives(limit: timedelta) -> None:
+    """Let collectives of all groups fail after `limit` and a margin. All ranks call it together."""
+    parallel_state.update_pg_timeout(limit + COLLECTIVE_MARGIN)
+    if torch.distributed.get_world_size() > 1:
+        torch.distributed.distributed_c10d._set_pg_timeout(limit + COLLECTIVE_MARGIN, _cpu_group())
 
 
 @functools.cache

@@ -10,9 +10,11 @@ from pathlib import Path
 from pretrainkit import logs
 from pretrainkit.config.run_file import read_run
 from pretrainkit.config.validate import shared_memory_problems
+from pretrainkit.engine.progress import Progress
 from pretrainkit.errors import EXIT_DONE, EXIT_STOPPED_AFTER_SAVING, RequestError
 from pretrainkit.imports import heavy_imports
 from pretrainkit.machine import usable_shared_memory
+from pretrainkit.run import progress as records
 from pretrainkit.run import resume_plan
 from pretrainkit.run.process_limits import limit_problems
 from pretrainkit.signals import RankStopRequests, die_with_parent
@@ -29,6 +31,9 @@ def run_rank(run_file: Path) -> int:
         int(os.environ.get(name, default))
         for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1"))
     )
+    progress = Progress(rank)
+    if folder := os.environ.get(records.FOLDER_VARIABLE):
+        progress.publish(Path(folder), run_file.parent)
     if world_size != run.world_size:
         raise RequestError(
             f"{world_size} processes were started",
@@ -52,6 +57,9 @@ def run_rank(run_file: Path) -> int:
     if run.kernels.layer_spec == "torch":
         # Importing it takes seconds, memory of the GPU, and may bring a cuDNN with which torch doesn't run attention.
         sys.modules.setdefault("transformer_engine", None)  # type: ignore[arg-type]
+    progress.phase(records.IMPORTING)
+    if rank == 0:
+        log.info(records.IMPORTING)
     with heavy_imports():
         if run.accelerator == "cpu":
             from pretrainkit.megatron import cpu
@@ -64,5 +72,5 @@ def run_rank(run_file: Path) -> int:
     with heavy_imports():
         from pretrainkit.engine import train
     logs.quiet_upstream()
-    done = train.train(run, plan, rank=rank, local_world_size=local_world_size, requests=requests)
+    done = train.train(run, plan, rank=rank, local_world_size=local_world_size, requests=requests, progress=progress)
     return EXIT_DONE if done else EXIT_STOPPED_AFTER_SAVING

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 
 import lightning.pytorch as pl
 import torch
@@ -13,12 +14,14 @@ from pretrainkit.engine.callbacks.checkpoints import Checkpoints
 from pretrainkit.engine.callbacks.initial_loss_check import InitialLossCheck
 from pretrainkit.engine.callbacks.loader_watchdog import DataLoaderWatchdog
 from pretrainkit.engine.callbacks.loss_guard import LossGuard
+from pretrainkit.engine.callbacks.progress import ReportProgress
 from pretrainkit.engine.callbacks.recording import Recording, begin_recorder
 from pretrainkit.engine.callbacks.stop import Evaluations, StopEarly
 from pretrainkit.engine.child_processes import kill_children, use_fork_timeout
 from pretrainkit.engine.loss_by_label import LossByLabel
 from pretrainkit.engine.nemo import llm
 from pretrainkit.engine.nemo import logging as nemo_logging
+from pretrainkit.engine.progress import Progress
 from pretrainkit.engine.trainer import (
     build_logger,
     build_model,
@@ -30,6 +33,7 @@ from pretrainkit.engine.trainer import (
 from pretrainkit.logs import get_logger
 from pretrainkit.megatron import patches
 from pretrainkit.megatron.dataset import local_prefixes
+from pretrainkit.run import progress as records
 from pretrainkit.run.resume_plan import WEIGHTS, StartPlan
 from pretrainkit.signals import RankStopRequests
 
@@ -37,13 +41,20 @@ log = get_logger(__name__)
 
 
 def train(
-    run: ResolvedRun, plan: StartPlan, *, rank: int, local_world_size: int, requests: RankStopRequests | None = None
+    run: ResolvedRun,
+    plan: StartPlan,
+    *,
+    rank: int,
+    local_world_size: int,
+    requests: RankStopRequests | None = None,
+    progress: Progress | None = None,
 ) -> bool:
-    """Train `run` on this rank, starting as `plan` says; `requests` knows who asks it to stop.
+    """Train `run` on this rank, starting as `plan` says; `requests` knows who asks it to stop, `progress` who watches.
 
     True when the last step is done; False when a signal or the time limit stopped it earlier, after saving.
     """
-    requests = requests or RankStopRequests()
+    requests, progress = requests or RankStopRequests(), progress or Progress()
+    progress.phase(records.PREPARING)
     requests.limit_time(run.config.training.time_limit, run.config.training.time_margin)
     use_fork_timeout()
     nemo_logging.setLevel(logging.ERROR)
@@ -57,12 +68,13 @@ def train(
 
     recorder = begin_recorder(run, plan, chosen, requests) if rank == 0 else None
     loss_checks = [InitialLossCheck(run, recorder, rank=rank)] if plan.mode == WEIGHTS else []
-    watchdog = DataLoaderWatchdog(run.config.data.num_workers, recorder)
+    watchdog = DataLoaderWatchdog(run.config.data.num_workers, recorder, progress)
     by_label = LossByLabel(run.dataset.labels, run.accelerator) if run.dataset.labels else None
     model = build_model(run, chosen, wrap_data_step=watchdog.data_step, by_label=by_label)
     trainer = build_trainer(run, plan, local_world_size=local_world_size)
     guard, graphs = LossGuard(run, recorder, by_label), UseCudaGraphs(chosen)
     trainer.callbacks = [
+        ReportProgress(run, progress),
         VerifyRestoredState(plan),
         OptimizerSettings(run),
         guard,
@@ -72,10 +84,12 @@ def train(
         StopEarly(requests),
         *trainer.callbacks,
         Evaluations(run),
-        Checkpoints(run, recorder, saved_step=plan.step),
+        Checkpoints(run, recorder, progress, saved_step=plan.step),
         watchdog,
         FreezeGC(),
     ]
+    # NeMo takes the limit of the first process group from it: while the dataset is indexed, other ranks wait.
+    os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(int(records.START_LIMIT_S)))
     pl.seed_everything(run.config.training.seed, workers=True, verbose=False)
     try:
         llm.pretrain(

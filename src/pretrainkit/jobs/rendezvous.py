@@ -8,6 +8,7 @@ on a free port and publishes it, so two jobs on a machine never share one. Every
     go               all nodes are ready
     stop             all ranks save and end; the job's script creates it when the scheduler sends a signal
     failed           a node has failed: the others end
+    hung             the run is ended because it hung: the job's script lets the chain or a requeue start it again
     end_K.json       how node K ended
     outcome_0.json   how the attempt ended
     alive_K          heartbeat of node K
@@ -37,7 +38,7 @@ HEARTBEAT_S = 10
 DEAD_AFTER_S = 180
 """A node without a heartbeat for so long is lost (assumed: far above what a shared disk caches)."""
 BAD_NODE_ACTION = "exclude the node from the job, and report it to the cluster's administrators"
-STOP, FAILED, _GO = "stop", "failed", "go"
+STOP, FAILED, HUNG, _GO = "stop", "failed", "hung", "go"
 
 
 @dataclass(frozen=True)
@@ -222,7 +223,8 @@ def combine_outcomes(reports: dict[int, dict[str, Any] | None]) -> Outcome:
     if silent and not causes:
         return Outcome(EXIT_FAILED, None, f"node {', '.join(silent)} ended without a report: killed, or lost")
     for node, end in (causes or failed).items():
-        return Outcome(end["exit_code"], end["failed_rank"], f"node {node} ({end['host']}): {end['reason']}")
+        reason = f"node {node} ({end['host']}): {end['reason']}"
+        return Outcome(end["exit_code"], end["failed_rank"], reason, bool(end.get("has_hung")))
     saved = (end for end in ends.values() if end["exit_code"] == EXIT_STOPPED_AFTER_SAVING)
     return next((Outcome(end["exit_code"], end["failed_rank"], end["reason"]) for end in saved), SUCCESS)
 

@@ -17,7 +17,7 @@ from pretrainkit import files, logs
 from pretrainkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED_AFTER_SAVING, PretrainkitError, RequestError
 from pretrainkit.jobs import rendezvous
 from pretrainkit.jobs.registry import read_allocation
-from pretrainkit.jobs.rendezvous import BAD_NODE_ACTION, FAILED, STOP, Endpoint, HeadInfo, Rendezvous, own_address
+from pretrainkit.jobs.rendezvous import BAD_NODE_ACTION, FAILED, HUNG, STOP, Endpoint, HeadInfo, Rendezvous, own_address
 from pretrainkit.jobs.sge import visible_gpus
 from pretrainkit.jobs.watch import Follower
 from pretrainkit.launch.supervise import GracefulStop, redirect_output, supervise
@@ -179,6 +179,8 @@ def _run_ranks(
     is_consequence = nodes.should_abort
     if outcome.exit_code not in (EXIT_DONE, EXIT_STOPPED_AFTER_SAVING):
         nodes.mark(FAILED)
+    if outcome.has_hung:
+        nodes.mark(HUNG)
     return nodes.agree_on_outcome(outcome, is_consequence=is_consequence)
 
 
@@ -232,6 +234,8 @@ def end_of_chain(folder: RunFolder) -> HeadInfo | None:
     outcome = read_outcome(last)
     if outcome.exit_code == EXIT_DONE:
         return HeadInfo(refused=f"the run is done ({last}): this job ends")
+    if outcome.has_hung:
+        return None  # --restart_limit bounds it
     if outcome.exit_code != EXIT_STOPPED_AFTER_SAVING:
         return HeadInfo(
             refused=f"the run failed ({last}: {outcome.reason}): this job ends", exit_code=outcome.exit_code

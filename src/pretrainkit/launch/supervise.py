@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -24,8 +26,10 @@ from typing import Any
 from pretrainkit import logs
 from pretrainkit.errors import EXIT_FAILED, EXIT_STOPPED_AFTER_SAVING
 from pretrainkit.jobs.rendezvous import Endpoint
+from pretrainkit.launch.hang_watch import HangWatch
 from pretrainkit.run.folder import RUN_FILE, rank_log_names
 from pretrainkit.run.outcome import SUCCESS, Outcome, outcome_of, with_cause
+from pretrainkit.run.progress import FOLDER_VARIABLE
 from pretrainkit.signals import STOP_SIGNALS
 
 GRACE_S = 1800
@@ -84,20 +88,22 @@ def supervise(
     run_file = str(log_dir.parents[1] / RUN_FILE)
     words = [str(log_dir / RUN_FILE) if word == run_file else word for word in command]
     launcher, first_rank = os.getppid(), endpoint.node * num_ranks
+    records = Path(tempfile.mkdtemp(prefix="pretrainkit-progress-"))
     try:
-        ranks = _start(words, num_ranks, log_dir, endpoint)
+        ranks = _start(words, num_ranks, log_dir, endpoint, records)
     except Exception as error:
         log.exception("the ranks could not be started")
         kill_descendants()  # those that were
         return Outcome(EXIT_FAILED, None, f"the ranks could not be started: {error}")
-    is_signalled = False
+    is_signalled, hang = False, ""
+    watch = HangWatch(log_dir, records, endpoint, num_ranks)
     while (result := ranks.wait(timeout=0)) is None:
         time.sleep(_POLL_S)
-        has_other_failed = poll()
+        has_other_failed, hang = poll(), watch.poll()
         if os.getppid() != launcher and not stop.requested:
             log.warning("the launcher has died: sending SIGTERM to the ranks")
             stop.request()
-        if stop.should_kill or has_other_failed:
+        if stop.should_kill or has_other_failed or hang:
             break
         if stop.requested and not is_signalled:
             is_signalled = True
@@ -105,6 +111,9 @@ def supervise(
                 log.info("sending SIGTERM to rank process %d (save and exit)", rank.proc.pid)
                 rank.proc.terminate()
     kill_descendants()
+    shutil.rmtree(records, ignore_errors=True)
+    if hang:
+        return Outcome(EXIT_FAILED, None, f"hung for longer than --hang_timeout: {hang}", has_hung=True)
     if result is None:
         reason = "killed before the ranks had saved" if stop.should_kill else "ended because another node had failed"
         return Outcome(EXIT_FAILED, None, reason)
@@ -119,7 +128,7 @@ def supervise(
     return outcome
 
 
-def _start(command: Sequence[str], num_ranks: int, log_dir: Path, endpoint: Endpoint) -> Any:
+def _start(command: Sequence[str], num_ranks: int, log_dir: Path, endpoint: Endpoint, records: Path) -> Any:
     """torchrun's context of the processes of this node's ranks, with the variables that torchrun gives them."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, Std, start_processes
 
@@ -141,6 +150,7 @@ def _start(command: Sequence[str], num_ranks: int, log_dir: Path, endpoint: Endp
         "GROUP_WORLD_SIZE": endpoint.num_nodes,
         "MASTER_ADDR": endpoint.address,
         "MASTER_PORT": endpoint.port,
+        FOLDER_VARIABLE: records,
         "TORCHELASTIC_RUN_ID": log_dir.name,
         "TORCHELASTIC_RESTART_COUNT": 0,
         "TORCHELASTIC_MAX_RESTARTS": 0,

@@ -6,7 +6,8 @@ experiments/EXPERIMENT/
   metrics.jsonl                 records of all attempts: steps, evaluations, events
   attempts.jsonl                their starts, saves and stops alone
   checkpoints/step_00000500/    weights/, context/ and, written last, the commit mark complete.json
-  logs/attempt_1/               run.json, source.txt, outcome.json, node.log, node.pid, job.json, logs of the ranks
+  logs/attempt_1/               run.json, source.txt, outcome.json, node.log, node.pid, job.json, progress_0.json, logs
+                                and stacks of the ranks
   jobs/job_001/                 scheduler jobs (`pretrainkit.jobs.submit`)
   index/                        Megatron's sample indices of the dataset
   wandb_id.txt  wandb_sent_step.txt  mlflow_id.txt  mlflow.db  run.png
@@ -105,6 +106,11 @@ def checkpoint_name(step: int) -> str:
 def rank_log_names(rank: int) -> tuple[str, str]:
     """Names of the files with a rank's stdout and stderr in an attempt's folder."""
     return f"rank_{rank}.out", f"rank_{rank}.err"
+
+
+def rank_stack_name(rank: int) -> str:
+    """Name of the file with a rank's stacks, written when it hangs."""
+    return f"rank_{rank}.stack"
 
 
 def shown_logs(log_dir: Path) -> list[Path]:

@@ -15,6 +15,7 @@ from pretrainkit.run.attempts import Attempt, read_attempts, restarts_without_pr
 from pretrainkit.run.checkpoints import all_complete, newest_complete, optimizer_layout, problem_of
 from pretrainkit.run.folder import JOBS_FILE, OUTCOME_FILE, RunFolder
 from pretrainkit.run.json_lines import read_records
+from pretrainkit.run.progress import read_attempt
 from pretrainkit.units import format_count
 
 RATE_STEPS = 100
@@ -63,8 +64,9 @@ class History:
         for name, problem in found.get("damaged_checkpoints", {}).items():
             lines.append(("damaged", f"{name}: {problem}"))
         for log in found["logs"]:
-            code = "no outcome" if log["exit_code"] is None else f"exit code {log['exit_code']}"
+            code = log["progress"] or "no outcome" if log["exit_code"] is None else f"exit code {log['exit_code']}"
             lines.append(("logs", f"{log['folder']}  {code}{', ' if log['reason'] else ''}{log['reason']}"))
+            lines += [("", log["note"])] if log["note"] else []
         for job in found["jobs"]:
             code = "no exit code" if job["exit_code"] is None else f"exit code {job['exit_code']}"
             lines.append(("job", f"{job['scheduler']} {job['job_id']}  log {job['log']}  {code}"))
@@ -152,9 +154,16 @@ def _steps_of(event: str, records: list[dict[str, Any]]) -> list[int]:
 
 
 def _outcome(log_folder: Path) -> dict[str, Any]:
-    """How an attempt ended; no exit code: it runs, or the process that started it was killed."""
+    """How an attempt ended, or what it is doing; neither: the process that started it was killed early."""
     outcome = files.read_object(log_folder / OUTCOME_FILE)
-    return {"folder": str(log_folder), "exit_code": outcome.get("exit_code"), "reason": outcome.get("reason", "")}
+    found = {"folder": str(log_folder), "exit_code": outcome.get("exit_code"), "reason": outcome.get("reason", "")}
+    now = None if outcome else read_attempt(log_folder)
+    return {
+        **found,
+        "progress": now.describe() if now else "",
+        "last_step_age_s": round(now.slowest.tick_s + now.age_s, 1) if now else None,
+        "note": now.note if now else "",
+    }
 
 
 def _job(record: dict[str, Any]) -> dict[str, Any]:

@@ -33,6 +33,8 @@ class Outcome:
     failed_rank: int | None = None
     """The first rank that failed."""
     reason: str = ""
+    has_hung: bool = False
+    """Whether no step ended within --hang_timeout: another start may go on where this one couldn't."""
 
 
 def outcome_of(exit_codes: Mapping[int, int]) -> Outcome:

@@ -241,6 +241,26 @@ def test_a_finished_or_failing_run_ends_its_chain_and_a_saved_one_does_not(
         stubs.unlink(missing_ok=True)
 
 
+@pytest.mark.parametrize("executor", ["slurm", "sge", "pbs"])
+def test_a_run_that_hung_is_started_again_by_its_chain_or_by_a_requeue(
+    executor: str, tmp_path: Path, stubs: Path
+) -> None:
+    hang = "import os, sys\nfrom pathlib import Path\n"
+    hang += "start = Path(FOLDER, 'nodes', os.environ['PRETRAINKIT_START'])\n"
+    hang += "start.mkdir(parents=True, exist_ok=True)\n(start / 'hung').touch()\nprint('{}')\nsys.exit(1)\n"
+    for name, settings in (("chain", {"launch.chain": 4}), ("requeue", {"launch.requeue": True})):
+        job = a_job(tmp_path / name, executor, **settings)
+        (job.folder / "print.py").write_text(hang.replace("FOLDER", repr(str(job.folder))))
+        (job.folder / "chain").write_text("6\n7\n8\n9\n")
+        restarts = name == "requeue"
+        assert run_script(job).returncode == (99 if restarts and executor == "sge" else 1)
+        heard = stubs.read_text() if stubs.exists() else ""
+        assert ("requeue" in heard or "qsub" in heard) == (restarts and executor != "sge")
+        assert "scancel" not in heard and "qdel" not in heard
+        assert (job.folder / "exit-7").read_text() == "1\n"
+        stubs.unlink(missing_ok=True)
+
+
 @pytest.mark.parametrize(
     ("executor", "code", "heard"),
     [("slurm", 85, "scontrol requeue 7"), ("sge", 99, ""), ("pbs", 85, "qsub -v PRETRAINKIT_CONTINUES=1")],

@@ -12,10 +12,12 @@ from lightning.pytorch.callbacks import Checkpoint
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.engine.callbacks.recording import wait_for_device
 from pretrainkit.engine.nemo import AsyncFinalizerCallback
+from pretrainkit.engine.progress import Progress
 from pretrainkit.engine.saving import SaveFailure, Saver
 from pretrainkit.errors import CheckpointError, PretrainkitError
 from pretrainkit.logs import get_logger
 from pretrainkit.run import checkpoints
+from pretrainkit.run import progress as records
 from pretrainkit.run.folder import RunFolder
 from pretrainkit.run.metrics import RunRecorder
 from pretrainkit.run.retention import apply_retention
@@ -37,9 +39,9 @@ class Checkpoints(AsyncFinalizerCallback, Checkpoint):
     last save of an attempt must not be missed.
     """
 
-    def __init__(self, run: ResolvedRun, recorder: RunRecorder | None, *, saved_step: int) -> None:
+    def __init__(self, run: ResolvedRun, recorder: RunRecorder | None, progress: Progress, *, saved_step: int) -> None:
         """`saved_step`: the step that the run continues from, which needs no saving."""
-        self._run, self._recorder = run, recorder
+        self._run, self._recorder, self._progress = run, recorder, progress
         self._saver = Saver(run)
         self._step = saved_step
         """Step of the newest checkpoint that is complete or being written; NOT_SAVED after a failure."""
@@ -58,7 +60,9 @@ class Checkpoints(AsyncFinalizerCallback, Checkpoint):
         if self._saver.current and (failure := self._finish(trainer, wait=False)):
             is_due |= self._tries_again(failure, self._lost_step)
         if is_due:
+            self._progress.phase(records.SAVING)
             self._save(trainer, is_last=is_last)
+            self._progress.phase(records.TRAINING)
         if self._recorder:
             self._recorder.skip_time(time.monotonic() - began_s)
 

@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import torch
 
 from pretrainkit.engine.child_processes import kill_children
+from pretrainkit.engine.progress import Progress
 from pretrainkit.logs import get_logger
 from pretrainkit.run.metrics import RunRecorder
 from pretrainkit.units import format_duration
@@ -30,8 +31,8 @@ class DataLoaderWatchdog(pl.Callback):
     shared memory that holds the sample, without a timeout. A killed worker ends each of these waits with an error.
     """
 
-    def __init__(self, num_workers: int, recorder: RunRecorder | None) -> None:
-        self._num_workers, self._recorder = num_workers, recorder
+    def __init__(self, num_workers: int, recorder: RunRecorder | None, progress: Progress) -> None:
+        self._num_workers, self._recorder, self._progress = num_workers, recorder, progress
         self._waits_since_s = math.inf
 
     def watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,7 +56,8 @@ class DataLoaderWatchdog(pl.Callback):
 
         def watched_step(batches: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
             start_s = time.monotonic()
-            batch = take(batches)
+            with self._progress.waiting_for_data():
+                batch = take(batches)
             if recorder and torch.is_grad_enabled():  # not in an evaluation
                 recorder.data_wait(time.monotonic() - start_s)
                 recorder.padding((batch[0] if isinstance(batch, tuple) else batch)["loss_mask"])
