@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from pretrainkit.cli import Parser, run_command
 from pretrainkit.errors import EXIT_DONE, CheckpointError, PretrainkitError
@@ -32,6 +34,7 @@ def command(arguments: argparse.Namespace) -> int:
     from pretrainkit.run.history import read_history
 
     history = read_history(arguments.experiment, verify=arguments.verify)
+    _ask_scheduler(history.summary["jobs"], arguments.experiment)
     picture, problem = None if arguments.no_plot else arguments.plot or arguments.experiment / "run.png", None
     if picture:
         from pretrainkit.run.history import plot_history
@@ -60,6 +63,19 @@ def command(arguments: argparse.Namespace) -> int:
     if problem:
         log.warning("%s", problem)
     return EXIT_DONE
+
+
+def _ask_scheduler(jobs: list[dict[str, Any]], experiment: Path) -> None:
+    """Correct the state of the last job, if its scheduler answers and doesn't know it any more."""
+    from pretrainkit.jobs.scheduler import run_here
+    from pretrainkit.jobs.submit import read_records
+    from pretrainkit.run.folder import RunFolder
+
+    if not jobs or jobs[-1]["exit_code"] is not None:
+        return
+    with contextlib.suppress(PretrainkitError):
+        if not read_records(RunFolder(experiment).jobs)[-1].is_alive(run_here):
+            jobs[-1]["state"] = "ended without an exit code: killed, cancelled or lost"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

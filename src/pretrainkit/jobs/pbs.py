@@ -25,6 +25,7 @@ class Pbs(Scheduler):
     host_file = "PBS_NODEFILE"
     account_option = "-A"
     takes_arrays_of_one = False
+    requeues_in_place = False
     job_id_pattern = r"(\d+)(?:\[\])?(?:\..*)?"
     query = ("qstat",)
     history = ("qstat", "-x", "-f")

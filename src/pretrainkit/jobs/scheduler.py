@@ -94,6 +94,8 @@ class Scheduler(ABC):
     """Variable with the path of the job's list of hosts, whose lines begin with a host's name."""
 
     requeue_line = ""
+    requeues_in_place = True
+    """Whether a requeued job keeps its id, and with it the names of its files."""
     cancel_program = "qdel"
     account_option = ""
     """Option of the submit command that takes the account, unless the site names another."""

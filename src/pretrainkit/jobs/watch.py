@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 import threading
@@ -66,13 +67,24 @@ class Follower:
                 if not path.exists():
                     continue
                 self._files[path] = path.open("rb")
+            was_replaced = not _is_open_file(path, self._files[path])
             while block := self._files[path].read(_BLOCK_BYTES):
                 lines, newline, rest = (self._rests.pop(path, b"") + block).rpartition(b"\n")
                 self._stream.write(lines + newline)
                 self._rests[path] = rest
+            if was_replaced:  # a requeued job has put its log aside
+                self._files.pop(path).close()
             if last and (rest := self._rests.pop(path, b"")):
                 self._stream.write(rest + b"\n")
         self._stream.flush()
+
+
+def _is_open_file(path: Path, file: BinaryIO) -> bool:
+    """Whether a path still names a file that was opened by it."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
 
 
 def announce(submitted: Sequence[SubmittedJob], config: LaunchConfig, *, follows: bool) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import statistics
 from dataclasses import dataclass
@@ -68,8 +69,9 @@ class History:
             lines.append(("logs", f"{log['folder']}  {code}{', ' if log['reason'] else ''}{log['reason']}"))
             lines += [("", log["note"])] if log["note"] else []
         for job in found["jobs"]:
-            code = "no exit code" if job["exit_code"] is None else f"exit code {job['exit_code']}"
-            lines.append(("job", f"{job['scheduler']} {job['job_id']}  log {job['log']}  {code}"))
+            lines.append(("job", f"{job['scheduler']} {job['job_id']}  log {job['log']}  {job['state']}"))
+            for start in job["earlier_starts"]:
+                lines.append(("", f"an earlier start: log {start['log']}  exit code {start['exit_code']}"))
         return "\n".join(f"{name:<10} {value}" for name, value in lines)
 
 
@@ -167,10 +169,23 @@ def _outcome(log_folder: Path) -> dict[str, Any]:
 
 
 def _job(record: dict[str, Any]) -> dict[str, Any]:
-    """A job as `pretrainkit.jobs.submit` recorded it; no exit code: it waits, runs, or was killed."""
-    exit_file = Path(record["exit_files"][0])
+    """A job as `pretrainkit.jobs.submit` recorded it, with the starts before it was requeued.
+
+    Its log is there from its start on, its exit code from its end on. Without the latter it may also have been killed,
+    which its scheduler knows.
+    """
+    exit_file, log = Path(record["exit_files"][0]), Path(record["logs"][0])
     code = int(exit_file.read_text(encoding="ascii")) if exit_file.is_file() else None
-    return {"scheduler": record["scheduler"], "job_id": record["job_id"], "log": record["logs"][0], "exit_code": code}
+    state = f"exit code {code}" if code is not None else "running" if log.is_file() else "queued"
+    earlier = []
+    for number in itertools.count(1):
+        ended = exit_file.with_name(f"{exit_file.name}.{number}")
+        if not ended.is_file():
+            break
+        its_log = str(log.with_name(f"{log.stem}.{number}{log.suffix}"))
+        earlier.append({"log": its_log, "exit_code": int(ended.read_text(encoding="ascii"))})
+    found = {"scheduler": record["scheduler"], "job_id": record["job_id"], "log": str(log), "exit_code": code}
+    return {**found, "state": state, "earlier_starts": earlier}
 
 
 def _count(number: float | None) -> str:

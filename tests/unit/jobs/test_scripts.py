@@ -257,7 +257,9 @@ def test_a_run_that_hung_is_started_again_by_its_chain_or_by_a_requeue(
         heard = stubs.read_text() if stubs.exists() else ""
         assert ("requeue" in heard or "qsub" in heard) == (restarts and executor != "sge")
         assert "scancel" not in heard and "qdel" not in heard
-        assert (job.folder / "exit-7").read_text() == "1\n"
+        in_place = restarts and executor != "pbs"
+        assert (job.folder / ("exit-7.1" if in_place else "exit-7")).read_text() == "1\n"
+        assert (job.folder / f"{executor}-7.log").exists() != in_place  # one log for each start
         stubs.unlink(missing_ok=True)
 
 

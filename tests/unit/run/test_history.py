@@ -169,3 +169,9 @@ def test_a_schedulers_jobs_and_their_logs_are_told(experiment: Path) -> None:
     assert [(job["job_id"], job["exit_code"]) for job in history.summary["jobs"]] == [("7", 85), ("8", None)]
     assert f"slurm 7  log {folder}/slurm-7.log  exit code 85" in history.describe()
     assert history.summary["jobs"][1]["log"] == str(folder / "slurm-8.log")
+    assert "slurm-8.log  queued" in history.describe()
+    (folder / "exit-8.1").write_text("85\n")  # it was requeued, and has begun again
+    (folder / "slurm-8.log").touch()
+    history = read_history(experiment)
+    assert history.summary["jobs"][1]["state"] == "running"
+    assert f"an earlier start: log {folder}/slurm-8.1.log  exit code 85" in history.describe()
