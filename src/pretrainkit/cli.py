@@ -11,12 +11,13 @@ import select
 import shutil
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from pretrainkit import logs
-from pretrainkit.errors import EXIT_FAILED, PretrainkitError, RequestError
+from pretrainkit.errors import EXIT_FAILED, PretrainkitError, RequestError, one_line
 from pretrainkit.units import format_bytes
 
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS)
@@ -116,6 +117,12 @@ def run_command(command: Callable[[argparse.Namespace], int], parser: Parser, ar
             raise
         # The reader of our stdout (head, less) has exited; keep the interpreter from writing to it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+    except Exception as error:
+        if argv is not None:  # called by Python code, which wants the error itself
+            raise
+        traceback.print_exc()
+        print(f"{parser.prog}: error: unexpected {one_line(error)} (its traceback is above)", file=sys.stderr)
         return EXIT_FAILED
 
 

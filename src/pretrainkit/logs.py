@@ -53,8 +53,12 @@ def configure(*, verbose: bool = False, quiet: bool = False) -> None:
 def quiet_upstream() -> None:
     """Leave the terminal to our own records: of NeMo, Lightning and Megatron only what went wrong is shown."""
     upstream = ("lightning", "lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric")
-    for name in (*upstream, "megatron", "nv_one_logger", "torch"):
+    for name in (*upstream, "megatron", "torch"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    # Its loggers set levels of their own, and report telemetry that is off as an error after every failure.
+    telemetry = logging.getLogger("nv_one_logger")
+    telemetry.addHandler(logging.NullHandler())
+    telemetry.propagate = False
     # On CPU every torch call passes through pretrainkit.megatron.cpu, whose lines their warnings then carry.
     modules = r"(torch|nemo|megatron|lightning|transformers|pydantic|pretrainkit\.megatron\.cpu)\b"
     warnings.filterwarnings("ignore", module=modules)

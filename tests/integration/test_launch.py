@@ -186,6 +186,7 @@ def test_a_signal_lets_the_ranks_save(node: Callable[[str], Attempt], number: in
     assert attempt.wait() == 85
     assert attempt.processes() == []
     assert "saved" in (attempt.log_dir / "rank_0.out").read_text()
+    assert "torch/" not in (attempt.log_dir / "node.log").read_text()  # whose words are those for a failure
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], ids=lambda number: number.name)

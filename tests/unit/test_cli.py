@@ -158,3 +158,13 @@ def test_a_wrong_value_is_answered_in_the_words_of_what_reads_it(capsys: pytest.
     with pytest.raises(SystemExit):
         parser.parse_args(["--size", "3X"])
     assert "argument --size: '3X' is no size like 5GB or 500MiB" in capsys.readouterr().err
+
+
+def test_an_unexpected_error_ends_with_our_words_below_its_traceback() -> None:
+    program = "from pretrainkit.cli import Parser, run_command\n"
+    program += "def fail(_): raise KeyError('a name')\n"
+    program += "raise SystemExit(run_command(fail, Parser(prog='tool.py'), None))\n"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    lines = done.stderr.splitlines()
+    assert done.returncode == 1 and lines[0].startswith("Traceback")
+    assert lines[-1] == "tool.py: error: unexpected KeyError: 'a name' (its traceback is above)"

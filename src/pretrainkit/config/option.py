@@ -24,6 +24,8 @@ _TYPE_WORDS = {
     tuple: "a list of strings",
     dict: "a mapping of names to strings",
 }
+AUTO = "auto"
+"""What the default None is called where it stands for a choice by what is found."""
 _COMPARE = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
 
 
@@ -79,7 +81,7 @@ class Option:
 
     def convert(self, value: Any, where: str) -> Any:
         """A value read from YAML or the command line, in the option's type. Raises RequestError for another type."""
-        if value is None and self.is_optional:
+        if self.is_optional and (value is None or (self.unset == AUTO and value == AUTO)):
             return None
         if self.type in (int, float) and type(value) in (int, str, self.type):
             try:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pretrainkit.config.option import Option
+from pretrainkit.config.option import AUTO, Option
 from pretrainkit.config.schema import OPTIONS
 from pretrainkit.errors import RequestError
 
@@ -82,9 +83,18 @@ def add_flag(group: argparse._ActionsContainer, option: Option, *, with_short: b
     else:
         choices = f"{{{','.join(option.choices)}}}" if option.choices else ""
         # Values are checked with all others, so that all problems are reported at once.
-        settings = {"type": option.type, "metavar": choices or option.form or option.type.__name__.upper()}
+        kind = option.type if option.unset != AUTO else _value_or_auto(option.type)
+        settings = {"type": kind, "metavar": choices or option.form or option.type.__name__.upper()}
         text += f" ({'' if option.required else 'default: '}{option.default_text})"
     group.add_argument(*names, dest=option.name, default=argparse.SUPPRESS, help=text.replace("%", "%%"), **settings)
+
+
+def _value_or_auto(kind: type) -> Callable[[str], Any]:
+    def convert(text: str) -> Any:
+        return text if text == AUTO else kind(text)
+
+    convert.__name__ = kind.__name__  # argparse says "invalid int value"
+    return convert
 
 
 def given_flags(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -173,6 +173,15 @@ class Kernels:
         parts = dataclasses.asdict(self)
         return f"{parts.pop('layer_spec')} layers; {', '.join(f'{part} {choice}' for part, choice in parts.items())}"
 
+    def describe(self, accelerator: str) -> str:
+        """The choice in words."""
+        if accelerator == "cpu":
+            return "on the CPU: plain torch"
+        layers = "Transformer Engine's layers" if self.layer_spec == "te" else "torch's layers"
+        parts = {name: choice for name, choice in dataclasses.asdict(self).items() if name != "layer_spec"}
+        fused = [name for name, choice in parts.items() if choice not in ("torch", "te")]
+        return f"{layers}, {'fused: ' + ', '.join(fused) if fused else 'nothing fused'}"
+
 
 @dataclass(frozen=True)
 class InitialWeights:

@@ -126,7 +126,12 @@ class TrainingConfig:
     time_margin: str = duration("00:05:00", "time reserved before --time_limit for a step, an evaluation and a save")
     val_interval: int = option(500, "evaluate every N steps and at the last step; 0: never", range=">= 0")
     val_steps: int = option(16, "batches per evaluation", range="> 0")
-    log_interval: int = option(1, "log every N steps", range="> 0")
+    log_interval: int | None = option(
+        None,
+        "record and log every N steps; auto: all are recorded, and logged every 5% of the steps or 30 s",
+        unset="auto",
+        range="> 0",
+    )
     allow_batch_change: bool = option(False, "continue with another --global_batch_size; samples count on")
     reset_optimizer: bool = option(False, "continue without the optimizer's moments; done once")
     on_bad_loss: str = option(

@@ -26,6 +26,7 @@ from pretrainkit.jobs.container import Container
 from pretrainkit.jobs.run_job import NODE_MODULE, python_of, rank_environment
 from pretrainkit.jobs.secrets import passed_on
 from pretrainkit.jobs.watch import Follower
+from pretrainkit.launch.live_line import live_line
 from pretrainkit.launch.supervise import GRACE_S, KILL_SIGNAL, GracefulStop, kill_descendants
 from pretrainkit.logs import get_logger
 from pretrainkit.run.folder import PID_FILE, shown_logs
@@ -81,7 +82,10 @@ def run_attempt(plan: LaunchPlan) -> int:
     kills them. No process is left when this returns.
     """
     adopt_orphans()
-    with Follower(shown_logs(plan.log_dir), sys.stderr.buffer):
+    with (
+        live_line(plan.log_dir, plan.run.max_steps, sys.stderr) as stream,
+        Follower(shown_logs(plan.log_dir), stream),
+    ):
         with _forwarded_signals(plan.log_dir / PID_FILE) as stop:
             _run_experiment(plan)
             _wait_for_orphaned_ranks(plan, stop)

@@ -223,7 +223,9 @@ def summarize_estimates(run: ResolvedRun) -> str:
         f"and optimizer + {estimates.activations_gib:.1f} activations + {estimates.logits_gib:.1f} logits; "
         f"{gpu_memory}",
         "recomputes": recomputed[recompute.granularity] + ("" if is_final else ", expected; the compute node decides"),
-        "kernels": str(run.kernels or "decided on the compute node, by its packages"),
+        "kernels": run.kernels.describe(run.accelerator)
+        if run.kernels
+        else "decided on the compute node, by its packages",
     }
     if estimates.step_time_s is None or estimates.mfu is None or estimates.gpu_hours is None:
         lines["time"] = "no estimate for this GPU and precision"

@@ -12,6 +12,7 @@ When a rank fails, torchrun's function ends the others: SIGTERM, and SIGKILL 30 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import signal
@@ -88,6 +89,7 @@ def supervise(
     run_file = str(log_dir.parents[1] / RUN_FILE)
     words = [str(log_dir / RUN_FILE) if word == run_file else word for word in command]
     launcher, first_rank = os.getppid(), endpoint.node * num_ranks
+    log.info("starting %d rank%s", num_ranks, "" if num_ranks == 1 else "s")
     records = Path(tempfile.mkdtemp(prefix="pretrainkit-progress-"))
     try:
         ranks = _start(words, num_ranks, log_dir, endpoint, records)
@@ -131,6 +133,9 @@ def supervise(
 def _start(command: Sequence[str], num_ranks: int, log_dir: Path, endpoint: Endpoint, records: Path) -> Any:
     """torchrun's context of the processes of this node's ranks, with the variables that torchrun gives them."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, Std, start_processes
+
+    # Its words for an orderly stop are those for a failure; what happened is said by the outcome.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
 
     class RankLogs(DefaultLogsSpecs):
         """The output of rank K goes to rank_K.out and rank_K.err."""

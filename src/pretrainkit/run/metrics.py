@@ -25,6 +25,9 @@ TRACKER_FLUSH_TIMEOUT_S = 60.0
 _ETA_RECORDS = 20
 """The ETA uses the median of the last records: the first step of a start is an outlier, and some later ones are."""
 
+_LINE_SHARE, _LINE_S = 0.05, 30.0
+"""Share of the steps, and time, after which --log_interval auto logs another."""
+
 log = get_logger(__name__)
 
 
@@ -46,10 +49,14 @@ class RunRecorder:
         self._last_time_s = time.monotonic()
         self._last_step: int | None = None
         self._step_times_s = deque[float](maxlen=_ETA_RECORDS)
+        self._first_step = 1
+        self._line_at_s, self._line_steps, self._line_time_s = self._last_time_s, 0, 0.0
+        """The last step that was logged, and the steps since then with their time."""
 
     def start(self, step: int) -> None:
         """Start timing; `step` optimizer steps are done."""
         self._last_time_s, self._last_step = time.monotonic(), step
+        self._line_at_s, self._first_step = self._last_time_s, step + 1
 
     def data_wait(self, seconds: float) -> None:
         """Add time that the first rank has waited for its data."""
@@ -103,12 +110,25 @@ class RunRecorder:
             peak_memory_gib=peak_memory_gib and round(peak_memory_gib, 3),
             **({} if by_label is None else {"loss_by_label": by_label[0], "tokens_by_label": by_label[1]}),
         )
+        self._line_steps += steps
+        self._line_time_s += steps * step_time_s
+        if not self._is_logged(step, now_s):
+            return
+        tokens_per_second *= step_time_s * self._line_steps / self._line_time_s
+        mfu = mfu and mfu * step_time_s * self._line_steps / self._line_time_s
+        self._line_at_s, self._line_steps, self._line_time_s = now_s, 0, 0.0
         norm = "" if grad_norm is None else f"grad norm {grad_norm:.3f}  "
         log.info(
             f"step {step}/{run.max_steps}  loss {loss:.4f}  lr {learning_rate:.3g}  {norm}"
             f"{format_count(tokens_per_second)} tokens/s  {'' if mfu is None else f'MFU {mfu:.1%}  '}"
             f"{format_duration((run.max_steps - step) * statistics.median(self._step_times_s))} left"
         )
+
+    def _is_logged(self, step: int, now_s: float) -> bool:
+        """Whether a step gets a line in the log: each that is recorded, unless --log_interval is auto."""
+        max_steps = self._run.max_steps
+        is_due = step in (self._first_step, max_steps) or step % math.ceil(max_steps * _LINE_SHARE) == 0
+        return bool(self._run.config.training.log_interval) or is_due or now_s - self._line_at_s >= _LINE_S
 
     def validation(self, step: int, *, loss: float) -> None:
         """Record the held-out loss after optimizer step `step`; its time doesn't count as training time."""

@@ -178,3 +178,20 @@ def test_a_tracker_that_fails_is_left_out(tmp_path: Path, caplog: pytest.LogCapt
         and "Broken failed and gets no more records of this attempt: RuntimeError('no server')" in caplog.text
     )
     assert len(read_records(tmp_path / "metrics.jsonl")) == 2
+
+
+@pytest.mark.parametrize(
+    ("log_interval", "logged"), [(None, [1, *range(5, 101, 5)]), (1, [*range(1, 101)]), (25, [25, 50, 75, 100])]
+)
+def test_auto_records_every_step_and_logs_one_in_twenty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log_interval: int | None, logged: list[int]
+) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(metrics.log, "info", lines.append)
+    attempt = RunRecorder(tiny_run(tmp_path, max_steps=100, log_interval=log_interval))
+    attempt.start(0)
+    steps = range(log_interval or 1, 101, log_interval or 1)
+    for step in steps:
+        attempt.train_step(step, consumed_samples=4 * step, loss=1.0, learning_rate=0.1, grad_norm=None)
+    assert [int(line.split()[1].partition("/")[0]) for line in lines] == logged
+    assert [record["step"] for record in read_records(tmp_path / "metrics.jsonl")] == list(steps)

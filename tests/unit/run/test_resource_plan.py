@@ -55,7 +55,7 @@ def test_a_local_start_decides(gpu_run: Callable[..., ResolvedRun], installed: s
     installed |= {"triton", "liger_kernel"}
     run = plan_memory(gpu_run())
     assert run.kernels == OURS
-    assert str(OURS) in summarize_estimates(run)
+    assert OURS.describe("gpu") in summarize_estimates(run)
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,9 @@ def begin_recorder(run: ResolvedRun, plan: StartPlan, chosen: Kernels, requests:
     # Lightning's trainer doesn't get the logger: it would read numbers from the GPU after every step, and wait.
     board = TensorBoardLogger(str(folder.path), "tensorboard", "", purge_step=plan.step + 1)  # replaces later steps
     recorder.trackers = [board, *open_trackers(run, first_step=plan.step, recorded_step=furthest)]
-    log.info("kernels: %s, attention %s", chosen, attention)
+    on_gpu = "" if run.accelerator == "cpu" else f", attention by {attention}"
+    log.info("kernels: %s%s", chosen.describe(run.accelerator), on_gpu)
+    log.debug("kernels: %s, attention %s", chosen, attention)
     log.info("starting at step %d of %d", plan.step, run.max_steps)
     return recorder
 
@@ -108,7 +110,7 @@ class Recording(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         step = trainer.global_step
-        if not self._recorder or (step % self._run.config.training.log_interval and step != self._run.max_steps):
+        if not self._recorder or (step % (self._run.config.training.log_interval or 1) and step != self._run.max_steps):
             return
         on_gpu, usage = self._run.accelerator == "gpu", resource.getrusage(resource.RUSAGE_SELF)
         peak_bytes = torch.cuda.max_memory_allocated() if on_gpu else 1024 * usage.ru_maxrss  # Linux counts in KiB
