@@ -24,6 +24,9 @@ ENGINES = ("fastokens", "tokenizers")
 SLICE_TEXTS = 32
 """Texts per call of `tokenizers`: its result objects are large."""
 
+THREAD_END_S = 10.0
+"""Time for the kernel to remove a thread that has ended; one that is there for longer is the library's own."""
+
 
 class Encoder(Protocol):
     """What both engines do."""
@@ -110,12 +113,14 @@ def _make_tables(encoder: Encoder) -> None:
 
     In a thread that ends, and with it its cache of 16 MB, which each worker has for itself.
     """
-    before, began = num_threads(), time.monotonic()
+    before = num_threads()
     thread = threading.Thread(target=encoder.encode, args=(["a"],))
     thread.start()
     thread.join()
-    # join() returns before the kernel has removed the thread; num_threads() must not count it when we fork.
-    while num_threads() > before and time.monotonic() - began < 1:
+    # join() returns before the kernel has removed the thread, on a busy machine long before; num_threads() must not
+    # count it when we fork.
+    end_s = time.monotonic() + THREAD_END_S
+    while num_threads() > before and time.monotonic() < end_s:
         time.sleep(0.001)
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from pretrainkit.data.readers.records import RecordRules
+from pretrainkit.data.tokens import encoder
 from pretrainkit.data.tokens.encode_pool import EncodePool, WorkerDied
 from pretrainkit.data.tokens.encoder import Encoder, EngineSpec, ReferenceEncoder
 from pretrainkit.data.tokens.parity import EnginesDiffer, ParitySample
@@ -155,3 +156,16 @@ def test_a_killed_fork_server_takes_its_workers_along(pool: EncodePool) -> None:
 
 def children(process: int) -> list[int]:
     return [*map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split())]
+
+
+def test_a_thread_that_the_kernel_removes_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a busy machine: fastokens would not be used, since it would seem to have started a thread."""
+    counts = [1, 2, 2, 2, 1]
+    monkeypatch.setattr(encoder, "num_threads", lambda: counts.pop(0))
+
+    class Slow:
+        def encode(self, texts: list[str]) -> None:
+            time.sleep(1.05)
+
+    encoder._make_tables(Slow())  # type: ignore[arg-type]
+    assert not counts
