@@ -16,7 +16,7 @@ from pretrainkit.errors import RequestError
 from pretrainkit.files import same_fingerprint
 from pretrainkit.logs import get_logger
 from pretrainkit.run.checkpoints import newest_complete, saved_data
-from pretrainkit.run.folder import RunFolder
+from pretrainkit.run.folder import RUN_FILE, RunFolder
 from pretrainkit.run.lr_schedule import learning_rate
 
 IDENTITY = (
@@ -98,7 +98,7 @@ def changes_since_last_start(run: ResolvedRun) -> Changes:
     if not folder.run_file.exists():
         raise RequestError(
             "there are checkpoints, but no run.json that describes their run",
-            action="restore run.json, or choose another --experiment",
+            action=_how_to_restore(folder),
             where=str(folder.path),
         )
     before = read_run(folder.run_file)
@@ -109,6 +109,13 @@ def changes_since_last_start(run: ResolvedRun) -> Changes:
     changed = changes(before, run)
     _warn_of_rate_jump(before, run, changed)
     return changed
+
+
+def _how_to_restore(folder: RunFolder) -> str:
+    copies = (attempt / RUN_FILE for attempt in reversed(folder.attempt_folders()))
+    if newest := next(filter(Path.is_file, copies), None):
+        return f"cp {newest} {folder.run_file}: the newest attempt's copy; or choose another --experiment"
+    return "restore run.json, or choose another --experiment"
 
 
 def _warn_of_rate_jump(before: ResolvedRun, now: ResolvedRun, changed: Changes) -> None:

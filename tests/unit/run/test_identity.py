@@ -123,6 +123,17 @@ def test_changes_before_the_first_checkpoint_are_told(run: ResolvedRun) -> None:
     assert changes_since_last_start(run) == {}
 
 
+def test_a_lost_run_file_is_found_in_the_newest_attempt(run: ResolvedRun) -> None:
+    path = write_run_file(run)
+    save_a_checkpoint(run)
+    folder = RunFolder(path.parent)
+    copy = [folder.new_attempt_folder(path) for _ in range(2)][-1] / path.name
+    folder.new_attempt_folder()  # it ended before it had one
+    path.unlink()
+    with pytest.raises(RequestError, match=f"cp {copy} {path}"):
+        write_run_file(run)
+
+
 def from_weights(run: ResolvedRun, spelt: str, folder: Path) -> ResolvedRun:
     return other(dataclasses.replace(run, initial_weights=initial_weights.of_checkpoint(folder)), nemo_model=spelt)
 
