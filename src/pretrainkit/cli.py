@@ -96,6 +96,8 @@ def run_command(command: Callable[[argparse.Namespace], int], parser: Parser, ar
     if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
         # It is inherited from a parent that ignores it, and would make every command that we run seem to succeed.
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if argv is None:
+        _use_utf8()
     arguments = parser.parse_args(argv)
     logs.configure(verbose=getattr(arguments, "verbose", False), quiet=getattr(arguments, "quiet", False))
     try:
@@ -103,12 +105,6 @@ def run_command(command: Callable[[argparse.Namespace], int], parser: Parser, ar
     except PretrainkitError as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return error.exit_code
-    except FileNotFoundError as error:
-        if not (error.strerror or "").startswith("No usable temporary directory"):
-            raise
-        problem = RequestError(error.strerror or "", action="set TMPDIR to a folder that can be written")
-        print(f"{parser.prog}: error: {problem}", file=sys.stderr)
-        return problem.exit_code
     except KeyboardInterrupt:
         print(f"{parser.prog}: interrupted", file=sys.stderr)
         return EXIT_FAILED
@@ -119,11 +115,39 @@ def run_command(command: Callable[[argparse.Namespace], int], parser: Parser, ar
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
     except Exception as error:
+        if isinstance(error, OSError) and (problem := _request_error_of(error)):
+            print(f"{parser.prog}: error: {problem}", file=sys.stderr)
+            return problem.exit_code
         if argv is not None:  # called by Python code, which wants the error itself
             raise
         traceback.print_exc()
         print(f"{parser.prog}: error: unexpected {one_line(error)} (its traceback is above)", file=sys.stderr)
         return EXIT_FAILED
+
+
+def _request_error_of(error: OSError) -> RequestError | None:
+    """What a system error means that only a wrong request or environment gives; None for others."""
+    if error.errno == errno.ENAMETOOLONG:
+        name = max(Path(os.fsdecode(error.filename or "")).parts, key=len, default="")
+        return RequestError(
+            f"{name[:60]}...: a name of {len(os.fsencode(name))} bytes",
+            needed="less: most file systems take 255 bytes for a name and 4096 for a path",
+            action="choose a shorter name",
+        )
+    if (error.strerror or "").startswith("No usable temporary directory"):
+        return RequestError(error.strerror or "", action="set TMPDIR to a folder that can be written")
+    return None
+
+
+def _use_utf8() -> None:
+    """Start this command again in Python's UTF-8 mode where the locale has another encoding.
+
+    File names and texts are UTF-8 here. In an ASCII locale Python could not open the one nor print the other, and for
+    child processes on compute nodes it is the same. From Python 3.15 on this mode is the default (PEP 686).
+    """
+    if sys.getfilesystemencoding() != "utf-8" and os.environ.get("PYTHONUTF8") != "1":
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def _stdout_is_closed() -> bool:

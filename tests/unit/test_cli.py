@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 
 from pretrainkit.cli import Parser, run_command, value_of
 from pretrainkit.errors import CheckpointError, DataError, PretrainkitError, RequestError
 from pretrainkit.units import parse_bytes
+
+REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -168,3 +172,23 @@ def test_an_unexpected_error_ends_with_our_words_below_its_traceback() -> None:
     lines = done.stderr.splitlines()
     assert done.returncode == 1 and lines[0].startswith("Traceback")
     assert lines[-1] == "tool.py: error: unexpected KeyError: 'a name' (its traceback is above)"
+
+
+@pytest.mark.parametrize("tool", ["inspect_run.py", "merge_checkpoints.py --last 2"])
+def test_a_name_that_no_file_system_takes_is_a_wrong_request(tool: str, tmp_path: Path) -> None:
+    script, *words = tool.split()
+    paths = [str(tmp_path / ("n" * 300)), str(tmp_path / "target")]
+    done = run_tool(script, *words, *paths[: 1 + bool(words)], environment={})
+    assert done.returncode == 2 and "a name of 300 bytes" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_names_are_utf8_in_any_locale(tmp_path: Path) -> None:
+    ascii_locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = run_tool("inspect_run.py", str(tmp_path / "日本"), environment=ascii_locale)
+    assert done.returncode == 2 and "日本: no metrics.jsonl" in done.stderr, done.stderr
+
+
+def run_tool(script: str, *words: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(REPOSITORY / "tools" / script), *words]
+    return subprocess.run(command, capture_output=True, encoding="utf-8", env={**os.environ, **environment})
