@@ -56,13 +56,14 @@ def test_a_resumed_run_goes_on_under_its_id_and_has_every_step_once(
 ) -> None:
     tiny = make_hf_llama()
     settings = {"save_interval": 2, "wandb_project": "test"}
-    train_tiny(tiny, "tracked", max_steps=3, **settings)
-    experiment = tmp_path / "tracked"
+    name = "tracked at $HOME"  # a name, not a variable
+    train_tiny(tiny, name, max_steps=3, **settings)
+    experiment = tmp_path / name
     run_id = (experiment / "wandb_id.txt").read_text().strip()
     shutil.rmtree(experiment / "checkpoints" / "step_00000003")
     if was_killed:  # before it could tell that all was sent
         (experiment / "wandb_sent_step.txt").unlink()
-    metrics = train_tiny(tiny, "tracked", max_steps=5, **settings)
+    metrics = train_tiny(tiny, name, max_steps=5, **settings)
     starts = [record for record in metrics if record.get("event") == "start"]
     assert [(start["step"], start["wandb_run"]) for start in starts] == [(0, None), (2, run_id)]
     files = sorted((experiment / "wandb").glob(f"offline-run-*-{run_id}/run-{run_id}.wandb"))

@@ -45,13 +45,21 @@ def begin_recorder(run: ResolvedRun, plan: StartPlan, chosen: Kernels, requests:
     recorder.event("start", **dataclasses.asdict(plan), world_size=run.world_size, kernels=used)
     requests.note_end_by(functools.partial(recorder.event, "stopped", step=plan.step))
     # Lightning's trainer doesn't get the logger: it would read numbers from the GPU after every step, and wait.
-    board = TensorBoardLogger(str(folder.path), "tensorboard", "", purge_step=plan.step + 1)  # replaces later steps
+    board = _Board(str(folder.path), "tensorboard", "", purge_step=plan.step + 1)  # replaces later steps
     recorder.trackers = [board, *open_trackers(run, first_step=plan.step, recorded_step=furthest)]
     on_gpu = "" if run.accelerator == "cpu" else f", attention by {attention}"
     log.info("kernels: %s%s", chosen.describe(run.accelerator), on_gpu)
     log.debug("kernels: %s, attention %s", chosen, attention)
     log.info("starting at step %d of %d", plan.step, run.max_steps)
     return recorder
+
+
+class _Board(TensorBoardLogger):
+    """TensorBoard's files in the folder of that name: Lightning would replace variables in the path, such as $HOME."""
+
+    @property
+    def log_dir(self) -> str:
+        return self.root_dir
 
 
 class Recording(pl.Callback):
