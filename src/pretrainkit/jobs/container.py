@@ -12,6 +12,9 @@ from pretrainkit.config.launch import DEFAULT_PYXIS_IMAGE, LaunchConfig
 from pretrainkit.errors import RequestError
 
 _SCHEME = re.compile(r"[a-z][a-z-]*://")
+_SEPARATORS = re.compile("[:,]")
+"""What separates the parts of a mount, and mounts, in the options of Apptainer and pyxis, which have no escapes."""
+_NO_SEPARATORS = "no ':' or ',' in the paths of a container's mounts"
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,7 @@ def container_of(config: LaunchConfig, *, needs: Iterable[Path], on_gpu: bool) -
         needs: folders and files that the job reads or writes; they are mounted at the same path.
 
     Raises:
-        RequestError: lists every missing mount; or the image is missing.
+        RequestError: lists every missing mount and unusable path; or the image is missing.
     """
     runtime = config.runtime
     if runtime == "none":
@@ -94,13 +97,17 @@ def _mounts(texts: Iterable[str], needs: Iterable[Path]) -> tuple[str, ...]:
         with RequestError.collected(problems):
             target, mount = parse_mount(text)
             by_target[target] = mount
-    RequestError.raise_all(problems)
     for path in needs:
         # Both a symbolic link and its target must exist inside, under the same name.
         for need in dict.fromkeys([path.absolute(), path.resolve()]):
             same_names = (target for target, mount in by_target.items() if mount.startswith(f"{target}:"))
-            if not any(need.is_relative_to(name) for name in same_names):
-                by_target[str(need)] = f"{need}:{need}"
+            if any(need.is_relative_to(name) for name in same_names):
+                continue
+            if _SEPARATORS.search(str(need)):
+                action = "rename it, or mount a folder above it with --container_mounts"
+                problems.append(RequestError("can't be mounted", needed=_NO_SEPARATORS, action=action, where=str(need)))
+            by_target[str(need)] = f"{need}:{need}"
+    RequestError.raise_all(problems)
     return tuple(by_target.values())
 
 
@@ -112,8 +119,8 @@ def parse_mount(text: str) -> tuple[str, str]:
     source, *rest = text.split(":")
     path = Path(source).expanduser().absolute()
     target, mode = rest[0] if rest and rest[0] else str(path), rest[1] if len(rest) > 1 else "rw"
-    if len(rest) > 2 or mode not in ("ro", "rw") or not target.startswith("/") or "," in str(path) + target:
-        needed = "SOURCE[:TARGET[:ro]] with an absolute TARGET, and no commas"
+    if len(rest) > 2 or mode not in ("ro", "rw") or not target.startswith("/") or "," in f"{path}{target}":
+        needed = f"SOURCE[:TARGET[:ro]] with an absolute TARGET; {_NO_SEPARATORS}"
         raise RequestError(f"{text!r}", needed=needed, where="--container_mounts")
     if not path.exists():
         raise RequestError(f"no {path} here to mount", needed="an existing folder or file", where="--container_mounts")

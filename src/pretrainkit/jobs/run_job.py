@@ -46,8 +46,11 @@ def new_job(
 ) -> Job:
     """A job whose Python gets `words`; of the caller's environment it has the variables that concern it.
 
-    `settings` are further fields of Job. Raises RequestError for unusable mounts, images and runtimes.
+    `settings` are further fields of Job. Raises RequestError for unusable folders, mounts, images and runtimes.
     """
+    if ":" in str(folder):  # PYTHONPATH leads to the source in it
+        action = "rename it, or take another --experiments_dir (tools: --job_dir)"
+        raise RequestError("can't hold jobs", needed="no ':' in the path", action=action, where=str(folder))
     container = container_of(config, needs=needs, on_gpu=on_gpu)
     plain, secret = passed_on(os.environ)
     return Job(

@@ -87,9 +87,23 @@ def test_what_a_job_needs_is_mounted_once_and_where_it_is(tmp_path: Path) -> Non
     ]
 
 
+def test_a_path_that_no_mount_can_name_is_refused_unless_a_folder_above_it_is_mounted(tmp_path: Path) -> None:
+    needs = [tmp_path / "a,b", tmp_path / "c:d" / "x", tmp_path / "link"]
+    for path in needs[:2]:
+        path.mkdir(parents=True)
+    needs[2].symlink_to("a,b")
+    for executor, image in (("slurm", None), ("pbs", "library/ubuntu")):
+        with pytest.raises(RequestError) as error:
+            container(*needs, executor=executor, container_image=image)
+        assert f"{tmp_path}/a,b: can't be mounted" in str(error.value) and f"{tmp_path}/c:d/x" in str(error.value)
+        made = container(*needs, executor=executor, container_image=image, container_mounts=(str(tmp_path),))
+        assert made and made.mounts == (f"{tmp_path}:{tmp_path}",)
+    assert container(*needs, executor="pbs") is None
+
+
 def test_a_read_only_mount_stays_read_only(tmp_path: Path) -> None:
     assert parse_mount(f"{tmp_path}:/data:ro") == ("/data", f"{tmp_path}:/data:ro")
-    for wrong in (f"{tmp_path}:/data:x", f"{tmp_path}:data", f"{tmp_path}:/a:ro:b"):
+    for wrong in (f"{tmp_path}:/data:x", f"{tmp_path}:data", f"{tmp_path}:/a:ro:b", f"{tmp_path}:/a,b"):
         with pytest.raises(RequestError, match="--container_mounts"):
             parse_mount(wrong)
 

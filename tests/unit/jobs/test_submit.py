@@ -183,6 +183,8 @@ def test_a_second_job_of_an_experiment_is_refused_while_the_first_is_there(
         (["--set", "launch.node_launcher=qrsh"], ["qrsh with pbs"]),
         (["--env", "HF_TOKEN=x"], ["--env", "HF_TOKEN", "written to files"]),
         (["--container_runtime", "apptainer", "-i", "gone.sif"], ["no image"]),
+        (["-E", "13:00"], ["13:00/jobs/job_001: can't hold jobs", "no ':'"]),
+        (["-E", "a,b", "--container_runtime", "apptainer", "-i", "library/ubuntu"], ["a,b: can't be mounted"]),
         (["--site", "tsubame"], ["no site file", "did you mean tsubame4?"]),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
