@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pretrainkit.jobs.job import Job
-from pretrainkit.jobs.scheduler import Scheduler, ask
+from pretrainkit.jobs.scheduler import Run, Scheduler
 from pretrainkit.units import parse_duration
 
 _PLAIN_PATH = re.compile(r"[A-Za-z0-9_./+@=-]+")
@@ -50,10 +50,10 @@ class Pbs(Scheduler):
         words = ["qsub", *self.account_words(job), "-v", "PRETRAINKIT_CONTINUES=1", "-o", "/dev/null", str(script)]
         return f'{shlex.join(words)} >> "$folder/chain" || echo "qsub failed" >&2'
 
-    def time_left(self, environment: Mapping[str, str]) -> float | None:
+    def time_left(self, environment: Mapping[str, str], run: Run) -> float | None:
         """From qstat."""
         job = environment.get("PBS_JOBID")
-        return parse_time_left(ask(["qstat", "-f", job])) if job else None
+        return parse_time_left(run(["qstat", "-f", job])) if job else None
 
 
 def parse_time_left(text: str) -> float | None:

@@ -22,7 +22,6 @@ Run = Callable[[list[str]], str]
 """Runs a command and returns its output; raises PretrainkitError with the command's own message when it fails."""
 
 _TIMEOUT_S = 120
-_QUERY_TIMEOUT_S = 20
 _NO_SUCH_JOB = re.compile(r"Invalid job id|do not exist|Unknown [Jj]ob|has finished")
 
 
@@ -42,7 +41,7 @@ def run_here(words: list[str], *, timeout_s: float = _TIMEOUT_S, action: str = "
             f"no command {words[0]} here", action="submit from a login node of the cluster", where=words[0]
         ) from None
     except subprocess.TimeoutExpired:
-        raise PretrainkitError(f"no answer within {timeout_s} s", where=words[0]) from None
+        raise PretrainkitError(f"no answer within {timeout_s:g} s", where=words[0]) from None
     if done.returncode:
         said = masked((done.stderr or done.stdout).strip())
         found = f"{words[0]} failed with exit code {done.returncode}: {said}"
@@ -171,8 +170,11 @@ class Scheduler(ABC):
         return Allocation(tuple(slots), tuple(slots.values()))
 
     @abstractmethod
-    def time_left(self, environment: Mapping[str, str]) -> float | None:
-        """Seconds until this process's job is ended; None without a limit, or outside of this scheduler's jobs."""
+    def time_left(self, environment: Mapping[str, str], run: Run) -> float | None:
+        """Seconds until this process's job is ended; None without a limit, or outside of this scheduler's jobs.
+
+        Raises PretrainkitError when the scheduler doesn't answer.
+        """
 
     def cancel_command(self, job_ids: Sequence[str]) -> list[str]:
         """Words of the command that cancels jobs."""
@@ -205,11 +207,3 @@ class Scheduler(ABC):
         except PretrainkitError:
             return ""
         return "; ".join(" ".join(item.split()) for item in found)
-
-
-def ask(words: list[str]) -> str:
-    """The output of a command that queries the scheduler about this process's job; empty when it fails."""
-    try:
-        return run_here(words, timeout_s=_QUERY_TIMEOUT_S)
-    except (PretrainkitError, OSError):
-        return ""

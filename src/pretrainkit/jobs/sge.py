@@ -12,7 +12,7 @@ from pathlib import Path
 
 from pretrainkit.jobs.job import Job
 from pretrainkit.jobs.pbs import scheduler_log
-from pretrainkit.jobs.scheduler import Scheduler, ask
+from pretrainkit.jobs.scheduler import Run, Scheduler
 
 
 class GridEngine(Scheduler):
@@ -40,14 +40,14 @@ class GridEngine(Scheduler):
             words += ["-tc", str(job.array.at_once)] if job.array and job.array.at_once else []
         return [*words, str(script)]
 
-    def time_left(self, environment: Mapping[str, str]) -> float | None:
+    def time_left(self, environment: Mapping[str, str], run: Run) -> float | None:
         """From h_rt and the time at which the job, or the array's task, was started."""
         job = environment.get("JOB_ID")
         if "SGE_ROOT" not in environment or not job:
             return None
-        running = ask(["qstat", "-s", "r", "-u", "*", "-xml"])
+        running = run(["qstat", "-s", "r", "-u", "*", "-xml"])
         start_s = parse_start(running, job, environment.get("SGE_TASK_ID", ""))
-        limit_s = parse_limit(ask(["qstat", "-j", job]))
+        limit_s = parse_limit(run(["qstat", "-j", job]))
         return start_s + limit_s - time.time() if start_s and limit_s else None
 
 

@@ -17,7 +17,7 @@ from pretrainkit.config.launch import DEFAULT_SLURM_ACCOUNT, DEFAULT_SLURM_PARTI
 from pretrainkit.errors import RequestError
 from pretrainkit.imports import heavy_imports
 from pretrainkit.jobs.job import Job
-from pretrainkit.jobs.scheduler import Allocation, Scheduler, ask
+from pretrainkit.jobs.scheduler import Allocation, Run, Scheduler
 from pretrainkit.units import parse_duration
 
 _ENDED = (
@@ -97,12 +97,12 @@ class Slurm(Scheduler):
         most = max(map(int, re.findall(r"(?:^|,)(\d+)", tasks)))
         return Allocation(tuple(expand_hosts(nodes)), tasks_per_node=most) if nodes else None
 
-    def time_left(self, environment: Mapping[str, str]) -> float | None:
+    def time_left(self, environment: Mapping[str, str], run: Run) -> float | None:
         """From squeue."""
         job = environment.get("SLURM_JOB_ID")
         if array := environment.get("SLURM_ARRAY_JOB_ID"):
             job = f"{array}_{environment.get('SLURM_ARRAY_TASK_ID')}"  # the last task's id is that of the array
-        return parse_time_left(ask(["squeue", "--noheader", "--format=%L", f"--jobs={job}"])) if job else None
+        return parse_time_left(run(["squeue", "--noheader", "--format=%L", f"--jobs={job}"])) if job else None
 
 
 def parse_time_left(text: str) -> float | None:

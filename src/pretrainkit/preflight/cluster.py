@@ -14,7 +14,7 @@ from pretrainkit.errors import RequestError
 from pretrainkit.jobs.registry import read_allocation
 from pretrainkit.jobs.rendezvous import HeadInfo, Rendezvous, open_store, own_address
 from pretrainkit.preflight.collectives import check_world
-from pretrainkit.preflight.node import NodeCheckRequest, check_node
+from pretrainkit.preflight.node import NodeCheckRequest, check_node, nearest_folder
 from pretrainkit.preflight.report import FAILED, SKIPPED, Check, NodeReport
 from pretrainkit.records import decode
 
@@ -65,7 +65,7 @@ def check_nodes(request: NodeCheckRequest, place: Place) -> tuple[list[NodeRepor
         report = replace(report, host=place.hosts[place.node])
     if place.num_nodes == 1:
         return [report], None
-    folder, numbers = request.output_dir / f".check_node-{place.meeting}", range(place.num_nodes)
+    folder, numbers = nearest_folder(request.output_dir) / f".check_node-{place.meeting}", range(place.num_nodes)
     try:
         nodes = Rendezvous(folder, place.node, place.num_nodes)
         nodes.post("report", report.to_json())

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pretrainkit import files
+from pretrainkit.errors import PretrainkitError
 from pretrainkit.jobs.registry import time_left
 from pretrainkit.machine import (
     MIN_OPEN_FILES,
@@ -42,6 +43,8 @@ ENOUGH_OPEN_FILES = 4096
 """Assumed: ranks, data loaders and a checkpoint of many files need about a thousand."""
 MAX_CLOCK_SKEW_S = 5.0
 """Assumed: more makes file times and the logs of several nodes contradict each other."""
+SCHEDULER_TIMEOUT_S = 20.0
+"""Longest wait for the scheduler's word on the time left."""
 USED_SHARE = 0.1
 """Share of a GPU's memory above which another process must be using it (assumed; an idle driver takes 1%)."""
 
@@ -55,7 +58,7 @@ class NodeCheckRequest:
     accelerator: str
     """gpu (NCCL) or cpu (gloo)."""
     output_dir: Path
-    """Folder on the shared disk that the run writes to."""
+    """Folder on the shared disk that the run writes to. If it isn't there yet, the nearest one above it is checked."""
     needed_bytes: int = 0
     """Free space that the run needs there."""
     needed_time_s: float = 0.0
@@ -65,7 +68,7 @@ class NodeCheckRequest:
     collectives: bool = True
     """Whether probe processes compute and all-reduce; without them a check takes about a second."""
     timeout_s: float = 120.0
-    """Longest wait for the probe processes."""
+    """Longest wait for the probe processes, and for the scheduler if that is less than SCHEDULER_TIMEOUT_S."""
     software: bool = False
     """Whether the engine is imported, and caches and foreign packages are looked at."""
     kept: Path | None = None
@@ -74,15 +77,15 @@ class NodeCheckRequest:
 
 def check_node(request: NodeCheckRequest) -> NodeReport:
     """Check this node alone. A check that raises is a failure of the node, not an exception."""
-    folder, timeout_s = request.output_dir, request.timeout_s
+    folder, timeout_s = nearest_folder(request.output_dir), request.timeout_s
     done = [check_gpus(request.ranks)] if request.accelerator == "gpu" else []
     lacks_gpus = any(one.is_failed for one in done)
     done += [
-        check_disk(folder, request.needed_bytes, WRITE_BYTES if request.collectives else QUICK_WRITE_BYTES),
+        check_disk(request.output_dir, request.needed_bytes, WRITE_BYTES if request.collectives else QUICK_WRITE_BYTES),
         check_clock(folder),
         check_limits(),
         software.check_packages(request.constraints),
-        check_time(request.needed_time_s),
+        check_time(request.needed_time_s, min(timeout_s, SCHEDULER_TIMEOUT_S)),
     ]
     if request.kept:
         done.append(software.check_kept(request.kept))
@@ -94,6 +97,12 @@ def check_node(request: NodeCheckRequest) -> NodeReport:
     elif request.collectives:
         done += collectives.check_local(request.ranks, request.accelerator, timeout_s=timeout_s)
     return NodeReport(socket.gethostname(), tuple(done))
+
+
+def nearest_folder(folder: Path) -> Path:
+    """The folder, or the nearest one above it that exists: a check makes none."""
+    folder = folder.absolute()
+    return next(path for path in (folder, *folder.parents) if path.exists())
 
 
 @check("gpus")
@@ -121,16 +130,18 @@ def check_gpus(ranks: int) -> Finding:
 @check("disk")
 def check_disk(folder: Path, needed_bytes: int, write_bytes: int) -> Finding:
     """Whether the output folder can be written and has space, and its write rate with a flush."""
+    tried = nearest_folder(folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(folder).free
-        rate = _write_rate(folder, min(write_bytes, free // 10))
+        free = shutil.disk_usage(tried).free
+        rate = _write_rate(tried, min(write_bytes, free // 10))
     except OSError as error:
         return FAILED, f"{folder}: {error.strerror or error}", "mount it on this node, or free space"
     found = f"{format_bytes(free)} free, writes {format_bytes(rate)}/s"
     if free < needed_bytes:
         found = f"{format_bytes(free)} free in {folder}, {format_bytes(needed_bytes)} needed"
         return FAILED, found, "free space, or take another --experiments_dir"
+    if tried != folder.absolute():
+        return WARNING, f"no folder {folder} yet; in {tried}: {found}", "check its name, and that its disk is mounted"
     if rate < MIN_WRITE_RATE:
         return WARNING, found, "saving will take long: check the load and the striping of this disk"
     return OK, found
@@ -196,9 +207,12 @@ def check_limits() -> Finding:
 
 
 @check("time left")
-def check_time(needed_s: float) -> Finding:
+def check_time(needed_s: float, timeout_s: float) -> Finding:
     """Whether the scheduler leaves the job the time that saving takes."""
-    left_s = time_left(os.environ)
+    try:
+        left_s = time_left(os.environ, timeout_s)
+    except PretrainkitError as error:
+        return SKIPPED, f"unknown: {error.where}: {error.found}"
     if left_s is None:
         return SKIPPED, "no job with a time limit"
     found = f"{format_duration(max(left_s, 0))}"

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from pretrainkit.errors import RequestError
+from pretrainkit.errors import PretrainkitError, RequestError
 from pretrainkit.jobs import pbs, sge, slurm
 from pretrainkit.jobs.registry import read_allocation, time_left
 from pretrainkit.jobs.slurm import expand_hosts
@@ -126,5 +127,19 @@ def test_time_left_under_grid_engine() -> None:
 
 
 def test_outside_a_job_there_is_no_limit() -> None:
-    assert time_left({}) is None
-    assert time_left({"JOB_ID": "5"}) is None
+    assert time_left({}, 1) is None
+    assert time_left({"JOB_ID": "5"}, 1) is None
+
+
+@pytest.mark.parametrize(
+    "variables", [{"SLURM_JOB_ID": "5"}, {"PBS_JOBID": "5.server"}, {"JOB_ID": "5", "SGE_ROOT": "/sge"}], ids=str
+)
+def test_a_scheduler_that_does_not_answer_is_waited_for_once(
+    variables: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("squeue", "qstat"):
+        (tmp_path / name).write_text("#!/bin/sh\nexec sleep 60\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(PretrainkitError, match=r"no answer within 0\.3 s"):
+        time_left(variables, 0.3)

@@ -97,10 +97,11 @@ def test_what_a_gpu_does_not_have_is_no_error() -> None:
 
 
 def test_a_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
-    folder = tmp_path / "new" / "folder"
-    check = node.check_disk(folder, 1, 2**20)
+    check = node.check_disk(tmp_path, 1, 2**20)
     assert check.status in (OK, WARNING) and "free, writes" in check.found
-    assert list(folder.iterdir()) == []
+    check = node.check_disk(tmp_path / "new" / "folder", 1, 2**20)
+    assert check.status == WARNING and check.found.startswith(f"no folder {tmp_path}/new/folder yet; in {tmp_path}: ")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_disk_without_room_fails(tmp_path: Path) -> None:
@@ -168,8 +169,8 @@ def test_a_missing_package_is_named(is_engine: bool, status: str, monkeypatch: p
     ("left_s", "status"), [(3600.0, OK), (100.0, FAILED), (-5.0, FAILED), (None, SKIPPED)], ids=str
 )
 def test_time_left(left_s: float | None, status: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node, "time_left", lambda environment: left_s)
-    assert node.check_time(300).status == status
+    monkeypatch.setattr(node, "time_left", lambda environment, timeout_s: left_s)
+    assert node.check_time(300, 20).status == status
 
 
 def test_a_report_names_its_problems_and_survives_json(tmp_path: Path) -> None:
