@@ -40,6 +40,7 @@ def start_service(script: str, programs: list[str]) -> Iterator[None]:
             pytest.fail(f"{script} failed: {error}\n{output.read()}")
         finally:
             subprocess.run([HERE / script, "stop", state], check=True)
+            assert state not in Path("/etc/hosts").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")

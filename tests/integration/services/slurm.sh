@@ -2,7 +2,7 @@
 # Slurm with accounting and two virtual nodes on this machine, without systemd:
 #     slurm.sh start FOLDER    prints the line that makes Slurm's commands use it
 #     slurm.sh stop FOLDER
-# Everything it writes is in FOLDER, but for the nodes' names in /etc/hosts. Start again after a stop, or while it runs: what has died is started.
+# Everything it writes is in FOLDER, but for the nodes' names in /etc/hosts, which a stop takes away. Start again after a stop, or while it runs: what has died is started.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 action=${1:?start or stop}
@@ -33,9 +33,13 @@ CONF
     chmod 600 "$state/slurmdbd.conf"
 }
 
-# Jobs look up the names of their nodes.
-name_nodes() {
-    grep -q "tests-node1 tests-node2" /etc/hosts || echo "127.0.0.1 tests-node1 tests-node2" >>/etc/hosts
+# Jobs look up the names of their nodes. The line is this Slurm's own: another one may run.
+names="127.0.0.1 tests-node1 tests-node2 # $state"
+name_nodes() { grep -qxF "$names" /etc/hosts || echo "$names" >>/etc/hosts; }
+unname_nodes() {
+    local others
+    others=$(grep -vxF "$names" /etc/hosts) || true
+    printf '%s\n' "$others" >/etc/hosts # in place: in a container the file is a mount
 }
 
 start() {
@@ -74,6 +78,9 @@ two_nodes_are_up() {
 
 case $action in
 start) start ;;
-stop) end slurmd.tests-node1 slurmd.tests-node2 slurmctld slurmdbd mariadb munged ;;
+stop)
+    end slurmd.tests-node1 slurmd.tests-node2 slurmctld slurmdbd mariadb munged
+    unname_nodes
+    ;;
 *) echo "slurm.sh: start or stop" >&2 && exit 2 ;;
 esac
