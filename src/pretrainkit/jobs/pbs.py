@@ -11,6 +11,7 @@ from pretrainkit.jobs.job import Job
 from pretrainkit.jobs.scheduler import Run, Scheduler
 from pretrainkit.units import parse_duration
 
+SHELL = "shell.sh"
 _PLAIN_PATH = re.compile(r"[A-Za-z0-9_./+@=-]+")
 
 
@@ -26,7 +27,7 @@ class Pbs(Scheduler):
     account_option = "-A"
     takes_arrays_of_one = False
     requeues_in_place = False
-    job_id_pattern = r"(\d+)(?:\[\])?(?:\..*)?"
+    job_id_pattern = r"(\d+(?:\[\])?)(?:\..*)?"  # an array's id ends in []: without it qstat and qdel know no such job
     query = ("qstat",)
     history = ("qstat", "-x", "-f")
     history_facts = r"Exit_status = .*|comment = .*"
@@ -45,10 +46,16 @@ class Pbs(Scheduler):
             words += ["-J", f"{tasks[0]}-{tasks[1]}{limit}"]
         return [*words, str(script)]
 
+    def shell(self, job: Job) -> Path:
+        """What PBS starts as the login shell of a job; qsub can't have every path."""
+        return job.folder / SHELL if _PLAIN_PATH.fullmatch(str(job.folder)) else Path("/bin/bash")
+
     def requeue(self, job: Job, script: Path) -> str:
         """A new qsub: PBS has no command that requeues a running job of one's own."""
-        words = ["qsub", *self.account_words(job), "-v", "PRETRAINKIT_CONTINUES=1", "-o", "/dev/null", str(script)]
-        return f'{shlex.join(words)} >> "$folder/chain" || echo "qsub failed" >&2'
+        words = ["qsub", *self.account_words(job), "-v", "PRETRAINKIT_CONTINUES=1", "-o", "/dev/null"]
+        # PBS takes up to half a minute to see that this job has ended.
+        after = '-W depend=afterany:"$PBS_JOBID"'
+        return f'{shlex.join(words)} {after} {shlex.quote(str(script))} >> "$folder/chain" || echo "qsub failed" >&2'
 
     def time_left(self, environment: Mapping[str, str], run: Run) -> float | None:
         """From qstat."""

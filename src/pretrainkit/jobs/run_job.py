@@ -120,7 +120,8 @@ def start_job(run: ResolvedRun, *, train_script: Path, command_line: Sequence[st
 
 def _refuse_second(folder: RunFolder, commands: Run) -> None:
     """Two jobs of one experiment would train the same steps: refuse while an earlier one is queued or running."""
-    for job in submit.read_records(folder.jobs)[-1:]:
+    for submitted in submit.read_records(folder.jobs)[-1:]:
+        job = submitted.successor or submitted
         if job.is_alive(commands):
             raise RequestError(
                 f"job {job.job_id} of this experiment is queued or running",

@@ -203,7 +203,8 @@ class Scheduler(ABC):
     def end_reason(self, job_id: str, run: Run) -> str:
         """What the scheduler has recorded about the end of a job; empty when nothing is known."""
         try:
-            found = re.findall(self.history_facts, run([*self.history, job_id]), re.MULTILINE)
+            said = run([*self.history, job_id]).replace("\n\t", "")  # qstat breaks long lines
+            found = re.findall(self.history_facts, said, re.MULTILINE)
         except PretrainkitError:
             return ""
         return "; ".join(" ".join(item.split()) for item in found)

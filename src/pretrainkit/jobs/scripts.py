@@ -2,6 +2,7 @@
 
     run.sh    what a node or array task runs, inside the container if there is one
     node.sh   what it runs on the host: modules, then the container with run.sh
+    shell.sh  the login shell of a PBS job
     job.*.sh  the scheduler's part: what is requested, node.sh on every node, and what follows from how it ended
 
 Every word that comes from a user is quoted here, once, for bash.
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from pretrainkit.errors import RequestError
 from pretrainkit.jobs.job import Job
+from pretrainkit.jobs.pbs import SHELL
 from pretrainkit.jobs.registry import SCHEDULERS
 from pretrainkit.units import parse_duration
 
@@ -67,6 +69,8 @@ def inner_scripts(job: Job) -> dict[str, str]:
     if not job.in_pyxis:
         values = {**_host(job), "run_script": job.folder / RUN, "image_file": _image_file(job)}
         texts[NODE] = _render("node.sh.j2", job=job, **values)
+    if job.config.executor == "pbs":
+        texts[SHELL] = _render("shell.sh.j2")
     return texts
 
 
@@ -86,7 +90,7 @@ def job_script(job: Job, script: Path, *, continues: bool, index: int | None) ->
         job_id=scheduler.array_job_id if job.array and index is None else scheduler.job_id,
         array_index=scheduler.array_index if index is None else index,
         continues=continues,
-        requeue=scheduler.requeue(job, script) if job.config.requeue else "",
+        requeue=scheduler.requeue(job, script) if job.config.requeue and not job.array else "",
         inner=job.folder / (RUN if job.in_pyxis else NODE),
         **_host(job),
     )
@@ -147,5 +151,6 @@ def _environment() -> Environment:
     environment.filters["quote"] = lambda word: shlex.quote(str(word))
     environment.filters["join_words"] = lambda words: shlex.join(str(word) for word in words)
     environment.filters["hours"] = _hours
+    environment.filters["seconds"] = lambda time_limit: int(parse_duration(time_limit))
     environment.filters["octal"] = lambda mask: f"{mask:04o}"
     return environment

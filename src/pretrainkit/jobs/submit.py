@@ -5,6 +5,7 @@ JOBS/
   job_001/
     job.SCHEDULER.sh              what the scheduler runs; job.continue.SCHEDULER.sh: the later jobs of a chain
     node.sh  run.sh               what a node runs on the host, and in the container
+    shell.sh                      the login shell of a PBS job
     code/                         the source that runs
     source.txt                    its commit and uncommitted changes
     SCHEDULER-ID.log  exit-ID     output and exit code
@@ -57,9 +58,22 @@ class SubmittedJob:
     def of(cls, scheduler: str, job_id: str, folder: Path, tasks: tuple[int, ...], command: str) -> SubmittedJob:
         """A job that was submitted now."""
         suffixes = [f"_{task}" for task in tasks] or [""]
-        logs = tuple(str(folder / f"{scheduler}-{job_id}{suffix}.log") for suffix in suffixes)
-        exit_files = tuple(str(folder / f"exit-{job_id}{suffix}") for suffix in suffixes)
+        number = job_id.removesuffix("[]")
+        logs = tuple(str(folder / f"{scheduler}-{number}{suffix}.log") for suffix in suffixes)
+        exit_files = tuple(str(folder / f"exit-{number}{suffix}") for suffix in suffixes)
         return cls(scheduler, job_id, str(folder), logs, exit_files, command, time.strftime("%Y-%m-%dT%H:%M:%S%z"))
+
+    @property
+    def successor(self) -> SubmittedJob | None:
+        """The job that a PBS job has submitted to continue it; with other schedulers a requeued job keeps its id."""
+        try:
+            last = (Path(self.folder) / scripts.CHAIN).read_text(encoding="utf-8").splitlines()[-1]
+        except OSError:  # the folder was removed
+            return None
+        job_id = SCHEDULERS[self.scheduler].parse_job_id(last)
+        if job_id == self.job_id:
+            return None
+        return SubmittedJob.of(self.scheduler, job_id, Path(self.folder), (), self.command)
 
     @property
     def cancel_command(self) -> str:
@@ -125,6 +139,8 @@ def submit(job: Job, script: Path, source_text: str) -> list[SubmittedJob]:
         copy_source(job.folder / scripts.CODE, script)
         for name, text in texts.items():
             files.write_text(job.folder / name, text)
+        if scripts.SHELL in texts:
+            (job.folder / scripts.SHELL).chmod(0o777 & ~job.umask)
         if job.secrets:
             write_secrets(job.secrets, passed_on(os.environ)[1])
         for part in parts:

@@ -16,7 +16,6 @@ from pretrainkit.config.launch import LaunchConfig
 from pretrainkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED_AFTER_SAVING
 from pretrainkit.jobs.registry import SCHEDULERS
 from pretrainkit.jobs.scheduler import Run, runner_of
-from pretrainkit.jobs.scripts import CHAIN
 from pretrainkit.jobs.submit import SubmittedJob
 from pretrainkit.logs import get_logger
 
@@ -109,8 +108,8 @@ def follow(submitted: Sequence[SubmittedJob], run: Run, *, is_chain: bool, reque
         with Follower(logs, sys.stderr.buffer):
             waiting = list(submitted)
             for job in waiting:
-                codes = [_wait(job, number, run, requeues=requeues) for number in range(len(job.logs))]
-                if requeues and codes[0] == EXIT_STOPPED_AFTER_SAVING and (successor := _successor(job)):
+                codes = _wait(job, run, requeues=requeues)
+                if requeues and codes[0] == EXIT_STOPPED_AFTER_SAVING and (successor := job.successor):
                     waiting.append(successor)
                     logs.append(Path(successor.logs[0]))
                 if is_chain or requeues:
@@ -126,32 +125,27 @@ def follow(submitted: Sequence[SubmittedJob], run: Run, *, is_chain: bool, reque
     return code
 
 
-def _successor(job: SubmittedJob) -> SubmittedJob | None:
-    """The job that a PBS job has submitted to continue it; with other schedulers a requeued job keeps its id."""
-    folder = Path(job.folder)
-    last = (folder / CHAIN).read_text(encoding="utf-8").splitlines()[-1]
-    job_id = SCHEDULERS[job.scheduler].parse_job_id(last)
-    return None if job_id == job.job_id else SubmittedJob.of(job.scheduler, job_id, folder, (), job.command)
+def _wait(job: SubmittedJob, run: Run, *, requeues: bool) -> list[int]:
+    """The exit code of a job, or those of an array's tasks."""
+    codes: list[int | None] = []
+    is_alive = True
+    for path in map(Path, job.exit_files):
 
+        def has_ended(path: Path = path) -> bool:
+            code = _read_code(path)
+            return code is not None and not (requeues and code == EXIT_STOPPED_AFTER_SAVING)
 
-def _wait(job: SubmittedJob, number: int, run: Run, *, requeues: bool) -> int:
-    """The exit code of a job, or of one task of an array."""
-    path = Path(job.exit_files[number])
-
-    def has_ended() -> bool:
-        code = _read_code(path)
-        return code is not None and not (requeues and code == EXIT_STOPPED_AFTER_SAVING)
-
-    while not files.wait_until(has_ended, timeout_s=_QUERY_INTERVAL_S):
-        if not job.is_alive(run):
-            files.wait_until(has_ended, timeout_s=_LATE_S)
-            break
-    code = _read_code(path)
-    if code is None:
+        while is_alive and not files.wait_until(has_ended, timeout_s=_QUERY_INTERVAL_S):
+            is_alive = job.is_alive(run)
+            if not is_alive:
+                files.wait_until(has_ended, timeout_s=_LATE_S)
+        codes.append(_read_code(path))
+    if missing := codes.count(None):
+        tasks = f" of {missing} of its {len(codes)} tasks" if len(codes) > 1 else ""
         reason = SCHEDULERS[job.scheduler].end_reason(job.job_id, run)
         details = f" ({reason})" if reason else ""
-        log.error("job %s ended without an exit code: killed, cancelled or lost%s", job.job_id, details)
-    return EXIT_FAILED if code is None else code
+        log.error("job %s ended without an exit code%s: killed, cancelled or lost%s", job.job_id, tasks, details)
+    return [EXIT_FAILED if code is None else code for code in codes]
 
 
 def _read_code(path: Path) -> int | None:

@@ -276,9 +276,34 @@ def test_a_run_whose_time_is_over_is_queued_again(
     assert heard in (stubs.read_text() if stubs.exists() else "")
     if executor == "pbs":
         assert (job.folder / "chain").read_text() == "99.server\n"
+        assert "-W depend=afterany:7.s" in stubs.read_text()
     stubs.unlink(missing_ok=True)
     job = a_job(tmp_path / "failing", executor, **{**settings, "launch.environment": {"EXIT_CODE": "1"}})
     assert run_script(job).returncode == 1 and not stubs.exists()
+
+
+WAITER = """import glob, sys, time
+print("{}", flush=True)
+while not glob.glob(sys.path[0] + "/nodes/*/stop"):
+    time.sleep(0.05)
+time.sleep(0.3)
+print("saved", flush=True)
+sys.exit(85)
+"""
+"""Saves and ends when the job's other files say so."""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
+@pytest.mark.parametrize("time_limit", ["01:00:00", "00:01:00"], ids=["early", "at its end"])
+def test_a_job_of_pbs_that_was_cancelled_is_not_queued_again(
+    number: int, time_limit: str, tmp_path: Path, stubs: Path
+) -> None:
+    job = a_job(tmp_path / "job", "pbs", **{"launch.requeue": True})
+    job = dataclasses.replace(job, time_limit=time_limit)
+    (job.folder / "print.py").write_text(WAITER)
+    assert signalled(job, number, os.kill) == 85
+    is_cancelled = number == signal.SIGTERM and time_limit == "01:00:00"
+    assert stubs.exists() == (not is_cancelled) == (job.folder / "chain").exists()
 
 
 @pytest.mark.parametrize("executor", ["sge", "pbs"])
@@ -287,20 +312,32 @@ def test_a_schedulers_signal_reaches_the_nodes_by_a_file_and_the_script_waits(
     executor: str, number: int, tmp_path: Path, stubs: Path
 ) -> None:
     job = a_job(tmp_path / "job", executor)
-    waiter = job.folder / "print.py"
-    waiter.write_text(
-        "import glob, sys, time\nprint('{}', flush=True)\n"
-        f"while not glob.glob({str(job.folder)!r} + '/nodes/*/stop'):\n    time.sleep(0.05)\n"
-        "time.sleep(0.3)\nprint('saved', flush=True)\nsys.exit(85)\n"
-    )
+    (job.folder / "print.py").write_text(WAITER)
+    # Grid Engine signals the whole process group; TERM is PBS's, to the script.
+    assert signalled(job, number, os.killpg if number != signal.SIGTERM else os.kill) == 85
+    assert "saved" in (job.folder / f"{executor}-7.log").read_text()
+
+
+def test_the_login_shell_of_pbs_becomes_the_script_that_it_is_given(tmp_path: Path, stubs: Path) -> None:
+    job = a_job(tmp_path / "job", "pbs")
+    script = written(job).rename(job.folder / "8[0].server.SC")
+    assert f"#PBS -S {job.folder}/{scripts.SHELL}\n" in submit.describe(job)
+    script.write_text(f"echo $$ > {tmp_path}/pid\n")
+    process = subprocess.Popen(["bash", job.folder / scripts.SHELL], stdin=subprocess.PIPE, text=True)
+    process.communicate(f"{job.folder}/8\\[0\\].server.SC\n", timeout=30)
+    assert (tmp_path / "pid").read_text() == f"{process.pid}\n"
+    assert "#PBS -S /bin/bash\n" in submit.describe(a_job(tmp_path / "a b", "pbs"))  # qsub takes no such path
+
+
+def signalled(job: Job, number: int, send: Callable[[int, int], None]) -> int:
+    """The exit code of a job's script that gets a signal after its command has printed '{}'."""
     process = subprocess.Popen(["bash", str(written(job))], env=environment_of(job), start_new_session=True)
-    log, end_s = job.folder / f"{executor}-7.log", time.monotonic() + 30
+    log, end_s = job.folder / f"{job.config.executor}-7.log", time.monotonic() + 30
     while not (log.exists() and "{}" in log.read_text()):
         assert time.monotonic() < end_s
         time.sleep(0.05)
-    # Grid Engine signals the whole process group; TERM is PBS's, to the script.
-    (os.killpg if number != signal.SIGTERM else os.kill)(process.pid, number)
-    assert process.wait(timeout=30) == 85 and "saved" in log.read_text()
+    send(process.pid, number)
+    return process.wait(timeout=30)
 
 
 def test_tasks_of_arrays_count_from_0_in_every_scheduler(tmp_path: Path, stubs: Path) -> None:

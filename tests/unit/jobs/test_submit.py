@@ -1,7 +1,7 @@
 """A job is submitted whole or not at all, with the scheduler's own words; tokens are in one file that is its owner's.
 
-The scheduler's commands here are small programs that write down what they hear: PBS can't be had, and the others
-can't be made to fail as wanted. Real Slurm and Grid Engine are in tests/integration/services.
+The scheduler's commands here are small programs that write down what they hear: real ones can't be made to fail as
+wanted. Those are in tests/integration/services.
 """
 
 from __future__ import annotations
@@ -172,6 +172,11 @@ def test_a_second_job_of_an_experiment_is_refused_while_the_first_is_there(
     programs(qstat="echo 1001.server tiny user 0 R gpu")
     done = pretrain(tmp_path, hf_folder, dataset_folder, "--executor", "pbs")
     assert done.returncode == 2 and "job 1001 of this experiment is queued or running" in done.stderr
+    with (tmp_path / "experiments" / "tiny" / "jobs" / "job_001" / "chain").open("a") as chain:
+        chain.write("1005.server\n")  # by 1001, which has ended
+    programs(qstat='[ "$1" = 1005 ] || { echo "Unknown Job Id" >&2; exit 153; }; echo 1005.server tiny')
+    done = pretrain(tmp_path, hf_folder, dataset_folder, "--executor", "pbs")
+    assert done.returncode == 2 and "job 1005 of this experiment is queued or running" in done.stderr
     assert [path.name for path in (tmp_path / "experiments" / "tiny" / "jobs").glob("job_*")] == ["job_001"]
 
 
@@ -243,7 +248,7 @@ IDS = {
     ("sge", 'Your job 17 ("a") has been submitted\n'): "17",
     ("sge", 'Your job-array 17.1-3:1 ("a") has been submitted\n'): "17",
     ("pbs", "17.server\n"): "17",
-    ("pbs", "17[].server\n"): "17",
+    ("pbs", "17[].server\n"): "17[]",
     ("pbs", "17\n"): "17",
 }
 
@@ -252,6 +257,20 @@ IDS = {
 def test_the_jobs_id_is_found_in_what_the_scheduler_says(executor: str, said: str) -> None:
     assert SCHEDULERS[executor].parse_job_id(said) == IDS[executor, said]
     assert SCHEDULERS[executor].parse_job_id(f"some notice of the site\n{said}") == IDS[executor, said]
+
+
+def test_an_array_of_pbs_is_known_by_its_brackets_and_its_files_by_the_number(tmp_path: Path) -> None:
+    job = submit.SubmittedJob.of("pbs", "17[]", tmp_path, (3, 4), "qsub x")
+    assert [Path(log).name for log in job.logs] == ["pbs-17_3.log", "pbs-17_4.log"]
+    assert [Path(file).name for file in job.exit_files] == ["exit-17_3", "exit-17_4"]
+    assert job.cancel_command == "qdel '17[]'"
+
+
+def test_what_pbs_recorded_about_a_jobs_end_is_read_in_one_piece() -> None:
+    said = "Job Id: 4.server\n    comment = Job run at Mon Nov 30 at 10:57 on (n1:ncpus=2) and finishe\n\td\n"
+    said += "    Exit_status = 271\n"
+    found = SCHEDULERS["pbs"].end_reason("4", lambda words: said)
+    assert found == "comment = Job run at Mon Nov 30 at 10:57 on (n1:ncpus=2) and finished; Exit_status = 271"
 
 
 def test_whether_a_job_is_there_is_the_schedulers_word(programs: Callable[..., Path]) -> None:

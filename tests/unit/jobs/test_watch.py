@@ -47,6 +47,17 @@ def test_a_job_without_an_exit_code_is_a_failure_with_the_schedulers_reason(
     assert "killed, cancelled or lost (JobState=NODE_FAIL; Reason=NodeDown)" in caplog.text
 
 
+def test_the_end_of_an_array_is_waited_for_once_whatever_its_tasks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("pretrainkit"), "propagate", True)
+    job = SubmittedJob.of("pbs", "7[]", tmp_path, tuple(range(50)), "qsub x")
+    (tmp_path / "exit-7_0").write_text("0\n")
+    assert follow(job, "7[] x B workq", "", "    comment = Job Array Began\n", "asked too often") == 1
+    assert "job 7[] ended without an exit code of 49 of its 50 tasks" in caplog.text
+    assert "lost (comment = Job Array Began)" in caplog.text
+
+
 def test_a_requeued_job_is_followed_until_it_is_not_saved_for_another_start(tmp_path: Path) -> None:
     job = SubmittedJob.of("slurm", "7", tmp_path, (), "sbatch x")
     (tmp_path / "exit-7").write_text("85\n")
