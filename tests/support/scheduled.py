@@ -61,7 +61,7 @@ class Site:
         """Whether the scheduler has a job waiting or running."""
         if self.executor == "slurm":
             return bool(self.command("squeue", "--noheader", "--states=PD,R,CG", "--jobs", job_id).strip())
-        return bool(self.command("qstat", "-j", job_id))
+        return bool(self.command("qstat", *(["-j"] if self.executor == "sge" else []), job_id))
 
 
 def job_ids(stdout: str) -> list[str]:

@@ -59,6 +59,15 @@ def grid_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 
 @pytest.fixture(scope="module")
+def openpbs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """A site on a real OpenPBS with one node; it isn't packaged: OPENPBS says where it is."""
+    if "OPENPBS" not in os.environ:
+        pytest.skip("OPENPBS names no prefix or source of an OpenPBS: tests/integration/services/openpbs.sh")
+    for _ in start_service("openpbs.sh", ["unshare", "nsenter", "ip"]):
+        yield Site.write(tmp_path_factory.mktemp("site"), "pbs", partition="workq")
+
+
+@pytest.fixture(scope="module")
 def run_words(make_hf_llama: Callable[..., Path], dataset_prefix: Path) -> list[str]:
     """Flags of pretrain.py for a tiny model on two ranks."""
     model = make_hf_llama()
