@@ -23,6 +23,7 @@ MAY_PATCH = ("megatron/patches.py", "engine/child_processes.py", "imports.py", "
 """The register; os.fork, for which Python has no version to refuse; the process while packages are imported; diagnosis,
 which changes a user's program while it measures it."""
 SETTINGS = {
+    "logging.raiseExceptions",
     "os.environ",
     "sys.stdout",
     "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction",

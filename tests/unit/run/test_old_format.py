@@ -94,7 +94,7 @@ def test_it_continues(folder: RunFolder, resolved: Resolve, tmp_path: Path, plac
     if place != "missing":
         convert(tmp_path / name, weights_fingerprint(tmp_path / "models" / "tiny"))
     run = resolved(name)
-    assert changes_since_last_start(run) == {}
+    assert changes_since_last_start(run) == {"config.training.log_interval": (1, None)}  # its default has changed
     plan = plan_start(run)
     assert (plan.mode, plan.step, plan.consumed_samples, plan.optimizer_state) == (CONTINUE, 4, 32, "restored")
     write_run_file(run)
