@@ -26,7 +26,7 @@ from pretrainkit.checkpoint.transforms import padded_vocabulary
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import CheckpointError, RequestError
 from pretrainkit.files import read_json, write_json
-from pretrainkit.logs import get_logger
+from pretrainkit.logs import get_logger, quiet_upstream
 from pretrainkit.models.hf_config import position_boundaries, read_fields
 from pretrainkit.models.registry import family_named, read_config
 from pretrainkit.release import prompts
@@ -209,7 +209,10 @@ def _run_transformers(
     Gives the held-out loss, and whether rounding changed anything.
     """
     import torch
+    from transformers.utils import logging as transformers_logging
 
+    quiet_upstream()
+    transformers_logging.disable_progress_bar()
     logger.info("running %s in transformers", model_folder)
     model, rounded = _load_transformers(model_folder, dtype)
     tokens = torch.load(folder / "tokens.pt")
@@ -335,6 +338,7 @@ def _rank(
 
     from pretrainkit.megatron.preloaded_cpu import megatron_model
 
+    quiet_upstream()
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // size))
     meeting = f"file://{scratch}/ranks_{size}_{traced_prompt}"
     torch.distributed.init_process_group("gloo", meeting, rank=rank, world_size=size)
