@@ -196,7 +196,7 @@ def train_rank_without_data(rank: int, world_size: int, *, run_file: Path) -> No
         return take_late
 
     EpochDataset.__getitem__, loader_watchdog.DataLoaderWatchdog.watched = stand_still, late
-    loader_watchdog.WAIT_LIMIT_S = 2.0
+    loader_watchdog.wait_limit_s = lambda run: 2.0
     train_rank(rank, world_size, run_file=run_file)
 
 

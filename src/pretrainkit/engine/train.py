@@ -68,7 +68,7 @@ def train(
 
     recorder = begin_recorder(run, plan, chosen, requests) if rank == 0 else None
     loss_checks = [InitialLossCheck(run, recorder, rank=rank)] if plan.mode == WEIGHTS else []
-    watchdog = DataLoaderWatchdog(run.config.data.num_workers, recorder, progress)
+    watchdog = DataLoaderWatchdog(run, recorder, progress)
     by_label = LossByLabel(run.dataset.labels, run.accelerator) if run.dataset.labels else None
     model = build_model(run, chosen, wrap_data_step=watchdog.data_step, by_label=by_label)
     trainer = build_trainer(run, plan, local_world_size=local_world_size)

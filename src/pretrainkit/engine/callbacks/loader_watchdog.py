@@ -11,17 +11,22 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
+from pretrainkit.config.schema import ResolvedRun
+from pretrainkit.engine.agreement import COLLECTIVE_MARGIN
 from pretrainkit.engine.child_processes import kill_children
 from pretrainkit.engine.progress import Progress
 from pretrainkit.logs import get_logger
 from pretrainkit.run.metrics import RunRecorder
-from pretrainkit.units import format_duration
+from pretrainkit.units import format_duration, parse_duration
 
-WAIT_LIMIT_S = 1800.0
-"""A file system that was away comes back within minutes; a run that waits longer ends, to be restarted."""
 _POLL_S = 1.0
 
 log = get_logger(__name__)
+
+
+def wait_limit_s(run: ResolvedRun) -> float:
+    """Longest wait for data. The watch over the ranks comes before it, in runs that this project has started."""
+    return parse_duration(run.config.training.hang_timeout) + COLLECTIVE_MARGIN.total_seconds()
 
 
 class DataLoaderWatchdog(pl.Callback):
@@ -31,8 +36,9 @@ class DataLoaderWatchdog(pl.Callback):
     shared memory that holds the sample, without a timeout. A killed worker ends each of these waits with an error.
     """
 
-    def __init__(self, num_workers: int, recorder: RunRecorder | None, progress: Progress) -> None:
-        self._num_workers, self._recorder, self._progress = num_workers, recorder, progress
+    def __init__(self, run: ResolvedRun, recorder: RunRecorder | None, progress: Progress) -> None:
+        self._num_workers, self._limit_s = run.config.data.num_workers, wait_limit_s(run)
+        self._recorder, self._progress = recorder, progress
         self._waits_since_s = math.inf
 
     def watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,7 +84,9 @@ class DataLoaderWatchdog(pl.Callback):
         kill_children(loader_workers_only=True)
 
     def _watch(self) -> None:
-        while time.monotonic() - self._waits_since_s < WAIT_LIMIT_S:
+        while time.monotonic() - self._waits_since_s < self._limit_s:
             time.sleep(_POLL_S)
-        log.error("no data for %s: killing the DataLoader's workers, which ends the run", format_duration(WAIT_LIMIT_S))
+        log.error(
+            "no data for %s: killing the DataLoader's workers, which ends the run", format_duration(self._limit_s)
+        )
         kill_children(loader_workers_only=True)
