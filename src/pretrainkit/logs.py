@@ -12,6 +12,8 @@ from collections.abc import Mapping
 LOGGER_NAME = "pretrainkit"
 TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY")
 """Environment variables whose values are never written anywhere."""
+VERBOSE_VARIABLE = "PRETRAINKIT_VERBOSE"
+"""Environment variable of the processes that a verbose command starts."""
 MASK = "***"
 _SECRET_NAME = re.compile(r"TOKEN$|API_KEY|SECRET|PASSWORD|PASSWD")
 
@@ -36,7 +38,10 @@ def masked(text: str, environment: Mapping[str, str] | None = None) -> str:
 
 
 def configure(*, verbose: bool = False, quiet: bool = False) -> None:
-    """Send the project's records to stderr, with the rank in front when there are several. Only entrypoints call it."""
+    """Send the project's records to stderr, with the rank in front when there are several. Only entrypoints call it.
+
+    Processes that a verbose one starts are verbose, too.
+    """
     rank = f"[rank {os.environ['RANK']}] " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(f"%(asctime)s {rank}%(levelname)s %(message)s", "%H:%M:%S"))
@@ -45,7 +50,10 @@ def configure(*, verbose: bool = False, quiet: bool = False) -> None:
     logger = logging.getLogger(LOGGER_NAME)
     logger.handlers[:] = [handler]
     logger.propagate = False
-    logger.setLevel(logging.DEBUG if verbose else logging.WARNING if quiet else logging.INFO)
+    if verbose:
+        os.environ[VERBOSE_VARIABLE] = "1"
+    is_verbose = VERBOSE_VARIABLE in os.environ
+    logger.setLevel(logging.DEBUG if is_verbose else logging.WARNING if quiet else logging.INFO)
     # Said by torch at import wherever nvidia-resiliency-ext, which NeMo needs, has installed that package.
     warnings.filterwarnings("ignore", message="The pynvml package is deprecated", category=FutureWarning)
 
@@ -53,7 +61,7 @@ def configure(*, verbose: bool = False, quiet: bool = False) -> None:
 def quiet_upstream() -> None:
     """Leave the terminal to our own records: of NeMo, Lightning and Megatron only what went wrong is shown."""
     upstream = ("lightning", "lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric")
-    for name in (*upstream, "megatron", "torch"):
+    for name in (*upstream, "megatron", "torch", "transformers"):
         logging.getLogger(name).setLevel(logging.ERROR)
     # Its loggers set levels of their own, and report telemetry that is off as an error after every failure.
     telemetry = logging.getLogger("nv_one_logger")

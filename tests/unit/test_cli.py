@@ -192,3 +192,12 @@ def test_names_are_utf8_in_any_locale(tmp_path: Path) -> None:
 def run_tool(script: str, *words: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(REPOSITORY / "tools" / script), *words]
     return subprocess.run(command, capture_output=True, encoding="utf-8", env={**os.environ, **environment})
+
+
+def test_what_a_verbose_command_starts_is_verbose() -> None:
+    inner = "from pretrainkit import logs; logs.configure(); logs.get_logger('pretrainkit.a').debug('seen')"
+    outer = "import subprocess, sys; from pretrainkit import logs; logs.configure(verbose=len(sys.argv) > 1)\n"
+    outer += f"subprocess.run([sys.executable, '-c', {inner!r}], check=True)"
+    for flags in ([], ["-v"]):
+        done = subprocess.run([sys.executable, "-c", outer, *flags], capture_output=True, text=True, check=True)
+        assert ("DEBUG seen" in done.stderr) == bool(flags)

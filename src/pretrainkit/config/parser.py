@@ -63,6 +63,9 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
     for flag, text in _SWITCHES.items():
         request.add_argument(flag, action="store_true", help=text)
     request.add_argument(
+        "-v", "--verbose", action="store_true", help="log details, such as the kernel of each operation"
+    )
+    request.add_argument(
         "--hf_token",
         metavar="TOKEN",
         help="Hugging Face token, never written anywhere; the environment variable HF_TOKEN is the safer way",
