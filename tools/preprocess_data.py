@@ -2,7 +2,7 @@
 """Text to Megatron's .bin/.idx pairs: JSON Lines (plain, gz, zst, xz, bz2), text, Parquet or saved Arrow datasets.
 
 Safe to stop at any moment: the same command continues where it was, and outputs appear whole or not at all.
-A manifest beside each pair says what it was made from and how.
+A manifest with each pair says what it was made from and how.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A run beside others: a baseline measured on the same card, and another experiment with more or less data."""
+"""A run against others: a baseline measured on the same card, and another experiment with more or less data."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def verdict(more_tokens: float, slower: float) -> str:
 
 
 def agreement(experiment: Path | None, scratch: Path, windows: list[list[int]], step_s: float) -> dict[str, Any]:
-    """The step time of our windows beside what the run itself wrote to metrics.jsonl for the same steps, and before.
+    """The step time of our windows, and what the run itself wrote to metrics.jsonl for the same steps, and before.
 
     Args:
         experiment: folder of the run that is diagnosed.
