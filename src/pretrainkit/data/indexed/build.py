@@ -34,8 +34,8 @@ def preprocess_with(pool: EncodePool, request: Request, tokenizer: TokenizerFile
     _load_early(request, pool)
     plan = make_plan(request, tokenizer)
     identity = plan.identity()
-    is_left = remove_finished(plan.state_folder)
-    if (is_left or not request.overwrite) and is_written(plan):
+    is_ended = remove_finished(plan.state_folder) or not (request.overwrite or plan.state_folder.exists())
+    if is_ended and is_written(plan):
         LOGGER.info("all of it is written already, by this request")
         return _manifests(plan)
     num_finished = num_finished_outputs(plan.state_folder, identity)
