@@ -96,6 +96,7 @@ def supervise(
     except Exception as error:
         log.exception("the ranks could not be started")
         kill_descendants()  # those that were
+        shutil.rmtree(records, ignore_errors=True)
         return Outcome(EXIT_FAILED, None, f"the ranks could not be started: {error}")
     is_signalled, hang = False, ""
     watch = HangWatch(log_dir, records, endpoint, num_ranks)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Protocol
 
@@ -84,8 +84,12 @@ class InputLabels:
         """`lengths` are the documents' tokens; `names` and `tokens` the inputs', in the documents' order."""
         self.names = tuple(sorted(set(names)))
         self._codes = np.array([label_code(name) for name in names], dtype=np.int64)
-        self._begins = _documents_at(lengths, np.cumsum(tokens[:-1], dtype=np.int64))
-        """The first document of each input but the first."""
+        self._lengths, self._tokens = lengths, tokens
+
+    @cached_property
+    def _begins(self) -> NDArray[np.int64]:
+        """The first document of each input but the first; it takes a pass over all lengths, which names don't need."""
+        return _documents_at(self._lengths, np.cumsum(self._tokens[:-1], dtype=np.int64))
 
     def codes(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
         """The codes of some documents' labels."""
@@ -152,8 +156,7 @@ def add_counts(counts: dict[str, list[int]], more: dict[str, list[int]]) -> None
 
 
 def label_record(key: str, checksum: int, counts: dict[str, list[int]]) -> LabelRecord:
-    """The record of a .labels file with this CRC-32. Raises DataError."""
-    check_labels(counts)
+    """The record of a .labels file with this CRC-32, of counts that `add_counts` has made."""
     return LabelRecord(key, checksum, {label: tuple(counts[label]) for label in sorted(counts)})
 
 
