@@ -187,29 +187,38 @@ def atomic_file(final: Path) -> Iterator[Path]:
 
 
 @contextmanager
+def staging_folder(final: Path) -> Iterator[Path]:
+    """Yield a temporary folder next to `final`, which is removed when the block ends."""
+    final.parent.mkdir(parents=True, exist_ok=True)
+    temporary = temporary_name(final)
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        yield temporary
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextmanager
 def atomic_folder(final: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yield a temporary folder to fill; it becomes `final` when the block ends without an error.
 
     `final` must not exist, or be an empty folder. With `replace` it may be filled: the old folder is moved away
     when the new one is complete and flushed, just before that takes its name.
     """
-    final.parent.mkdir(parents=True, exist_ok=True)
-    temporary = temporary_name(final)
     old = _aside(final)
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
     try:
-        yield temporary
-        for path in sorted(temporary.rglob("*")):
-            fsync_path(path)
-        fsync_path(temporary)
-        if replace and final.is_dir():
-            final.replace(old)
-        commit(temporary, final)
+        with staging_folder(final) as temporary:
+            yield temporary
+            for path in sorted(temporary.rglob("*")):
+                fsync_path(path)
+            fsync_path(temporary)
+            if replace and final.is_dir():
+                final.replace(old)
+            commit(temporary, final)
     finally:
         if old.exists() and not final.exists():
             old.replace(final)
-        shutil.rmtree(temporary, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
 
 

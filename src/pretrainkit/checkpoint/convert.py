@@ -12,20 +12,16 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
-import torch
-
-from pretrainkit.checkpoint import nonfinite
+from pretrainkit.checkpoint import existing, nonfinite
 from pretrainkit.checkpoint.formats.hf_files import (
     HF_SOURCE,
     REPORT_NAME,
     check_no_adapter,
-    describe,
     weights_fingerprint,
 )
-from pretrainkit.checkpoint.formats.megatron_lm import required_flags, run_notes
 from pretrainkit.checkpoint.lazy_tensor import LazyTensor
 from pretrainkit.checkpoint.mapping import TensorMapping, tensor_mappings
 from pretrainkit.checkpoint.open import (
@@ -38,14 +34,14 @@ from pretrainkit.checkpoint.open import (
     open_writer,
 )
 from pretrainkit.checkpoint.origin import read_origin, write_origin
-from pretrainkit.checkpoint.plan import MEGATRON_LM, CheckpointFormat, ConversionPlan, Options
+from pretrainkit.checkpoint.plan import CheckpointFormat, ConversionPlan, Options
+from pretrainkit.checkpoint.report import Report, name_of, notes_of
 from pretrainkit.checkpoint.vocabulary import ExtendedReader, plan_extension
-from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import CheckpointError, RequestError, machine_errors
-from pretrainkit.files import atomic_folder, nearest_existing, remove_leftovers, write_json
+from pretrainkit.files import atomic_folder, nearest_existing, remove_leftovers, staging_folder, write_json
 from pretrainkit.logs import get_logger
-from pretrainkit.models.hf_config import absent_fields, dtype_of
-from pretrainkit.models.registry import family_named, read_config, read_shape
+from pretrainkit.models.hf_config import dtype_of
+from pretrainkit.models.registry import read_config, read_shape
 from pretrainkit.units import format_bytes, format_duration
 
 logger = get_logger(__name__)
@@ -54,50 +50,21 @@ SPARE_BYTES = 100_000_000
 """Disk space reserved for the other files of a checkpoint (assumed to be ample)."""
 
 
-@dataclass(frozen=True)
-class Report:
-    """The result of a conversion."""
-
-    source: str
-    source_kind: str
-    target: str
-    target_kind: str
-    shape: ModelShape
-    num_tensors: int
-    """Number of Hugging Face tensors."""
-    num_bytes: int
-    """Size of their elements."""
-    dtypes: dict[str, int]
-    """Number of Hugging Face tensors by dtype."""
-    elapsed_s: float
-    notes: list[str]
-    """Sentences about what was added, left out or changed."""
-    source_fingerprint: str | None = None
-    """Fingerprint of the source, if it is a Hugging Face folder whose weights weren't cast."""
-
-    def as_text(self) -> str:
-        """The report for people, in a few lines."""
-        dtypes = ", ".join(f"{count} {name}" for name, count in self.dtypes.items())
-        lines = [
-            f"{self.source} ({self.source_kind}) -> {self.target} ({self.target_kind})",
-            f"{self.shape.family}, {self.num_tensors} tensors ({dtypes}), {format_bytes(self.num_bytes)}",
-            f"{format_duration(self.elapsed_s)}, {format_bytes(self.num_bytes / self.elapsed_s)}/s",
-            *self.notes,
-        ]
-        return "\n  ".join(lines)
-
-
 def convert(source: str | Path | DetectedCheckpoint, target: str | Path, options: Options | None = None) -> Report:
     """Convert the model at `source`, or an average of checkpoints, to the folder `target`.
 
+    A target that exists is left as it is, and without `overwrite` must be what would be written: that is converted
+    and compared.
+
     Raises RequestError before anything is written when the request is invalid: unknown source format,
-    architecture, setting or tensor, wrong shape, existing target without `overwrite`, full disk.
+    architecture, setting or tensor, wrong shape, another target that exists, full disk.
     """
     options = options or Options()
     started = time.monotonic()
     found, target = source if isinstance(source, DetectedCheckpoint) else detect(Path(source)), Path(target)
     format = options.to or default_target(found.format)
-    _check_target(target, found, options)
+    if is_there := _is_there(target, found, options):
+        options = existing.with_files_of(target, options)
     hf_folder = find_hf_folder(found, options.hf_folder)
     shape = read_shape(hf_folder, ignore_fields=options.ignore_config_fields)
     options.parallelism.check(shape)
@@ -117,13 +84,19 @@ def convert(source: str | Path | DetectedCheckpoint, target: str | Path, options
     plan = ConversionPlan(format, shape, mappings, dtypes, hf_folder, options, reader.run_state)
     check_expressible(shape, format)
     _check_kept_config(plan)
-    _check_space(target, plan.num_bytes)
+    if is_there:
+        existing.check_weights(target, reader, plan, origin)
+    _check_space(target, plan.num_bytes, "the target exists: comparing takes as much as converting" if is_there else "")
     if left := remove_leftovers(target):
         logger.warning("left by other processes, to be removed unless they still run: %s", ", ".join(map(str, left)))
-    logger.info("converting %s (%s) to %s (%s)", source, found.kind, target, format)
+    purpose = ", to compare it with what is there" if is_there else ""
+    logger.info("converting %s (%s) to %s (%s)%s", source, found.kind, target, format, purpose)
     explained = machine_errors(target, "nothing was left behind; try again", CheckpointError)
-    with explained, atomic_folder(target, replace=options.overwrite) as folder:
+    new_folder = staging_folder(target) if is_there else atomic_folder(target, replace=options.overwrite)
+    with explained, new_folder as folder:
         writer = open_writer(folder, plan)
+        if is_there:
+            existing.check_files(target, folder, is_complete=False)
         problems = _copy(reader, writer, plan)
         if problems and not options.allow_nonfinite:
             raise CheckpointError(
@@ -141,10 +114,11 @@ def convert(source: str | Path | DetectedCheckpoint, target: str | Path, options
             shape=shape,
             num_tensors=sum(len(mapping.hf) for mapping in mappings),
             num_bytes=plan.num_bytes,
-            dtypes=dict(Counter(_name(dtype) for mapping, dtype in dtypes.items() for _ in mapping.hf)),
+            dtypes=dict(Counter(name_of(dtype) for mapping, dtype in dtypes.items() for _ in mapping.hf)),
             elapsed_s=round(time.monotonic() - started, 3),
+            workers=options.workers,
             source_fingerprint=weights_fingerprint(found.root) if is_copy else None,
-            notes=[*_notes(reader, plan), *([f"not finite: {_list(problems)}"] if problems else [])],
+            notes=[*notes_of(reader, plan), *([f"not finite: {_list(problems)}"] if problems else [])],
         )
         if format is not CheckpointFormat.HF:
             # Names only: a checkpoint may be published, and paths reveal details of the machine.
@@ -152,6 +126,10 @@ def convert(source: str | Path | DetectedCheckpoint, target: str | Path, options
                 folder / REPORT_NAME, {**asdict(report), "source": Path(str(source)).name, "target": target.name}
             )
         write_origin(folder, origin)
+        if is_there:
+            existing.check_files(target, folder, is_complete=True)
+            logger.info("already there, equal in every byte: nothing was changed")
+            return replace(report, notes=[*report.notes, "already there"])
     elapsed_s = time.monotonic() - started
     logger.info("wrote %s in %s", format_bytes(report.num_bytes), format_duration(elapsed_s))
     return report
@@ -225,14 +203,14 @@ def _list(names: Sequence[str]) -> str:
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
 
-def _check_target(target: Path, found: DetectedCheckpoint, options: Options) -> None:
+def _is_there(target: Path, found: DetectedCheckpoint, options: Options) -> bool:
+    """Whether there is a target that isn't to be replaced. Raises RequestError for one that can't be a target."""
     sources = [parent.checkpoint for parent in found.average.parents] if found.average else [found]
     if target.resolve() in {folder.resolve() for each in sources for folder in (each.root, each.weights)}:
         raise RequestError("source and target are the same folder", where=str(target))
     if target.exists() and not target.is_dir():
         raise RequestError("exists and is not a folder", where=str(target))
-    if target.is_dir() and any(target.iterdir()) and not options.overwrite:
-        raise RequestError("exists and is not empty", where=str(target), action="choose another folder, or --overwrite")
+    return target.is_dir() and any(target.iterdir()) and not options.overwrite
 
 
 def _check_kept_config(plan: ConversionPlan) -> None:
@@ -247,7 +225,7 @@ def _check_kept_config(plan: ConversionPlan) -> None:
         )
     if plan.options.new_tokens:
         raise RequestError("config.json and tokenizer change with --add-tokens", where="--keep-config")
-    stated, written = dtype_of(read_config(plan.hf_folder)), _name(plan.main_dtype)
+    stated, written = dtype_of(read_config(plan.hf_folder)), name_of(plan.main_dtype)
     if stated != written:
         raise RequestError(
             f"config.json says {stated or 'no dtype'}, the weights are {written}",
@@ -257,72 +235,12 @@ def _check_kept_config(plan: ConversionPlan) -> None:
         )
 
 
-def _check_space(target: Path, num_bytes: int) -> None:
+def _check_space(target: Path, num_bytes: int, reason: str) -> None:
     free = shutil.disk_usage(nearest_existing(target)).free
     if free < num_bytes + SPARE_BYTES:
+        needed = format_bytes(num_bytes + SPARE_BYTES)
         raise RequestError(
-            f"{format_bytes(free)} free on the disk", where=str(target), needed=format_bytes(num_bytes + SPARE_BYTES)
+            f"{format_bytes(free)} free on the disk",
+            where=str(target),
+            needed=f"{needed} ({reason})" if reason else needed,
         )
-
-
-def _notes(reader: WeightReader, plan: ConversionPlan) -> Iterator[str]:
-    """What was cast, left out or added, and what Megatron-LM needs as options."""
-    changes = Counter(
-        f"{_name(reader.dtypes[mapping])} to {_name(dtype)}"
-        for mapping, dtype in plan.dtypes.items()
-        for _ in mapping.hf
-        if reader.dtypes[mapping] != dtype
-    )
-    for change, count in changes.items():
-        yield f"{count} tensors cast from {change}"
-    yield from _undeclared_dtypes(reader, plan)
-    yield from reader.notes
-    yield from run_notes(plan)
-    for mapping in plan.mappings:
-        if padding := reader.padding(mapping):
-            found = nonfinite.describe_padding(padding.tensor())
-            yield f"{padding.shape[0]} padding rows of {mapping} removed: {found}"
-    rows, vocab_size = plan.padded_vocab_size - plan.shape.vocab_size, plan.shape.vocab_size
-    if rows and plan.format is not CheckpointFormat.HF:
-        multiple = f"{plan.vocabulary_divisor} x TP {plan.options.parallelism.tensor}"
-        rule = f"{vocab_size} rounded up to a multiple of {multiple}"
-        yield f"{rows} padding rows (zeros) added to the vocabulary: {rule}"
-    if plan.format is CheckpointFormat.HF:
-        yield from _description_notes(plan)
-    elif absent := absent_fields(read_config(plan.hf_folder), family_named(plan.shape.family)):
-        yield "config.json leaves out what its class in transformers sets: " + ", ".join(
-            f"{name} {value!r}" for name, value in absent.items()
-        )
-    if plan.format in MEGATRON_LM:
-        yield f"Megatron-LM needs, in addition to --use-checkpoint-args: {required_flags(plan)}"
-
-
-def _undeclared_dtypes(reader: WeightReader, plan: ConversionPlan) -> Iterator[str]:
-    """Weights of another dtype than config.json states, which transformers would round to it."""
-    stated = dtype_of(read_config(plan.hf_folder))
-    names: dict[str, list[str]] = {}
-    for mapping, dtype in reader.dtypes.items():
-        if _name(dtype) != stated and not mapping.weight.keep_dtype:
-            names.setdefault(_name(dtype), []).extend(mapping.hf)
-    for dtype, tensors in names.items():
-        listed = f"{', '.join(tensors[:4])}{' and more' if len(tensors) > 4 else ''}"
-        said = f"dtype {stated}" if stated else "no dtype"
-        yield f"config.json states {said}; {len(tensors)} tensors are {dtype}: {listed}"
-
-
-def _description_notes(plan: ConversionPlan) -> Iterator[str]:
-    """What config.json and tokenizer_config.json of a release say that those of its source don't."""
-    found = describe(plan.hf_folder)
-    if not plan.options.keep_config:
-        yield from found.notes
-        return
-    yield "config.json and tokenizer_config.json are the source's bytes (--keep-config)"
-    problems = list(found.misread)
-    if found.tokenizer != found.stated_tokenizer:
-        problems.append("no tokenizer")
-    if problems:
-        yield f"transformers 4 can't read them, transformers 5 does: it would take {', '.join(problems)}"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -15,13 +15,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pretrainkit.checkpoint.convert import Report, convert, default_target
+from pretrainkit.checkpoint.convert import convert, default_target
 from pretrainkit.checkpoint.formats import hf
 from pretrainkit.checkpoint.formats.hf_files import readable_folder
 from pretrainkit.checkpoint.formats.torch_dist import GlobalTensor, read_metadata
 from pretrainkit.checkpoint.open import check_expressible, detect
 from pretrainkit.checkpoint.parallel import Parallelism
 from pretrainkit.checkpoint.plan import CheckpointFormat, Options
+from pretrainkit.checkpoint.report import Report
 from pretrainkit.checkpoint.transforms import padded_vocabulary
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import CheckpointError, RequestError
