@@ -1,6 +1,7 @@
 """The request of a run: defaults < the site's file < --config files < flags and --set, with every type checked.
 
-A site's file describes a cluster: configs/site/NAME.yaml, or any path.
+A site's file describes a cluster: configs/site/NAME.yaml, or any path. `???` in a file is OmegaConf's mark of a value
+that somebody else must give: it replaces none.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
+from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from pretrainkit.config.option import Option
@@ -45,7 +46,7 @@ def load_config(
             another value is an error.
 
     Raises:
-        RequestError: every unknown option, wrong type and unreadable file of the request at once.
+        RequestError: every unknown option, wrong type, missing value and unreadable file of the request at once.
     """
     problems: list[RequestError] = []
     settings: list[_Setting] = []
@@ -63,11 +64,16 @@ def load_config(
         with RequestError.collected(problems):
             of_site = _read_file(_find_site(site))
     values: dict[str, Any] = {}
+    left_open: list[tuple[Option, str]] = []
     for known, some in ((_SITE_OPTIONS, of_site), (OPTIONS, settings)):
         for name, value, where in some:
             with RequestError.collected(problems):
                 option = _find_option(name, value, where, known)
+                if value == MISSING:
+                    left_open.append((option, where))
+                    continue
                 values[option.name] = _added(option, values.get(option.name), option.convert(value, where))
+    problems += [_missing(option, where) for option, where in left_open if option.name not in values]
     RequestError.raise_all(problems)
     request: dict[str, Any] = {}
     for name, value in values.items():
@@ -86,6 +92,14 @@ def _find_option(name: str, value: Any, where: str, known: dict[str, Option]) ->
     needed = f"one of {', '.join(known)}" if known is _SITE_OPTIONS and not action else ""
     action = action or "the fields are listed in docs/options.md"
     raise RequestError(f"unknown field '{name}'", needed=needed, action=action, where=where)
+
+
+def _missing(option: Option, where: str) -> RequestError:
+    """The problem of an option that a file leaves to its user, who has not given it."""
+    unset = f", or --set {option.name}=null for {option.unset}" if option.is_optional else ""
+    return RequestError(
+        f"{where} leaves it to you", needed=option.help, action=f"give it{unset}", where=option.spelling
+    )
 
 
 def _added(option: Option, earlier: Any, value: Any) -> Any:

@@ -35,6 +35,17 @@ def test_flags_win_over_files_and_later_files_over_earlier_ones(yaml_file) -> No
     assert (config.optimizer.lr, config.data.split) == (1e-4, "8,1,1")
 
 
+def test_a_value_that_a_file_leaves_open_is_asked_for_and_replaces_none(yaml_file) -> None:  # type: ignore[no-untyped-def]
+    open_file = yaml_file("nemo_model: ???\ntraining:\n  seed: ???\n", "open.yaml")
+    found = message([open_file])
+    assert "--nemo_model: " in found and "open.yaml:1 leaves it to you" in found and "open.yaml:3" in found
+    assert "give it, or --set nemo_model=null for random weights" in found
+    given = yaml_file("nemo_model: /weights\n", "given.yaml")
+    for files in ([given, open_file], [open_file, given]):
+        config = load_config(files, {"training.seed": 3})
+        assert (config.nemo_model, config.training.seed) == ("/weights", 3)
+
+
 def test_an_empty_file_asks_for_nothing(yaml_file) -> None:  # type: ignore[no-untyped-def]
     assert load_config([yaml_file("# nothing\n")]) == RunConfig()
     assert load_config([yaml_file("training:\n")]) == RunConfig()

@@ -40,11 +40,20 @@ def facts_of(facts: RunFacts, tmp_path: Path):  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize("run", sorted(path.name for path in (CONFIGS / "run").glob("*.yaml")))
 def test_a_run_with_its_model_is_a_right_request(run: str, facts_of) -> None:  # type: ignore[no-untyped-def]
     model = next(path for path in (CONFIGS / "model").glob("*.yaml") if run.startswith(path.stem))
-    config = load_config([model, CONFIGS / "run" / run], {"data.dataset_path": "/data"})
+    config = load_config([model, CONFIGS / "run" / run], {"data.dataset_path": "/data", "nemo_model": "/weights"})
     facts = facts_of(model.stem)
     assert problems_of(config, facts) == []
-    assert config.experiment in load_config([CONFIGS / "run" / run]).experiment
     assert "ranks" in summarize(resolve(config, facts))
+
+
+@pytest.mark.parametrize("run", sorted((CONFIGS / "run").glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_run_that_continues_a_pretraining_is_refused_without_weights(run: Path) -> None:
+    if not run.read_text(encoding="utf-8").startswith("# Continue "):
+        assert load_config([run]).nemo_model is None
+        return
+    with pytest.raises(RequestError, match=r"--nemo_model: .*\.yaml:\d+ leaves it to you"):
+        load_config([run])
+    assert load_config([run], assignments=["nemo_model=null"]).nemo_model is None
 
 
 @pytest.mark.parametrize("model", sorted(path.stem for path in (CONFIGS / "model").glob("*.yaml")))
