@@ -38,10 +38,13 @@ def build_parser() -> Parser:
     flags.add_overwrite(what, "replace shards whose input has changed")
     tokens = parser.add_argument_group("tokens")
     tokens.add_argument("--model_id", required=True, help="tokenizer: Hugging Face folder, tokenizer.json or hub id")
-    tokens.add_argument(
-        "--special_tokens", choices=["template", "none"], default="template", help="what the tokenizer's template adds"
+    flags.add_tokens(
+        tokens,
+        spellings=("plain", "encode"),
+        verification=("sample", "off"),
+        has_bos=False,
+        special_tokens="template",
     )
-    flags.add_tokens(tokens, spellings=("plain", "encode"), verification=("sample", "off"), has_bos=False)
     running = parser.add_argument_group("running")
     flags.add_records(running)
     flags.add_decontamination(parser.add_argument_group("evaluation sets"))

@@ -23,4 +23,4 @@ num_tasks=${NUM_TASKS:-10}                      # tasks of the array above
 python=${PYTHON:-.venv/bin/python}
 
 exec "$python" tools/preprocess_data.py --input "$input" --output-prefix "$output" --shard "$PBS_ARRAY_INDEX/$num_tasks" \
-    --tokenizer-model "$tokenizer" --append-eod --workers "${NCPUS:-2}" "$@"
+    --tokenizer-model "$tokenizer" --special-tokens template --append-eod --workers "${NCPUS:-2}" "$@"

@@ -19,4 +19,4 @@ num_tasks=${NUM_TASKS:-10}                      # tasks of the array above
 python=${PYTHON:-.venv/bin/python}
 
 exec "$python" tools/preprocess_data.py --input "$input" --output-prefix "$output" --shard "$((SGE_TASK_ID - 1))/$num_tasks" \
-    --tokenizer-model "$tokenizer" --append-eod --workers "${WORKERS:-16}" "$@"
+    --tokenizer-model "$tokenizer" --special-tokens template --append-eod --workers "${WORKERS:-16}" "$@"

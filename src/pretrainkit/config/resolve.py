@@ -41,6 +41,8 @@ class RunFacts:
     """Per prefix, the tokens of its training, validation and test documents."""
     dataset_tokenizers: tuple[str | None, ...] = ()
     """Per prefix, SHA-256 of the tokenizer.json that made it; None without a manifest."""
+    without_eod: tuple[str, ...] = ()
+    """Prefixes whose documents end with no token of their own."""
 
 
 def world_size(config: RunConfig) -> int:
@@ -169,6 +171,12 @@ def _data(run: ResolvedRun, facts: RunFacts) -> Iterator[str]:
     if samples and wanted > samples:
         epochs = f"{wanted / samples:.1f} epochs of the {format_count(samples)} in the dataset"
         yield f"{format_count(wanted)} training samples are {epochs}"
+    if facts.without_eod:
+        more = f" and {len(facts.without_eod) - 3} more" if len(facts.without_eod) > 3 else ""
+        yield (
+            f"documents end without an EOD token in {', '.join(facts.without_eod[:3])}{more}: the model doesn't learn "
+            "where a text ends; prepare the data again with --append-eod"
+        )
     if run.dataset.max_token_id is None:
         yield "the data has no manifest: its tokenizer and largest token id are not checked against the model"
 

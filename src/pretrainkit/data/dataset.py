@@ -32,7 +32,7 @@ from pretrainkit.data.indexed.labels import (
 )
 from pretrainkit.data.indexed.manifest import Manifest, TokenizerRecord, read_manifest
 from pretrainkit.data.indexed.pair_set import SHARD_NAME, find_pairs, scan, several_forms
-from pretrainkit.data.indexed.verify import eod_problem
+from pretrainkit.data.indexed.verify import eod_problem, last_token
 from pretrainkit.data.packed.format import PackedDocuments, is_packed_folder
 from pretrainkit.data.shards.shard_set import ShardDocuments, is_shard_folder
 from pretrainkit.data.shards.urls import is_url, names_shards
@@ -89,6 +89,8 @@ class DatasetReading:
     a sample of each row."""
     tokenizers: tuple[str | None, ...]
     """Per prefix, SHA-256 of the tokenizer.json that made it."""
+    without_eod: tuple[str, ...]
+    """Prefixes whose documents end with no token of their own."""
 
 
 def read_dataset(dataset_path: str, split: str) -> DatasetReading:
@@ -133,6 +135,7 @@ def read_dataset(dataset_path: str, split: str) -> DatasetReading:
         ),
         split_tokens=tuple(tokens for tokens in splits if tokens) if all(splits) else None,
         tokenizers=tuple(part.tokenizer.sha256 if part.tokenizer else None for part in found),
+        without_eod=tuple(str(prefix) for prefix, part in zip(prefixes, found, strict=True) if not part.has_eod),
     )
 
 
@@ -204,6 +207,7 @@ class _Part:
     tokenizer: TokenizerRecord | None
     data_hash: str
     row_length: int | None
+    has_eod: bool
 
 
 def _read_part(path: Path | str, split: str) -> _Part:
@@ -212,7 +216,9 @@ def _read_part(path: Path | str, split: str) -> _Part:
         return _read_pair(path, split)
     found = kind(path)
     tokens = _split_tokens(found.sequence_lengths, split, found.row_length)
-    return _Part(found.num_tokens, len(found), tokens, found.tokenizer, found.data_hash, found.row_length)
+    return _Part(
+        found.num_tokens, len(found), tokens, found.tokenizer, found.data_hash, found.row_length, found.has_eod
+    )
 
 
 def _read_pair(prefix: Path | str, split: str) -> _Part:
@@ -220,15 +226,18 @@ def _read_pair(prefix: Path | str, split: str) -> _Part:
         pair, manifest = IndexedDataset(prefix), read_manifest(prefix)
     except DataError as error:
         raise RequestError(error.found, where=error.where, needed=error.needed, action=error.action) from error
+    some = np.linspace(0, pair.num_sequences - 1, min(_EOD_DOCUMENTS, pair.num_sequences), dtype=np.int64)
     if manifest:
-        _check_manifest(prefix, pair, manifest)
+        _check_manifest(prefix, pair, manifest, some)
     tokenizer = manifest.tokenizer if manifest else None
     data_hash = _manifest_digest(manifest) if manifest else _files_digest(prefix)
-    tokens = _split_tokens(pair.sequence_lengths, split)
-    return _Part(pair.num_tokens, pair.num_documents, tokens, tokenizer, data_hash, row_length=None)
+    tokens, last = _split_tokens(pair.sequence_lengths, split), last_token(pair, some)
+    has_eod = (manifest.append_eod or last == manifest.tokenizer.eod_id) if manifest else last is not None
+    return _Part(pair.num_tokens, pair.num_documents, tokens, tokenizer, data_hash, None, has_eod)
 
 
-def _check_manifest(prefix: Path | str, dataset: IndexedDataset, manifest: Manifest) -> None:
+def _check_manifest(prefix: Path | str, dataset: IndexedDataset, manifest: Manifest, some: NDArray[np.int64]) -> None:
+    """Raise RequestError for data that its manifest doesn't describe, by its sizes and the ends of some documents."""
     recorded = manifest.num_documents, manifest.bin_bytes, manifest.dtype
     found = dataset.num_documents, bin_path(prefix).stat().st_size, dataset.dtype.name
     if recorded != found:
@@ -237,15 +246,13 @@ def _check_manifest(prefix: Path | str, dataset: IndexedDataset, manifest: Manif
             action="the manifest is of other data: preprocess again, or copy all three files",
             where=str(prefix),
         )
-    if manifest.append_eod and dataset.num_sequences:
-        numbers = np.linspace(0, dataset.num_sequences - 1, _EOD_DOCUMENTS, dtype=np.int64)
-        if problem := eod_problem(dataset, manifest, numbers):
-            raise RequestError(
-                problem,
-                needed="exactly one EOD at the end of every document, as the manifest says",
-                action="look at it with inspect_data.py verify, and preprocess again",
-                where=str(prefix),
-            )
+    if manifest.append_eod and dataset.num_sequences and (problem := eod_problem(dataset, manifest, some)):
+        raise RequestError(
+            problem,
+            needed="exactly one EOD at the end of every document, as the manifest says",
+            action="look at it with inspect_data.py verify, and preprocess again",
+            where=str(prefix),
+        )
 
 
 def _split_tokens(lengths: NDArray[np.int32], split: str, row_length: int | None = None) -> tuple[int, int, int] | None:

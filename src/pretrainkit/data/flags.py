@@ -45,6 +45,7 @@ class DataFlags:
         verification: Sequence[str] = ("sample", "all", "off"),
         appends_eod: bool = False,
         has_bos: bool = True,
+        special_tokens: str = "none",
     ) -> None:
         """EOD and BOS, special tokens in texts, and the library that encodes."""
         add = self._adder(group)
@@ -52,6 +53,8 @@ class DataFlags:
         end = f"end every {self._unit} with exactly one EOD token"
         add("append-eod", action=action, default=appends_eod, help=end)
         add("eod-token", help=f"the token that ends a {self._unit}, instead of the tokenizer's EOS")
+        around = f"template: what the tokenizer puts around a text by itself begins and ends every {self._unit}"
+        add("special-tokens", choices=["none", "template"], default=special_tokens, help=around)
         if has_bos:
             add("add-bos", action="store_true", help=f"begin every {self._unit} with the BOS token")
         meanings = {"plain": "ordinary text", "encode": "that token", "error": "a bad record"}

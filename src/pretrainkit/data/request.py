@@ -10,7 +10,12 @@ from pretrainkit.data.decontamination import NUM_WORDS
 from pretrainkit.data.decontamination.evaluations import Evaluations, find_evaluations
 from pretrainkit.data.readers.records import RecordRules
 from pretrainkit.data.tokens.encoder import EngineSpec
-from pretrainkit.errors import DataError
+from pretrainkit.data.tokens.template import template_ids
+from pretrainkit.data.tokens.tokenizer import TokenizerFile
+from pretrainkit.errors import DataError, RequestError
+from pretrainkit.logs import get_logger
+
+LOGGER = get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +24,9 @@ class TextRequest:
 
     append_eod: bool = False
     eod_token: str | None = None
+    add_bos: bool = False
+    special_tokens: str = "none"
+    """`template`: what the tokenizer's template adds; `none`."""
     special_tokens_in_text: str = "plain"
     """`plain`, `encode` or `error`."""
     text_documents: str = "line"
@@ -49,6 +57,30 @@ class TextRequest:
             name, str(json_path), self.special_tokens_in_text != "plain", verify_all=self.verify_tokens == "all"
         )
 
+    def special_ids(self, tokenizer: TokenizerFile) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The ids before and after every document; what the template adds already is not added twice.
+
+        Raises RequestError when the tokenizer has no such token.
+        """
+        first: tuple[int, ...] = ()
+        last: tuple[int, ...] = ()
+        if self.special_tokens == "template":
+            for note in tokenizer.template_notes:
+                LOGGER.warning("%s: %s", tokenizer.name, note)
+            try:
+                first, last = template_ids(tokenizer.post_processor)
+            except (ValueError, KeyError) as error:
+                raise RequestError(
+                    f"a post-processor of an unknown kind: {error}",
+                    where=tokenizer.name,
+                    action="give --special-tokens none, and --append-eod if documents need an end",
+                ) from error
+        if self.add_bos and (bos_id := tokenizer.need_bos("--add-bos")) not in first:
+            first = (bos_id, *first)
+        if self.append_eod and (eod_id := tokenizer.need_eod("--append-eod")) not in last:
+            last = (*last, eod_id)
+        return first, last
+
     def check_rejected(
         self, where: str, *, num_records: int, num_written: int, num_rejected: int, first: str, place: str
     ) -> None:
@@ -73,3 +105,12 @@ class TextRequest:
     def text_options(self) -> dict[str, Any]:
         """These flags by name."""
         return {field.name: getattr(self, field.name) for field in fields(TextRequest)}
+
+
+def warn_without_eod(last_ids: tuple[int, ...]) -> None:
+    """Warn of documents that end with no token."""
+    if not last_ids:
+        LOGGER.warning(
+            "documents end without an EOD token: a model that is trained on them doesn't learn where a text ends; "
+            "--append-eod adds it"
+        )

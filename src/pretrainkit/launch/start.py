@@ -84,7 +84,12 @@ def _dataset(config: RunConfig, _: RunFacts) -> dict[str, Any]:
     if not config.data.dataset_path:
         return {}
     found = read_dataset(config.data.dataset_path, config.data.split)
-    return {"dataset": found.facts, "split_tokens": found.split_tokens, "dataset_tokenizers": found.tokenizers}
+    return {
+        "dataset": found.facts,
+        "split_tokens": found.split_tokens,
+        "dataset_tokenizers": found.tokenizers,
+        "without_eod": found.without_eod,
+    }
 
 
 def _weights(config: RunConfig, facts: RunFacts) -> dict[str, Any]:

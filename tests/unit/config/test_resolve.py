@@ -113,6 +113,8 @@ def test_cpu_by_default_and_data_without_a_manifest_are_noted(config: RunConfig,
         facts,
         machine=MachineFacts(num_gpus=0, num_cpus=8),
         dataset=dataclasses.replace(facts.dataset, max_token_id=None),
+        without_eod=("/data/a", "/data/b"),
     )
     notes = " ".join(warnings_of(resolve(config, facts), facts))
+    assert "documents end without an EOD token in /data/a, /data/b" in notes
     assert "no GPU found: 8 processes train on the CPU" in notes and "no manifest" in notes

@@ -60,6 +60,15 @@ def test_a_manifest_tells_tokenizer_and_largest_id(dataset_folder: Path) -> None
     assert reading.tokenizers[0] and len(reading.tokenizers[0]) == 64
 
 
+def test_a_pair_without_a_manifest_has_an_eod_if_one_token_ends_its_documents(tmp_path: Path) -> None:
+    without = write_pair(tmp_path / "without", [3, 4, 5])
+    with IndexedDatasetWriter(tmp_path / "with", np.dtype(np.uint16)) as writer:
+        for length in (0, 3, 4):
+            writer.add_document([*range(length), 9] if length else [])
+    reading = read_dataset(f"1 {without} 1 {tmp_path / 'with'}", "1,0,0")
+    assert reading.without_eod == (str(without),)
+
+
 def test_the_hash_is_of_the_content_not_the_place(dataset_folder: Path, tmp_path: Path) -> None:
     shutil.copytree(dataset_folder, tmp_path / "copy")
     write_pair(tmp_path / "a", [5, 6])

@@ -83,7 +83,7 @@ class Worker:
     def __init__(self, plan: Plan, encoder: Encoder, number: int, overlaps: OverlapIndex | None) -> None:
         self._plan, self._rules, self._folder = plan, plan.rules, plan.state_folder
         self._encoder, self._number = encoder, number
-        self._first_ids, self._last_ids = (() if i is None else (i,) for i in (plan.bos_id, plan.eod_id))
+        self._first_ids, self._last_ids = plan.first_ids, plan.last_ids
         self._held: dict[Order, _HeldChunk] = {}
         self._num_encoded = 0
         self._is_special = np.zeros(plan.tokenizer.num_ids, dtype=bool)

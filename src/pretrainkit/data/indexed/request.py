@@ -25,7 +25,7 @@ from pretrainkit.data.readers.records import RecordRules
 from pretrainkit.data.readers.source import BLOCK_BYTES, Source
 from pretrainkit.data.readers.text import TextFile, TextLines
 from pretrainkit.data.readers.work_items import WorkItem
-from pretrainkit.data.request import TextRequest
+from pretrainkit.data.request import TextRequest, warn_without_eod
 from pretrainkit.data.tokens import encoder
 from pretrainkit.data.tokens.tokenizer import TokenizerFile, load_tokenizer
 from pretrainkit.errors import RequestError
@@ -55,7 +55,6 @@ class Request(TextRequest):
     tokenizer_model: str
     json_keys: tuple[str, ...] = ("text",)
     label_key: str = ""
-    add_bos: bool = False
     dtype: str = "auto"
     """`auto`, `uint16` or `int32`."""
     workers: int = 1
@@ -87,10 +86,10 @@ class Plan:
     items: dict[int, WorkItem]
     dtype: np.dtype
     state_folder: Path
-    eod_id: int | None
-    """Id that ends every document."""
-    bos_id: int | None
-    """Id that begins every document."""
+    first_ids: tuple[int, ...]
+    """Ids that begin every document."""
+    last_ids: tuple[int, ...]
+    """Ids that end every document."""
     num_files_left_out: int
     evaluations: Evaluations | None = None
     decontamination: dict[str, Any] = field(default_factory=dict)
@@ -124,6 +123,8 @@ class Plan:
             kept = {name: value for name, value in kept.items() if not name.startswith("decontaminate")}
         if not self.request.label_key:
             del kept["label_key"]
+        if self.request.special_tokens == "none":
+            del kept["special_tokens"]
         return kept
 
     def identity(self) -> dict[str, Any]:
@@ -136,7 +137,7 @@ class Plan:
             "format": Manifest.FORMAT,
             "block_bytes": BLOCK_BYTES,
             "tokenizer": self.tokenizer.sha256,
-            "eod_id": self.eod_id,
+            "eod_id": self.tokenizer.eod_id if self.request.append_eod else None,
             "decontamination": self.decontamination,
             "versions": encoder.versions(),
             "sets": [output.part and output.part.set_id for output in self.outputs[:1]],
@@ -151,10 +152,10 @@ def make_plan(request: Request, tokenizer: TokenizerFile | None = None) -> Plan:
     """
     _check_flags(request)
     tokenizer = tokenizer or load_tokenizer(request.tokenizer_model, request.eod_token)
-    eod_id = tokenizer.need_eod("--append-eod") if request.append_eod else None
-    bos_id = tokenizer.need_bos("--add-bos") if request.add_bos else None
+    first, last = request.special_ids(tokenizer)
+    warn_without_eod(last)
     dtype = optimal_dtype(tokenizer.num_ids) if request.dtype == "auto" else np.dtype(request.dtype)
-    if max(eod_id or 0, bos_id or 0) > np.iinfo(dtype).max:
+    if max((*first, *last), default=0) > np.iinfo(dtype).max:
         raise RequestError("EOD or BOS has an id that 16 bits can't hold", where="--dtype uint16", needed="int32")
     left_out: list[str] = []
     sources = resolve_inputs(request.inputs, request.text_documents, left_out)
@@ -164,8 +165,10 @@ def make_plan(request: Request, tokenizer: TokenizerFile | None = None) -> Plan:
     prefix, job = request.output_prefix, ""
     evaluations = request.evaluations()
     decontamination = evaluations.identity() if evaluations else {}
-    same = [*(getattr(request, name) for name in SAME), tokenizer.sha256, eod_id, bos_id, dtype.name]
+    ends = [tokenizer.eod_id if request.append_eod else None, tokenizer.bos_id if request.add_bos else None]
+    same = [*(getattr(request, name) for name in SAME), tokenizer.sha256, *ends, dtype.name]
     same += [value for value in (decontamination, request.label_key) if value]
+    same += ["template"] if request.special_tokens == "template" else []
     if request.shard is not None:
         job = f".shard-{request.shard[0]:05d}-of-{request.shard[1]:05d}"
     parts: list[SetPart | None]
@@ -198,8 +201,8 @@ def make_plan(request: Request, tokenizer: TokenizerFile | None = None) -> Plan:
         items=items,
         dtype=dtype,
         state_folder=state_folder,
-        eod_id=eod_id,
-        bos_id=bos_id,
+        first_ids=first,
+        last_ids=last,
         num_files_left_out=len(left_out),
         evaluations=evaluations,
         decontamination=decontamination,

@@ -144,13 +144,24 @@ def _eod_problems(dataset: IndexedDataset, manifest: Manifest) -> list[str]:
     return []
 
 
+def _ends(dataset: IndexedDataset, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Positions of the last tokens of these documents."""
+    begins = dataset.sequence_pointers[numbers] // dataset.dtype.itemsize
+    return begins + dataset.sequence_lengths[numbers] - 1
+
+
+def last_token(dataset: IndexedDataset, numbers: NDArray[np.int64]) -> int | None:
+    """The token that ends all of these documents, as an EOD does; None if there is no such token."""
+    found = np.unique(dataset.tokens[_ends(dataset, numbers[dataset.sequence_lengths[numbers] > 0])])
+    return int(found[0]) if len(found) == 1 else None
+
+
 def eod_problem(dataset: IndexedDataset, manifest: Manifest, numbers: NDArray[np.int64]) -> str:
     """Which of these documents does not end with exactly one EOD, in words; empty if none.
 
     Where a text may spell EOD as a token, some may end with two; not the most, as when the corpus has them already.
     """
-    eod_id, lengths = manifest.tokenizer.eod_id, dataset.sequence_lengths[numbers]
-    ends = dataset.sequence_pointers[numbers] // dataset.dtype.itemsize + lengths - 1
+    eod_id, lengths, ends = manifest.tokenizer.eod_id, dataset.sequence_lengths[numbers], _ends(dataset, numbers)
     wrong = np.flatnonzero(dataset.tokens[ends] != eod_id)
     if wrong.size:
         return f"document {numbers[wrong[0]]} does not end with EOD ({eod_id})"

@@ -133,7 +133,6 @@ def _encode(plan: PackPlan, pool: EncodePool) -> tuple[Path, Manifest]:
             output_prefix=str(plan.staging / "documents"),
             tokenizer_model=request.tokenizer_model,
             json_keys=(request.text_column,),
-            add_bos=request.add_bos,
             workers=plan.machine.num_proc,
             **options,
         ),

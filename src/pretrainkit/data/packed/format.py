@@ -236,6 +236,8 @@ class PackedDocuments:
         """Which gave the ids."""
         self.num_tokens = manifest.num_tokens
         """Without padding."""
+        self.has_eod = manifest.settings["eod_id"] is not None
+        """Whether a token ends every document."""
         self.row_length = manifest.sequence_length if manifest.packing == "bestfit" else None
         self._path = self._set.folder / DOCUMENTS
         if self.row_length is not None:

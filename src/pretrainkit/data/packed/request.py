@@ -100,7 +100,6 @@ class PackRequest(TextRequest):
     """`concat` or `bestfit`."""
     text_column: str = "text"
     append_eod: bool = field(default=True, kw_only=True)
-    add_bos: bool = False
     hub_split: str = "train"
     hub_revision: str | None = None
     verify: bool = False
@@ -173,8 +172,7 @@ def make_pack_plan(request: PackRequest, machine: MachineSettings) -> PackPlan:
     if request.sequence_length < 2:
         raise RequestError(f"{request.sequence_length}", where="--sequence_length", needed="2 or more")
     tokenizer = load_tokenizer(request.tokenizer_model, request.eod_token)
-    eod_id = tokenizer.need_eod("--append_eod (else --no-append_eod)") if request.append_eod else None
-    bos_id = tokenizer.need_bos("--add_bos") if request.add_bos else None
+    first, last = request.special_ids(tokenizer)
     hub = [name for name in request.inputs if name.startswith(HUB)]
     if hub and len(request.inputs) > 1:
         raise RequestError("a hub dataset among several inputs", where="--input", needed="only the hub dataset")
@@ -190,8 +188,8 @@ def make_pack_plan(request: PackRequest, machine: MachineSettings) -> PackPlan:
         "format": PackedManifest.FORMAT,
         "inputs": from_hub or [[state.name, state.num_bytes] for state in inputs],
         "tokenizer": tokenizer.sha256,
-        "eod_id": eod_id,
-        "bos_id": bos_id,
+        "eod_id": list(last) if len(last) > 1 else next(iter(last), None),
+        "bos_id": list(first) if len(first) > 1 else next(iter(first), None),
         **{name: getattr(request, name) for name in SAME},
         "versions": encoder.versions(),
     }

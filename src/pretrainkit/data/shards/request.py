@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +13,14 @@ from pretrainkit.data.readers.inputs import resolve_inputs
 from pretrainkit.data.readers.source import Source
 from pretrainkit.data.readers.work_items import WorkItem
 from pretrainkit.data.report import Report
-from pretrainkit.data.request import TextRequest
+from pretrainkit.data.request import TextRequest, warn_without_eod
 from pretrainkit.data.shards.blocks import ShardTask
 from pretrainkit.data.shards.format import ShardRecord, read_records, shard_name
 from pretrainkit.data.shards.shard_set import shard_damage
-from pretrainkit.data.tokens.template import template_ids
 from pretrainkit.data.tokens.tokenizer import TokenizerFile, load_tokenizer
 from pretrainkit.errors import RequestError
-from pretrainkit.logs import get_logger
 from pretrainkit.units import format_ranges
 
-LOGGER = get_logger(__name__)
 MAX_SHARDS = 100_000
 """Shard names have five digits."""
 SAME = (
@@ -45,8 +42,7 @@ class ShardRequest(TextRequest):
     json_key: str = "text"
     ids_format: str = "json"
     has_text: bool = True
-    special_tokens: str = "template"
-    """`template`: what the tokenizer's template adds; `none`."""
+    special_tokens: str = field(default="template", kw_only=True)
     workers: int = 1
     verify: bool = False
     """Read finished shards, too: their sizes are looked at in any case."""
@@ -107,7 +103,8 @@ def make_shard_plan(request: ShardRequest) -> ShardPlan:
     sources = resolve_inputs(request.inputs, request.text_documents, left_out)
     warn_of_left_out(left_out)
     tokenizer = load_tokenizer(request.model_id, request.eod_token)
-    first, last = _special_ids(request, tokenizer)
+    first, last = request.special_ids(tokenizer)
+    warn_without_eod(last)
     num_shards = request.num_shards or len(sources)
     if num_shards > MAX_SHARDS:
         raise RequestError(
@@ -142,28 +139,6 @@ def make_shard_plan(request: ShardRequest) -> ShardPlan:
         tuple(tokenizer.special_tokens),
     )
     return ShardPlan(request, tokenizer, sources, num_shards, task, settings, len(left_out), items)
-
-
-def _special_ids(request: ShardRequest, tokenizer: TokenizerFile) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What goes before and after every sample; an EOD that the template adds already is not added twice."""
-    first: tuple[int, ...] = ()
-    last: tuple[int, ...] = ()
-    if request.special_tokens == "template":
-        for note in tokenizer.template_notes:
-            LOGGER.warning("%s: %s", request.model_id, note)
-        try:
-            first, last = template_ids(tokenizer.post_processor)
-        except (ValueError, KeyError) as error:
-            raise RequestError(
-                f"a post-processor of an unknown kind: {error}",
-                where=request.model_id,
-                action="give --special_tokens none, and --append_eod if documents need an end",
-            ) from error
-    if request.append_eod:
-        eod_id = tokenizer.need_eod("--append_eod")
-        if eod_id not in last:
-            last = (*last, eod_id)
-    return first, last
 
 
 def check_set(plan: ShardPlan) -> dict[int, ShardRecord]:

@@ -242,6 +242,8 @@ class ShardDocuments:
         """Which gave the ids."""
         self.data_hash = found.data_hash
         """Changes when the content does, not its place."""
+        self.has_eod = bool(found.records[0].settings["last_ids"])
+        """Whether a token ends every document."""
         self._reader = ShardReader(found.shards, KEPT_DOCUMENTS)
         tables = [shard.table["num_tokens"] for shard in found.shards]
         self.sequence_lengths: NDArray[np.int32] = np.concatenate(tables).astype(np.int32)
