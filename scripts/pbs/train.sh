@@ -18,6 +18,7 @@ cd "${PBS_O_WORKDIR:-.}"
 experiment=${EXPERIMENT:-llama31_pretraining}   # folder in experiments/
 model=${MODEL:-models/Llama-3.1-8B}             # Hugging Face folder: architecture and tokenizer
 weights=${WEIGHTS:-checkpoints/Llama-3.1-8B}    # initial weights
+learning_rate=${LEARNING_RATE:-3e-5}            # a tenth of the rate from scratch: the weights are trained already
 data=${DATA:-data/prepared}                     # folder of .bin/.idx
 num_gpus=${NUM_GPUS:-8}
 tensor_parallel=${TENSOR_PARALLEL:-4}
@@ -27,4 +28,4 @@ python=${PYTHON:-.venv/bin/python}
 exec "$python" pretraining/pretrain.py --executor local --experiment "$experiment" \
     --hf_model_id "$model" --nemo_model "$weights" --dataset_path "$data" \
     --num_gpus "$num_gpus" --tensor_model_parallel_size "$tensor_parallel" \
-    --time_limit "$time_limit" "$@"
+    --lr "$learning_rate" --time_limit "$time_limit" "$@"

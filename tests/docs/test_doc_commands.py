@@ -87,6 +87,16 @@ def test_a_command_that_would_fail_is_noticed(line: str, told: str) -> None:
     assert told in (problem_of(*own) or "")
 
 
+def test_starts_from_trained_weights_have_a_learning_rate_for_them() -> None:
+    found = [(command.where, command.words) for command in commands() if "pretraining/pretrain.py" in command.words]
+    continuing = [each for each in found if "--nemo_model" in each[1] and "..." not in each[1]]
+    assert len(continuing) > 10
+    # Without --lr it is the one that suits random weights; the files of configs/run have their own.
+    assert not [
+        where for where, words in continuing if "--lr" not in words and not any("/run/" in word for word in words)
+    ]
+
+
 def test_make_targets_exist() -> None:
     named = [
         (command.where, word)

@@ -9,7 +9,7 @@ from typing import Any
 
 from pretrainkit.config.schema import DatasetFacts, InitialWeights, ModelShape, Recompute, ResolvedRun, RunConfig
 from pretrainkit.config.split import num_samples
-from pretrainkit.config.training import RENAMED_KERNELS
+from pretrainkit.config.training import RENAMED_KERNELS, OptimizerConfig
 from pretrainkit.machine import MachineFacts
 from pretrainkit.units import format_count
 
@@ -183,6 +183,11 @@ def _data(run: ResolvedRun, facts: RunFacts) -> Iterator[str]:
 
 def _schedule(run: ResolvedRun) -> Iterator[str]:
     optimizer, training = run.config.optimizer, run.config.training
+    if run.initial_weights and optimizer.lr == OptimizerConfig.lr:
+        yield (
+            f"--lr {optimizer.lr:g}, the default, suits random weights, and this run starts from trained ones: a tenth "
+            "of the rate that they were trained with, or less, keeps what they have learned"
+        )
     if optimizer.lr_schedule == "constant" and (optimizer.min_lr is not None or optimizer.lr_decay_steps):
         yield "--min_lr and --lr_decay_steps have no effect with the constant schedule"
     elif run.lr_decay_steps > run.max_steps:

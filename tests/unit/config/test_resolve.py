@@ -8,7 +8,7 @@ import pytest
 from changed_config import changed
 
 from pretrainkit.config.resolve import RunFacts, padded_vocab_size, resolve, warnings_of
-from pretrainkit.config.schema import RunConfig
+from pretrainkit.config.schema import InitialWeights, RunConfig
 from pretrainkit.machine import MachineFacts
 
 
@@ -105,6 +105,12 @@ def test_what_may_surprise_is_noted(config: RunConfig, facts: RunFacts, changes:
     assert warnings_of(resolve(quiet, facts), facts) == []
     asked = changed(quiet, **changes)
     assert expected in " ".join(warnings_of(resolve(asked, facts), facts))
+
+
+def test_trained_weights_at_the_rate_of_random_ones_are_noted(config: RunConfig, facts: RunFacts) -> None:
+    facts = dataclasses.replace(facts, initial_weights=InitialWeights("/w", "/w", None))
+    notes = [" ".join(warnings_of(resolve(changed(config, optimizer__lr=lr), facts), facts)) for lr in (3e-4, 3e-5)]
+    assert "--lr 0.0003, the default, suits random weights" in notes[0] and "random weights" not in notes[1]
 
 
 def test_cpu_by_default_and_data_without_a_manifest_are_noted(config: RunConfig, facts: RunFacts) -> None:
