@@ -19,8 +19,8 @@ from pretrainkit.diagnosis.causes import Findings, find
 from pretrainkit.diagnosis.checks import Check
 from pretrainkit.diagnosis.evidence import WORTH_TELLING, Evidence, Shown, shown_by, step_s
 from pretrainkit.diagnosis.measure import Measured, Starter
+from pretrainkit.diagnosis.observe import guard
 from pretrainkit.diagnosis.program import Program
-from pretrainkit.diagnosis.session import guard
 from pretrainkit.diagnosis.spec import SPEED_ONLY, Spec
 from pretrainkit.diagnosis.speed import speed_of
 from pretrainkit.diagnosis.statistics import Interval

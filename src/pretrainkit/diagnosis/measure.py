@@ -14,15 +14,15 @@ from typing import Any
 import pretrainkit
 from pretrainkit import files
 from pretrainkit.diagnosis.machine import watched
+from pretrainkit.diagnosis.observe import guard
+from pretrainkit.diagnosis.observe.sampler import read_workers
 from pretrainkit.diagnosis.program import Program
-from pretrainkit.diagnosis.session import guard
-from pretrainkit.diagnosis.session.sampler import read_workers
 from pretrainkit.diagnosis.spec import SPEC_VARIABLE, UNSET_VARIABLE, Spec
 from pretrainkit.errors import EXIT_FAILED, EXIT_STOPPED_AFTER_SAVING, PretrainkitError
 from pretrainkit.logs import get_logger
 from pretrainkit.run.folder import RunFolder
 
-INJECTED = Path(__file__).with_name("session") / "inject"
+INJECTED = Path(__file__).with_name("inject")
 MOST_RETRIES = 4
 """Starts after a probe has broken the program, each without that probe."""
 TAIL_CHARACTERS = 3000

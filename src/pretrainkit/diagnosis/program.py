@@ -119,7 +119,7 @@ def of_module(name: str) -> Program:
     """A function pkg:function that gives model, loader and optimizer."""
     if not re.fullmatch(r"[\w.]+:\w+", name):
         raise RequestError(f"{name!r}", needed="pkg.module:function", where="--module")
-    return Program("module", name, (sys.executable, "-m", "pretrainkit.diagnosis.session.module_loop", name))
+    return Program("module", name, (sys.executable, "-m", "pretrainkit.diagnosis.probes.module_loop", name))
 
 
 def _scratch_run(run: ResolvedRun, scratch: Path, changes: dict[str, Any]) -> Path:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pretrainkit.diagnosis.causes import Findings, own_times
 from pretrainkit.diagnosis.checks import WARN, Check
 from pretrainkit.diagnosis.evidence import Evidence
-from pretrainkit.diagnosis.session import phases
+from pretrainkit.diagnosis.observe import phases
 from pretrainkit.units import format_count
 
 if TYPE_CHECKING:

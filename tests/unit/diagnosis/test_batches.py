@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pretrainkit.diagnosis.session import batches
+from pretrainkit.diagnosis.observe import batches
 
 
 def padded(*lengths: int) -> dict[str, torch.Tensor]:

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from pretrainkit.diagnosis.session.guard import Redirection, old_temporary_entries
+from pretrainkit.diagnosis.observe.guard import Redirection, old_temporary_entries
 
 PROGRAM = """
 import os, pathlib, shutil, sys, tempfile
 import torch
-from pretrainkit.diagnosis.session import guard
+from pretrainkit.diagnosis.observe import guard
 guard.install(pathlib.Path(sys.argv[1]) / "outputs", [sys.argv[3]])
 out = pathlib.Path(sys.argv[2])
 if sys.argv[4] == "other rank":

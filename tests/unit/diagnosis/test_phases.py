@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from pretrainkit.diagnosis.session.phases import BACKWARD, COMMUNICATION, OTHER, PhaseClock
+from pretrainkit.diagnosis.observe.phases import BACKWARD, COMMUNICATION, OTHER, PhaseClock
 
 
 def test_inner_phases_are_taken_out_of_outer_ones(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,9 @@ from pretrainkit.diagnosis.spec import SPEED_ONLY
 
 PROGRAM = """
 import sys
-from pretrainkit.diagnosis.session.child import Session
+from pretrainkit.diagnosis.observe.session import Session
 from pretrainkit.diagnosis.spec import Spec
-Session(Spec(folder=sys.argv[1], plan=sys.argv[2], source="experiment", time_checkpoint=True)).finish()
+Session(Spec(folder=sys.argv[1], plan=sys.argv[2], source="experiment", time_checkpoint=True), None).finish()
 sys.exit(3)
 """
 
@@ -21,7 +21,7 @@ sys.exit(3)
 IMPORTS = """
 import sys, torch, numpy
 before = {name.partition(".")[0] for name in sys.modules}
-from pretrainkit.diagnosis.session import child, guard, plan
+from pretrainkit.diagnosis.probes import plan
 print(*{name.partition(".")[0] for name in sys.modules} - before - sys.stdlib_module_names)
 """
 

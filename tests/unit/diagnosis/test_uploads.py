@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from pretrainkit.diagnosis.session.guard import offline
+from pretrainkit.diagnosis.observe.guard import offline
 
 # The endpoint is a port that nobody listens on, so that a commit which is sent fails.
 PROGRAM = """
 import os
 os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"
-from pretrainkit.diagnosis.session import guard
+from pretrainkit.diagnosis.observe import guard
 guard.hold_back_commits()
 import huggingface_hub
 from huggingface_hub import HfApi

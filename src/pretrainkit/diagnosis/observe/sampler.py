@@ -12,8 +12,8 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-from pretrainkit.diagnosis.session.loop import is_library
-from pretrainkit.diagnosis.session.phases import DATA, PhaseClock
+from pretrainkit.diagnosis.observe.loop import is_library
+from pretrainkit.diagnosis.observe.phases import DATA, PhaseClock
 from pretrainkit.diagnosis.spec import read_spec
 
 INTERVAL_S = 0.004

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pretrainkit.diagnosis.session import batches
-from pretrainkit.diagnosis.session.loop import Silenced
+from pretrainkit.diagnosis.observe import batches
+from pretrainkit.diagnosis.observe.loop import Silenced
 
 if TYPE_CHECKING:
-    from pretrainkit.diagnosis.session.child import Session
+    from pretrainkit.diagnosis.observe.session import Session
 
 WORTH_A_LOOK = 0.02
 """Share of the step that a phase must take for its changes to be tried."""

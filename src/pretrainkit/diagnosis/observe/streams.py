@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch.utils.data
 
-from pretrainkit.diagnosis.session import batches, phases
+from pretrainkit.diagnosis.observe import batches, phases
 
 if TYPE_CHECKING:
-    from pretrainkit.diagnosis.session.child import Session
+    from pretrainkit.diagnosis.observe.session import Session
 
 
 def replay(seen: list[Any]) -> Iterator[Any]:

@@ -17,33 +17,24 @@ from typing import Any
 
 import torch
 
-from pretrainkit.diagnosis.session import batches
-from pretrainkit.diagnosis.session.loop import Loop
-from pretrainkit.diagnosis.session.phases import PhaseClock
-from pretrainkit.diagnosis.session.streams import Stream
-from pretrainkit.diagnosis.spec import Spec, read_spec
+from pretrainkit.diagnosis.observe import batches
+from pretrainkit.diagnosis.observe.loop import Loop
+from pretrainkit.diagnosis.observe.phases import PhaseClock
+from pretrainkit.diagnosis.observe.streams import Stream
+from pretrainkit.diagnosis.spec import Spec
 
+Plan = Generator[None, dict[str, float], None]
+"""Is sent the phases of each step."""
 LARGEST_SET_BYTES = 2 << 30
 """Memory that batches kept for replaying may take."""
-
-
-def install() -> None:
-    """Begin to watch this process, if it was started by the diagnosis. Called right after torch is imported."""
-    spec = read_spec()
-    if spec:
-        from pretrainkit.diagnosis.session import guard, hooks
-
-        session = Session(spec)
-        hooks.install(session)
-        if spec.source != "experiment":
-            session.guard = guard.install(Path(spec.folder) / "outputs", spec.old_temporary)
 
 
 class Session:
     """The state of one rank under diagnosis; what the hooks call and the probes change."""
 
-    def __init__(self, spec: Spec) -> None:
-        self.spec = spec
+    def __init__(self, spec: Spec, follow: Callable[[Session], Plan]) -> None:
+        """`follow` begins the measurements, with the first step."""
+        self.spec, self._follow = spec, follow
         self.clock = PhaseClock()
         self.loop = Loop()
         self.notes: list[str] = []
@@ -77,7 +68,7 @@ class Session:
         self.step = 0
         self._main_thread = threading.get_ident()
         self._backward_since_step = 0
-        self._plan: Generator[None, dict[str, float], None] | None = None
+        self._plan: Plan | None = None
         self._result: dict[str, Any] = {}
         self._is_over = False
         self._ends_by_itself = False
@@ -91,7 +82,7 @@ class Session:
 
     def stream(self, loader: Any, make_iterator: Callable[[], Any]) -> Stream:
         """What the loop gets for iter(loader)."""
-        from pretrainkit.diagnosis.session import guard, hooks
+        from pretrainkit.diagnosis.observe import guard, hooks
 
         hooks.install_late(self)
         if self.guard is not None:
@@ -129,9 +120,7 @@ class Session:
         self._backward_since_step = 0
         self.step += 1
         if self._plan is None:
-            from pretrainkit.diagnosis.session.plan import Plan
-
-            self._plan = Plan(self).follow()
+            self._plan = self._follow(self)
             next(self._plan)
         try:
             self._plan.send(spent)

@@ -8,10 +8,10 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pretrainkit.diagnosis.session import phases
+from pretrainkit.diagnosis.observe import phases
 
 if TYPE_CHECKING:
-    from pretrainkit.diagnosis.session.child import Session
+    from pretrainkit.diagnosis.observe.session import Session
 
 Steps = Generator[None, dict[str, float], Any]
 """Lets the program run: each bare `yield` lasts one step and gives the seconds of its phases."""

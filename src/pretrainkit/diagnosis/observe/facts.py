@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pretrainkit.diagnosis.session.loop import place
+from pretrainkit.diagnosis.observe.loop import place
 
 if TYPE_CHECKING:
-    from pretrainkit.diagnosis.session.child import Session
+    from pretrainkit.diagnosis.observe.session import Session
 
 WATCHED_VARIABLES = ("OMP_", "MKL_", "KMP_", "GOMP_", "CUDA_", "NCCL_", "TORCH", "PYTORCH_", "TOKENIZERS_", "NVTE_")
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pretrainkit.diagnosis.session.windows import Steps
+from pretrainkit.diagnosis.observe.windows import Steps
 
 if TYPE_CHECKING:
-    from pretrainkit.diagnosis.session.child import Session
+    from pretrainkit.diagnosis.observe.session import Session
 
 PROFILED_STEPS = 2
 ATTENTION_OPERATORS = {

@@ -15,21 +15,21 @@ import random
 import resource
 import time
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from pretrainkit.diagnosis.session import alone, batches, facts, switches
-from pretrainkit.diagnosis.session.profile import profile_steps
-from pretrainkit.diagnosis.session.sampler import Sampler
-from pretrainkit.diagnosis.session.streams import OtherLoader, depth_of, replay
-from pretrainkit.diagnosis.session.switches import Switch
-from pretrainkit.diagnosis.session.windows import Measuring, Steps, Window, measure, warm_up
-from pretrainkit.diagnosis.spec import SPEED_ONLY
+from pretrainkit.diagnosis.observe import batches, facts, guard, hooks
+from pretrainkit.diagnosis.observe.profile import profile_steps
+from pretrainkit.diagnosis.observe.sampler import Sampler
+from pretrainkit.diagnosis.observe.session import Session
+from pretrainkit.diagnosis.observe.streams import OtherLoader, depth_of, replay
+from pretrainkit.diagnosis.observe.windows import Measuring, Steps, Window, measure, warm_up
+from pretrainkit.diagnosis.probes import alone, switches
+from pretrainkit.diagnosis.probes.switches import Switch
+from pretrainkit.diagnosis.spec import SPEED_ONLY, read_spec
 from pretrainkit.diagnosis.statistics import Interval, saved_share, whole
-
-if TYPE_CHECKING:
-    from pretrainkit.diagnosis.session.child import Session
 
 WORTH_CONFIRMING = 0.025
 """Share of the time that a change must seem to save to be measured again."""
@@ -37,6 +37,16 @@ WATCHED_WINDOWS = 4
 """Length, in windows, of the look at the program as it is: enough samples of its stack."""
 LONGEST_SETTLING = 16
 """Steps that are let pass, at most, until a loader's queue is in its usual state."""
+
+
+def install() -> None:
+    """Begin to watch this process, if it was started by the diagnosis. Called right after torch is imported."""
+    spec = read_spec()
+    if spec:
+        session = Session(spec, follow=lambda session: Plan(session).follow())
+        hooks.install(session)
+        if spec.source != "experiment":
+            session.guard = guard.install(Path(spec.folder) / "outputs", spec.old_temporary)
 
 
 class Plan:

@@ -19,11 +19,11 @@ import torch.utils.checkpoint
 import torch.utils.data
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from pretrainkit.diagnosis.session import phases
-from pretrainkit.diagnosis.session.sampler import sampled_worker_loop
+from pretrainkit.diagnosis.observe import phases
+from pretrainkit.diagnosis.observe.sampler import sampled_worker_loop
 
 if TYPE_CHECKING:
-    from pretrainkit.diagnosis.session.child import Session
+    from pretrainkit.diagnosis.observe.session import Session
 
 COLLECTIVES = (
     *("all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all"),

@@ -46,7 +46,7 @@ class _TorchHook(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             module.__spec__.loader = self._loader
         module.__loader__ = self._loader
         self._loader.exec_module(module)
-        from pretrainkit.diagnosis.session.child import install
+        from pretrainkit.diagnosis.probes.plan import install
 
         install()
 

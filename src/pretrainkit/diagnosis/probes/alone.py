@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from pretrainkit.diagnosis.session.streams import OtherLoader, time_epoch_starts
+from pretrainkit.diagnosis.observe.streams import OtherLoader, time_epoch_starts
 
 if TYPE_CHECKING:
-    from pretrainkit.diagnosis.session.child import Session
+    from pretrainkit.diagnosis.observe.session import Session
 
 WORKERS = (0, 2, 4, 8)
 LONGEST_LOADER_S = 1.5

@@ -1,0 +1,1 @@
+"""Changes that are tried inside the program, and the order in which they are measured."""

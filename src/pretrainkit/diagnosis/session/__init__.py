@@ -1,1 +1,0 @@
-"""Inside the process that is diagnosed: what is hooked, observed, replayed and switched."""
