@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Say why a training run is slow: measure it for a few dozen steps, change one thing at a time, rank what costs time.
 
-The program is started with instrumentation in it and ended when all is measured. What it writes goes to a scratch
-folder, which is removed: outputs that are there already stay as they are.
+The program is started with instrumentation in it and ended when all is measured. It sees all files, but what it writes,
+changes and deletes goes to a scratch folder, which is removed: every file stays as it is.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ def build_parser() -> Parser:
     add("--quick", action="store_true", help="no probe that needs the run to be started again")
     add("--time_checkpoint", action="store_true", help="let an experiment save once, beside its folder, and time it")
     add("--compile", action=argparse.BooleanOptionalAction, default=None, help="try torch.compile (unset: on CUDA)")
+    add("--in_place", action="store_true", help="let the program write, change and delete files as it always does")
     add("--keep", action="store_true", help="keep the scratch folder with all outputs of the program")
     add("--json", action="store_true", help="print the report as JSON")
     return parser
@@ -95,6 +96,7 @@ def command(arguments: argparse.Namespace) -> int:
                 compile=arguments.compile,
             ),
             quick=arguments.quick,
+            in_place=arguments.in_place,
             keep=arguments.keep,
         )
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,13 +12,12 @@ from typing import Any
 
 from pretrainkit import files
 from pretrainkit.config.schema import ResolvedRun
-from pretrainkit.diagnosis import checks, compare, data_checks, html, report
+from pretrainkit.diagnosis import checks, compare, data_checks, html, report, sandbox
 from pretrainkit.diagnosis.advice import cause
 from pretrainkit.diagnosis.causes import Findings, find
 from pretrainkit.diagnosis.checks import Check
 from pretrainkit.diagnosis.evidence import WORTH_TELLING, Evidence, Shown, shown_by, step_s
 from pretrainkit.diagnosis.measure import Measured, Starter
-from pretrainkit.diagnosis.observe import guard
 from pretrainkit.diagnosis.program import Program
 from pretrainkit.diagnosis.spec import SPEED_ONLY, Spec
 from pretrainkit.diagnosis.speed import speed_of
@@ -55,6 +53,8 @@ class Request:
     longest_s: float = 1800.0
     quick: bool = False
     """Without the probes that need a start of their own."""
+    in_place: bool = False
+    """Run the program with all that it writes and deletes."""
     keep: bool = False
     """Keep the scratch folder."""
 
@@ -76,18 +76,22 @@ def diagnose(request: Request) -> dict[str, Any]:
         source=request.program.kind,
         num_cpus=count_cpus(),
         cpu_ids=cpu_ids,
-        old_temporary=guard.old_temporary_entries(),
     )
     # Beside the run's own outputs, so that saving is as fast as there.
     place = request.experiment.parent if request.experiment and spec.time_checkpoint else None
     scratch = Path(tempfile.mkdtemp(prefix=".diagnosis-", dir=place)).resolve()
+    # A run of this project writes to the folder that it is given.
+    is_protected = request.program.kind != "experiment" and not request.in_place
     try:
-        made = _measure(request, Starter(request.program, spec, scratch, request.longest_s), static, against)
+        if is_protected:
+            sandbox.check(scratch)
+        starter = Starter(request.program, spec, scratch, request.longest_s, is_protected, request.keep)
+        made = _measure(request, starter, static, against)
     finally:
         if request.keep:
             log.info("scratch folder kept: %s", scratch)
         else:
-            shutil.rmtree(scratch, ignore_errors=True)
+            sandbox.remove(scratch)
     files.write_json(request.output / "report.json", made)
     files.write_text(request.output / "report.html", html.page(made))
     return made
@@ -137,7 +141,7 @@ def _measure(request: Request, starter: Starter, static: list[Check], against: d
         findings=findings,
         static=static,
         machine=measured.machine,
-        notes=sorted({note for rank in measured.ranks for note in rank.get("notes", [])}),
+        notes=[*sorted({note for rank in measured.ranks for note in rank.get("notes", [])}), *measured.notes],
     )
     made["format_version"] = FORMAT_VERSION
     made["against"] = against

@@ -7,24 +7,28 @@ import dataclasses
 import os
 import signal
 import subprocess
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pretrainkit
 from pretrainkit import files
+from pretrainkit.diagnosis import sandbox
 from pretrainkit.diagnosis.machine import watched
-from pretrainkit.diagnosis.observe import guard
+from pretrainkit.diagnosis.observe import uploads
 from pretrainkit.diagnosis.observe.sampler import read_workers
+from pretrainkit.diagnosis.processes import Watch, read_ranks
 from pretrainkit.diagnosis.program import Program
 from pretrainkit.diagnosis.spec import SPEC_VARIABLE, UNSET_VARIABLE, Spec
-from pretrainkit.errors import EXIT_FAILED, EXIT_STOPPED_AFTER_SAVING, PretrainkitError
+from pretrainkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED_AFTER_SAVING, PretrainkitError
 from pretrainkit.logs import get_logger
 from pretrainkit.run.folder import RunFolder
 
 INJECTED = Path(__file__).with_name("inject")
 MOST_RETRIES = 4
 """Starts after a probe has broken the program, each without that probe."""
+POLL_S, PROGRESS_EVERY_S = 0.2, 5.0
 TAIL_CHARACTERS = 3000
 GRACE_S = 15
 
@@ -43,6 +47,8 @@ class Measured:
     """Why not all was measured."""
     broken: tuple[str, ...] = ()
     """Probes that the program doesn't bear."""
+    notes: tuple[str, ...] = ()
+    """Processes that weren't measured, and places that the program couldn't write to."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,10 @@ class Starter:
     spec: Spec
     scratch: Path
     longest_s: float
+    is_protected: bool
+    """Nothing that the program writes or deletes stays."""
+    keep: bool
+    """Keep what it has written, in the scratch folder."""
     starts: list[Path] = field(default_factory=list)
 
     def measure(self, *, unset: tuple[str, ...] = (), changes: dict[str, Any] | None = None, **spec: Any) -> Measured:
@@ -70,20 +80,22 @@ class Starter:
             late = ""
             with watched() as machine:
                 try:
-                    exit_code = self._run(folder, unset, changes or {})
+                    exit_code, unmeasured = self._run(folder, unset, changes or {})
                 except subprocess.TimeoutExpired:
-                    exit_code, late = EXIT_FAILED, f"it took longer than {self.longest_s:.0f} s (--longest_s)"
+                    exit_code, unmeasured = EXIT_FAILED, []
+                    late = f"it took longer than {self.longest_s:.0f} s (--longest_s)"
+            notes = tuple([f"not measured: {item}" for item in unmeasured] + _protected(folder))
             ranks = _read_ranks(folder)
             tried = {path.read_text() for path in folder.glob("trying_*")} - {""}
             if ranks and all(rank.get("ended") for rank in ranks):
-                return Measured(ranks, machine, folder, "", tuple(set(excluded) - set(self.spec.excluded)))
+                return Measured(ranks, machine, folder, "", tuple(set(excluded) - set(self.spec.excluded)), notes)
             has_windows = bool(ranks) and all("windows" in rank for rank in ranks)
             if has_windows and (late or (exit_code == 0 and not tried)):
                 if late and tried:
                     late += f", while {', '.join(sorted(tried))} was tried"
                 why = late or "it has come to its own end: more of its steps are needed"
                 log.warning("the program ended before all was measured: %s", why)
-                return Measured(ranks, machine, folder, why)
+                return Measured(ranks, machine, folder, why, notes=notes)
             if late:
                 raise PretrainkitError(
                     f"the program took longer than {self.longest_s:.0f} s",
@@ -91,12 +103,13 @@ class Starter:
                     where=self.program.name,
                 )
             if not tried:
-                raise _failed(self.program, folder, exit_code, bool(ranks))
+                raise _failed(self.program, folder, exit_code, bool(ranks), unmeasured)
             log.warning("the program fails with %s: it is started again without", ", ".join(sorted(tried)))
             excluded = (*excluded, *sorted(tried))
-        raise _failed(self.program, folder, exit_code, True)
+        raise _failed(self.program, folder, exit_code, True, [])
 
-    def _run(self, folder: Path, unset: tuple[str, ...], changes: dict[str, Any]) -> int:
+    def _run(self, folder: Path, unset: tuple[str, ...], changes: dict[str, Any]) -> tuple[int, list[str]]:
+        """Exit code, and processes that weren't measured."""
         paths = [str(INJECTED), str(Path(pretrainkit.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
         # What the program's own paths were; a script's folder is added by Python itself.
         if self.program.kind == "module":
@@ -110,10 +123,14 @@ class Starter:
         if self.program.kind != "experiment":  # a run of this project is started without trackers
             trackers = folder / "trackers"
             trackers.mkdir()
-            environment |= guard.offline(environment, trackers)
+            environment |= uploads.offline(environment, trackers)
         if unset:
             environment[UNSET_VARIABLE] = ",".join(unset)
         command = self.program.start_command(folder, changes)
+        outputs = self.scratch / f"files_{len(self.starts)}"
+        outputs.mkdir()
+        if self.is_protected:
+            command = sandbox.command(command, outputs, keep=folder)
         with (folder / "output.log").open("wb") as output:
             try:
                 process = subprocess.Popen(
@@ -124,9 +141,33 @@ class Starter:
                     f"can't be started: {error.strerror}", where=command[0], needed="a command that trains"
                 ) from error
             try:
-                return process.wait(self.longest_s)
+                return self._wait(process, Watch(folder, process.pid))
             finally:
                 _end(process)
+                if not self.keep:
+                    sandbox.remove(outputs)
+
+    def _wait(self, process: subprocess.Popen[bytes], watch: Watch) -> tuple[int, list[str]]:
+        """Wait until all is measured, nothing can be, or the program ends. Raises TimeoutExpired."""
+        begin_s = shown_s = time.monotonic()
+        shown = ""
+        while process.poll() is None:
+            now_s = time.monotonic()
+            if watch.has_ended():
+                return EXIT_DONE, list(watch.unmeasured.values())
+            if watch.is_hopeless():
+                break
+            if now_s - begin_s > self.longest_s:
+                raise subprocess.TimeoutExpired(self.program.name, self.longest_s)
+            if now_s - shown_s > PROGRESS_EVERY_S and (text := watch.progress()) != shown:
+                log.info("%s", text)
+                shown, shown_s = text, now_s
+            time.sleep(POLL_S)
+        return process.returncode or EXIT_DONE, list(watch.unmeasured.values())
+
+
+def _protected(folder: Path) -> list[str]:
+    return [f"the program could only read {item}" for item in sandbox.read_only_places(folder)]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -138,13 +179,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _written(folder: Path) -> list[dict[str, Any]]:
-    """What ranks have written, by rank."""
-    return sorted(map(files.read_json, folder.glob("rank_*.json")), key=lambda rank: int(rank["rank"]))
-
-
 def _read_ranks(folder: Path) -> list[dict[str, Any]]:
-    ranks = _written(folder)
+    ranks = read_ranks(folder)
     for rank in ranks:
         rank["worker_samples"] = read_workers(folder, rank["rank"])
     return ranks if not ranks or len(ranks) == ranks[0]["world_size"] else []
@@ -161,9 +197,17 @@ def _tail(folder: Path) -> str:
     return tail
 
 
-def _failed(program: Program, folder: Path, exit_code: int, has_trained: bool) -> PretrainkitError:
+def _failed(
+    program: Program, folder: Path, exit_code: int, has_trained: bool, unmeasured: list[str]
+) -> PretrainkitError:
+    if unmeasured and not has_trained:
+        return PretrainkitError(
+            "it trains where it can't be measured:\n" + "\n".join(unmeasured),
+            needed="a loop with backward() and a torch optimizer's step(), in Python with this environment",
+            where=program.name,
+        )
     tail = _tail(folder)
-    seen = _written(folder)
+    seen = read_ranks(folder)
     if seen and len(seen) < seen[0]["world_size"] and exit_code == 0:
         return PretrainkitError(
             f"{len(seen)} of {seen[0]['world_size']} ranks were seen",

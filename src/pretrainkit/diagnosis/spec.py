@@ -56,8 +56,6 @@ class Spec:
     """Let the program save once at the end; only a run of this project can be told to."""
     compile: bool | None = None
     """Probe torch.compile; None: on CUDA alone, where it needs no C++ compiler."""
-    old_temporary: tuple[str, ...] = ()
-    """What temporary folders held before: the program may not change it."""
 
     def wants(self, probe: str) -> bool:
         """Whether a probe is to be made."""

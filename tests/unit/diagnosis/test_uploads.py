@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from pretrainkit.diagnosis.observe.guard import offline
+from pretrainkit.diagnosis.observe.uploads import offline
 
 # The endpoint is a port that nobody listens on, so that a commit which is sent fails.
 PROGRAM = """
 import os
 os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"
-from pretrainkit.diagnosis.observe import guard
-guard.hold_back_commits()
+from pretrainkit.diagnosis.observe import uploads
+uploads.hold_back_commits()
 import huggingface_hub
 from huggingface_hub import HfApi
-guard.hold_back_commits()
-guard.hold_back_commits()
+uploads.hold_back_commits()
+uploads.hold_back_commits()
 api = huggingface_hub.HfApi(token="hf_none")
 print(api.upload_file(path_or_fileobj=b"x", path_in_repo="a", repo_id="someone/model"))
 operations = [huggingface_hub.CommitOperationAdd("a", b"x")]

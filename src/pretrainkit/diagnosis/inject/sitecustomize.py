@@ -5,6 +5,7 @@ The folder takes itself off the path again, so that a sitecustomize of the envir
 # Every process of the program pays for what is imported here.
 # ruff: noqa: PTH100, PTH120
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -15,45 +16,45 @@ from types import ModuleType
 from typing import Any
 
 HERE = os.path.dirname(os.path.abspath(__file__))
+AFTER_IMPORT = {
+    "torch": ("pretrainkit.diagnosis.probes.plan", "install"),
+    "huggingface_hub.hf_api": ("pretrainkit.diagnosis.observe.uploads", "hold_back_commits"),
+}
+"""Module -> what is called once it is imported, before any code of the program has seen it."""
 
 
-class _TorchHook(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports torch as usual, then lets the diagnosis patch it, before any code of the program has seen it."""
+class _Hook(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Imports modules as usual, then calls what follows them."""
 
     def __init__(self) -> None:
-        self._loader: Any = None
+        self._loaders: dict[str, Any] = {}
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name != "torch":
+        if name not in AFTER_IMPORT or name in self._loaders:
             return None
-        sys.meta_path.remove(self)
+        self._loaders[name] = None  # find_spec below asks this finder, too
         spec = importlib.util.find_spec(name)
         if spec is None or spec.loader is None:
             return None
-        self._loader = spec.loader
+        self._loaders[name] = spec.loader
         spec.loader = self
         return spec
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        created: ModuleType | None = self._loader.create_module(spec)
+        created: ModuleType | None = self._loaders[spec.name].create_module(spec)
         return created
 
     def exec_module(self, module: ModuleType) -> None:
         # Relative lookups in torch expect its own loader.
+        loader = self._loaders[module.__name__]
         if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        module.__loader__ = self._loader
-        self._loader.exec_module(module)
-        from pretrainkit.diagnosis.probes.plan import install
-
-        install()
-
-
-def _is_worker() -> bool:
-    # Spawned workers of a loader have this in their command line; forked ones never come here.
-    return any("multiprocessing" in word and ("spawn" in word or "forkserver" in word) for word in sys.orig_argv)
+            module.__spec__.loader = loader
+        module.__loader__ = loader
+        loader.exec_module(module)
+        owner, function = AFTER_IMPORT[module.__name__]
+        getattr(importlib.import_module(owner), function)()
 
 
 def _keep_unset(names: list[str]) -> None:
@@ -72,8 +73,8 @@ def _keep_unset(names: list[str]) -> None:
 
 if os.environ.get("PRETRAINKIT_DIAGNOSIS_UNSET"):
     _keep_unset(os.environ["PRETRAINKIT_DIAGNOSIS_UNSET"].split(","))
-if os.environ.get("PRETRAINKIT_DIAGNOSIS") and not _is_worker():
-    sys.meta_path.insert(0, _TorchHook())
+if os.environ.get("PRETRAINKIT_DIAGNOSIS"):
+    sys.meta_path.insert(0, _Hook())
 
 sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != HERE]
 _own = importlib.machinery.PathFinder.find_spec("sitecustomize", sys.path)

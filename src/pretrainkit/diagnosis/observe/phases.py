@@ -32,6 +32,10 @@ class PhaseClock:
         self._spent_s: defaultdict[str, float] = defaultdict(float)
         self._since_s = time.perf_counter()
 
+    def charge_this_thread(self) -> None:
+        """From now on charge the calling thread."""
+        self._thread = threading.get_ident()
+
     @property
     def current(self) -> str:
         """The innermost phase."""

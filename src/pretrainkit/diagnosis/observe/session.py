@@ -5,19 +5,18 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
-import multiprocessing
 import os
 import signal
 import socket
-import sys
 import threading
+import time
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from pretrainkit.diagnosis.observe import batches
+from pretrainkit.diagnosis.observe import batches, states
 from pretrainkit.diagnosis.observe.loop import Loop
 from pretrainkit.diagnosis.observe.phases import PhaseClock
 from pretrainkit.diagnosis.observe.streams import Stream
@@ -25,6 +24,8 @@ from pretrainkit.diagnosis.spec import Spec
 
 Plan = Generator[None, dict[str, float], None]
 """Is sent the phases of each step."""
+MANY_BACKWARD_PASSES = 200
+"""So many without a step of an optimizer are more than gradient accumulation makes."""
 LARGEST_SET_BYTES = 2 << 30
 """Memory that batches kept for replaying may take."""
 
@@ -35,11 +36,10 @@ class Session:
     def __init__(self, spec: Spec, follow: Callable[[Session], Plan]) -> None:
         """`follow` begins the measurements, with the first step."""
         self.spec, self._follow = spec, follow
+        self._folder = Path(spec.folder)
         self.clock = PhaseClock()
         self.loop = Loop()
         self.notes: list[str] = []
-        self.guard: Any = None
-        """The redirection of what the program writes; a run of this project needs none."""
         self.last_loader: Any = None
         self.epochs_begun = 0
         self.saw_checkpoint_time = False
@@ -67,7 +67,7 @@ class Session:
         self.micro_batches = 0
         self.step = 0
         self._main_thread = threading.get_ident()
-        self._backward_since_step = 0
+        self._backward_passes = self._backward_since_step = 0
         self._plan: Plan | None = None
         self._result: dict[str, Any] = {}
         self._is_over = False
@@ -82,11 +82,9 @@ class Session:
 
     def stream(self, loader: Any, make_iterator: Callable[[], Any]) -> Stream:
         """What the loop gets for iter(loader)."""
-        from pretrainkit.diagnosis.observe import guard, hooks
+        from pretrainkit.diagnosis.observe import hooks
 
         hooks.install_late(self)
-        if self.guard is not None:
-            guard.install_late(self.guard)
         return Stream(self, loader, make_iterator)
 
     def got(self, batch: Any) -> None:
@@ -99,7 +97,13 @@ class Session:
                 self.batch_facts.append(batches.measure(batch) | batches.special_tokens(batch, **self.special_ids))
 
     def before_backward(self) -> None:
-        """A backward pass begins."""
+        """A backward pass begins. The thread of the first one is the loop's."""
+        if not self._backward_passes:
+            self._main_thread = threading.get_ident()
+            self.clock.charge_this_thread()
+        self._backward_passes += 1
+        if self._backward_passes == MANY_BACKWARD_PASSES and self._plan is None:
+            states.write(self._folder, states.NO_OPTIMIZER)
         if self.is_main_thread():
             self._backward_since_step += 1
             if self.last_loader is not None and self.loop.loader is None:
@@ -120,6 +124,11 @@ class Session:
         self._backward_since_step = 0
         self.step += 1
         if self._plan is None:
+            if not states.claim(self._folder, self.rank):
+                states.write(self._folder, states.SECOND)
+                self._is_over = True
+                return
+            states.write(self._folder, states.MEASURED)
             self._plan = self._follow(self)
             next(self._plan)
         try:
@@ -134,17 +143,21 @@ class Session:
     @property
     def rank(self) -> int:
         """Of this process."""
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return int(torch.distributed.get_rank())
         return int(os.environ.get("RANK", "0"))
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
+        """Ranks in all; mp.spawn's are known by their process group alone."""
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return int(torch.distributed.get_world_size())
         return int(os.environ.get("WORLD_SIZE", "1"))
 
     @property
     def num_cpus(self) -> int:
         """This rank's part of the machine's cores."""
-        return max(1, self.spec.num_cpus // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        return max(1, self.spec.num_cpus // self.world_size)
 
     @property
     def device(self) -> torch.device:
@@ -167,7 +180,7 @@ class Session:
     def write(self, **parts: Any) -> None:
         """Add to this rank's result and put it on disk whole."""
         self._result |= {"rank": self.rank, "world_size": self.world_size, "host": socket.gethostname(), **parts}
-        path = Path(self.spec.folder) / f"rank_{self.rank}.json"
+        path = self._folder / f"rank_{self.rank}.json"
         temporary = path.with_suffix(".tmp")
         temporary.write_text(json.dumps(self._result, default=str), encoding="utf-8")
         temporary.replace(path)
@@ -184,7 +197,14 @@ class Session:
 
     def mark(self, probe: str) -> None:
         """Say which change is being tried, so that a program that it breaks tells."""
-        (Path(self.spec.folder) / f"trying_{self.rank}").write_text(probe, encoding="utf-8")
+        (self._folder / f"trying_{self.rank}").write_text(probe, encoding="utf-8")
+
+    def show_progress(self, text: str) -> None:
+        """Say what is being measured."""
+        if self.rank == 0:
+            temporary = self._folder / "progress.tmp"
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(self._folder / "progress")
 
     @contextlib.contextmanager
     def ignoring_errors(self, what: str) -> Iterator[None]:
@@ -202,17 +222,9 @@ class Session:
         os.kill(os.getpid(), signal.SIGTERM)
 
     def finish(self) -> None:
-        """End the program at once, before it writes anything of its own."""
+        """Say that all is measured, and wait to be ended: a rank that returned would let others fail."""
         self.write(ended=True, notes=self.notes)
-        if self._ends_by_itself:
-            return
-        for worker in multiprocessing.active_children():
-            worker.terminate()
-        if self.world_size > 1 and torch.distributed.is_initialized():
-            # A rank that is gone breaks the collectives of those that are still on their way here.
-            torch.distributed.barrier()
-        if self.guard is not None:
-            self.guard.remove_new_folders()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+        if not self._ends_by_itself:
+            (self._folder / f"ended_{self.rank}_{self.world_size}").touch()
+            while True:
+                time.sleep(60)

@@ -11,16 +11,18 @@ alone         the loader without the training; attention kernels on the shapes t
 
 from __future__ import annotations
 
+import os
 import random
 import resource
 import time
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from pretrainkit.diagnosis.observe import batches, facts, guard, hooks
+from pretrainkit.diagnosis.observe import batches, facts, hooks, states
 from pretrainkit.diagnosis.observe.profile import profile_steps
 from pretrainkit.diagnosis.observe.sampler import Sampler
 from pretrainkit.diagnosis.observe.session import Session
@@ -43,10 +45,10 @@ def install() -> None:
     """Begin to watch this process, if it was started by the diagnosis. Called right after torch is imported."""
     spec = read_spec()
     if spec:
-        session = Session(spec, follow=lambda session: Plan(session).follow())
-        hooks.install(session)
-        if spec.source != "experiment":
-            session.guard = guard.install(Path(spec.folder) / "outputs", spec.old_temporary)
+        folder = Path(spec.folder)
+        states.write(folder, states.IMPORTED)
+        os.register_at_fork(after_in_child=partial(states.write, folder, states.IMPORTED))
+        hooks.install(Session(spec, follow=lambda session: Plan(session).follow()))
 
 
 class Plan:
