@@ -3,9 +3,12 @@
 #     export ACCOUNT=tga-NAME
 #     scripts/examples/continual_pretraining.sh data       # a .bin/.idx pair for every file; waits for the job's end
 #     scripts/examples/continual_pretraining.sh convert    # Hugging Face to Megatron; waits for the job's end
-#     scripts/examples/continual_pretraining.sh train      # submits, and once more when the job's time was over
-#     scripts/examples/continual_pretraining.sh release    # submits: back to Hugging Face, and verified
-# A step that is done is not done again, but for train, which goes on. Further words are flags of the step's command.
+#     scripts/examples/continual_pretraining.sh train      # submits a job, and doesn't wait
+#     scripts/examples/continual_pretraining.sh release    # submits a job: back to Hugging Face, and verified
+# All four here, on the CPU, in minutes: export MODEL=models/SmolLM2-135M INPUT=corpus SMALL=1
+# No job is submitted again by itself. When the time of the training's job is over type `train` again, which continues,
+# or give it --chain 3 or --requeue. A step that failed is typed again; one that is done is not done again. Further words
+# are flags of the step's command.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -20,9 +23,10 @@ checkpoint=${CHECKPOINT:-checkpoints/Llama-3.1-8B}
 experiment=${EXPERIMENT:-llm-cpt}
 experiments_dir=${EXPERIMENTS_DIR:-experiments}
 workers=${WORKERS:-16}                          # 64 on a node with as many cores
-tensor=${TENSOR_PARALLEL:-1} pipeline=${PIPELINE_PARALLEL:-2}
 export PYTHON=${PYTHON:-.venv/bin/python}
 where=(--site "$site" ${ACCOUNT:+--account "$ACCOUNT"} ${CONTAINER_IMAGE:+--container_image "$CONTAINER_IMAGE"})
+job=("${where[@]}" --follow)
+[ -z "${SMALL:-}" ] || where=() job=() # nothing is submitted
 
 # need VARIABLE PATH: what is missing is told here, before a job waits in vain.
 need() {
@@ -40,7 +44,7 @@ data)
         exit 0
     fi
     exec "$PYTHON" tools/preprocess_data.py --input "$input" --output-prefix "$prepared/" --per-file \
-        --tokenizer-model "$model" --append-eod --workers "$workers" "${where[@]}" --follow "$@"
+        --tokenizer-model "$model" --special-tokens template --append-eod --workers "$workers" "${job[@]}" "$@"
     ;;
 convert)
     need MODEL "$model/config.json"
@@ -49,15 +53,18 @@ convert)
         exit 0
     fi
     cut=() # a NeMo checkpoint has none: the training cuts it
-    [ "$format" = nemo ] || cut=(--target-tensor-parallel-size "$tensor" --target-pipeline-parallel-size "$pipeline")
+    [ "$format" = nemo ] || cut=(--target-tensor-parallel-size "${TENSOR_PARALLEL:-1}"
+        --target-pipeline-parallel-size "${PIPELINE_PARALLEL:-2}")
     exec "$PYTHON" tools/convert_checkpoint.py "$model" "$checkpoint" --target-format "$format" "${cut[@]}" \
-        "${where[@]}" --follow "$@"
+        "${job[@]}" "$@"
     ;;
 train)
     exec "$PYTHON" pretraining/pretrain.py --config configs/model/llama-3.1-8b.yaml \
-        --config configs/run/llama-3.1-8b-swallow.yaml "${where[@]}" --experiments_dir "$experiments_dir" \
-        --experiment "$experiment" --hf_model_id "$model" --nemo_model "$checkpoint" --dataset_path "$prepared" \
-        --tensor_model_parallel_size "$tensor" --pipeline_model_parallel_size "$pipeline" "$@"
+        --config configs/run/llama-3.1-8b-swallow.yaml ${SMALL:+--config scripts/examples/small.yaml} "${where[@]}" \
+        --experiments_dir "$experiments_dir" --experiment "$experiment" --hf_model_id "$model" \
+        --nemo_model "$checkpoint" --dataset_path "$prepared" \
+        ${TENSOR_PARALLEL:+--tensor_model_parallel_size "$TENSOR_PARALLEL"} \
+        ${PIPELINE_PARALLEL:+--pipeline_model_parallel_size "$PIPELINE_PARALLEL"} "$@"
     ;;
 release)
     checkpoints=("$experiments_dir/$experiment"/checkpoints/step_*/complete.json)
@@ -70,8 +77,9 @@ release)
     export RELEASED=${RELEASED:-released/$experiment/${CHECKPOINT##*/}}
     mkdir -p "$(dirname "$RELEASED")"
     echo "$CHECKPOINT to $RELEASED; log $RELEASED.log; publish it when $RELEASED.verified.md says that it passed"
-    exec qsub ${ACCOUNT:+-g "$ACCOUNT"} -o "$RELEASED.log" -v CHECKPOINT,RELEASED,PYTHON scripts/sge/release.sh \
-        --base "$model" "$@"
+    submit=(qsub ${ACCOUNT:+-g "$ACCOUNT"} -o "$RELEASED.log" -v "CHECKPOINT,RELEASED,PYTHON")
+    [ -z "${SMALL:-}" ] || submit=()
+    exec "${submit[@]}" scripts/sge/release.sh --base "$model" "$@"
     ;;
 *)
     echo "usage: continual_pretraining.sh data|convert|train|release [flags of the step's command]" >&2

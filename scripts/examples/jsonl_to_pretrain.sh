@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
 # Note 3: a JSON Lines file with a `text` field becomes a .bin/.idx pair, and Llama 3.1 8B is trained on it.
+#     MODEL=models/SmolLM2-135M INPUT=my.jsonl SMALL=1 scripts/examples/jsonl_to_pretrain.sh # on the CPU, minutes
 #     scripts/examples/jsonl_to_pretrain.sh                            # on this machine, one epoch
 #     EXECUTOR=slurm ACCOUNT=root PARTITION=defq CONTAINER_IMAGE=nemo.sqsh scripts/examples/jsonl_to_pretrain.sh -N 2
-# Run again it continues what was stopped. Words behind it are flags of pretrain.py.
+# It waits for the job that tokenizes, and submits the training. A job whose time is over is not submitted again by itself:
+# run this again, which continues what was stopped, or give --chain 3 or --requeue. Words behind it are flags of pretrain.py.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -11,13 +13,15 @@ input=${INPUT:-data/custom_dataset/wikinews.jsonl}
 prepared=${PREPARED:-data/custom_dataset/preprocessed}
 file=$(basename "$input")
 name=${NAME:-${file%%.*}}                       # writes NAME_text_document.bin and .idx
-model=${MODEL:-meta-llama/Llama-3.1-8B}         # hub id or Hugging Face folder: architecture and tokenizer
-weights=${WEIGHTS:-}                            # Hugging Face folder or NeMo checkpoint to start from; empty: random
+model=${MODEL:-models/Llama-3.1-8B}             # Hugging Face folder: architecture and tokenizer
+weights=${WEIGHTS-$model}                       # Hugging Face folder or NeMo checkpoint to start from
 experiment=${EXPERIMENT:-llama31_pretraining}
 workers=${WORKERS:-8}
 python=${PYTHON:-.venv/bin/python}
-# Global batch 2048, micro batch 1, TP 4, sequences of 8192, 8 GPUs:
-configs=(--config configs/model/llama-3.1-8b.yaml --config configs/run/llama-3.1-8b.yaml)
+# Global batch 2048, micro batch 1, TP 4, sequences of 8192, 8 GPUs, a learning rate for trained weights. For random ones:
+#     WEIGHTS='' scripts/examples/jsonl_to_pretrain.sh --set nemo_model=null --lr 3e-4
+configs=(--config configs/model/llama-3.1-8b.yaml --config configs/run/llama-3.1-8b.yaml
+    ${SMALL:+--config scripts/examples/small.yaml})
 
 where=(--executor "$executor") follow=()
 if [ "$executor" != local ]; then
@@ -31,7 +35,7 @@ if [ -f "${prefix}_text_document.manifest.json" ] && [ ! -e "$prefix.partial" ];
     echo "jsonl_to_pretrain.sh: ${prefix}_text_document is there; for another text set NAME or PREPARED" >&2
 else
     "$python" tools/preprocess_data.py --input "$input" --output-prefix "$prefix" --tokenizer-model "$model" \
-        --append-eod --workers "$workers" "${where[@]}" "${follow[@]}"
+        --special-tokens template --append-eod --workers "$workers" "${where[@]}" "${follow[@]}"
 fi
 exec "$python" pretraining/pretrain.py "${configs[@]}" "${where[@]}" --experiment "$experiment" --hf_model_id "$model" \
     ${weights:+--nemo_model "$weights"} --dataset_path "${prefix}_text_document" "$@"

@@ -1,7 +1,10 @@
 #!/usr/bin/env bash
 # Note 1: a folder of text files becomes token shards, one in each task of a job array; then a training streams them.
+#     MODEL=models/SmolLM2-135M INPUT=texts SMALL=1 scripts/examples/shards_and_train.sh     # here, on the CPU, minutes
 #     EXECUTOR=slurm SITE=slurm ACCOUNT=mine scripts/examples/shards_and_train.sh --max_steps 1000
-# Run again it makes the shards that are missing, and continues the training. Words behind it are flags of pretrain.py.
+# It waits for the array. A task that failed and a training whose time is over are not submitted again by themselves: run
+# this again, which makes the shards that are missing and continues the training. With --chain 3 or --requeue the
+# training goes on by itself. Words behind it are flags of pretrain.py.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -10,9 +13,8 @@ input=${INPUT:-data/text}                       # the n-th file, in natural orde
 shards=${SHARDS:-data/shards}
 model=${MODEL:-models/Llama-3.1-8B}             # Hugging Face folder: architecture and tokenizer
 weights=${WEIGHTS:-$model}                      # what the first start begins from
+learning_rate=${LEARNING_RATE:-3e-5}            # a tenth of the rate from scratch: the weights are trained already
 experiment=${EXPERIMENT:-llama31_shards}
-num_gpus=${NUM_GPUS:-8}
-sequence_length=${SEQUENCE_LENGTH:-8192}
 cpus_per_task=${CPUS_PER_TASK:-8}               # of a task that makes a shard
 stripes=${STRIPES:-8}                           # Lustre stripes of the shards' folder, where there is lfs
 python=${PYTHON:-.venv/bin/python}
@@ -37,5 +39,7 @@ elif [ -n "$missing" ]; then
 fi
 "${make[@]}" --status # nothing is trained on an incomplete set
 
-exec "$python" pretraining/pretrain.py "${where[@]}" --experiment "$experiment" --hf_model_id "$model" \
-    --nemo_model "$weights" --dataset_path "$shards" --sequence_length "$sequence_length" --num_gpus "$num_gpus" "$@"
+exec "$python" pretraining/pretrain.py ${SMALL:+--config scripts/examples/small.yaml} "${where[@]}" \
+    --experiment "$experiment" --hf_model_id "$model" --nemo_model "$weights" --lr "$learning_rate" \
+    --dataset_path "$shards" ${NUM_GPUS:+--num_gpus "$NUM_GPUS"} \
+    ${SEQUENCE_LENGTH:+--sequence_length "$SEQUENCE_LENGTH"} "$@"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import re
@@ -18,19 +19,34 @@ from pretrainkit.run.json_lines import read_records
 pytestmark = pytest.mark.integration
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = REPOSITORY / "scripts" / "examples"
-SMALL = ["--accelerator", "cpu", "-g", 4, "-T", 1, "--split", "8,2,0", "--val_interval", 0, "--start_parity", "off"]
-"""Flags of pretrain.py for a tiny model and little data."""
+Example = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def run(script: str, *words: object, **variables: object) -> subprocess.CompletedProcess[str]:
-    """Run an example to its end; `variables` are its settings."""
-    return subprocess.run(
-        [str(EXAMPLES / script), *map(str, words)],
-        cwd="/",  # a script finds the checkout from anywhere
-        env={**os.environ, "PYTHON": sys.executable, **{name: str(value) for name, value in variables.items()}},
-        capture_output=True,
-        text=True,
-    )
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A checkout whose outputs lie in a folder of its own, with its environment."""
+    folder = tmp_path / "my checkout"
+    folder.mkdir()
+    for name in ("configs", "pretraining", "scripts", "tools"):
+        (folder / name).symlink_to(REPOSITORY / name)
+    (folder / ".venv").symlink_to(sys.prefix)
+    return folder
+
+
+@pytest.fixture
+def run(checkout: Path) -> Example:
+    """Run an example to its end; the variables are its settings."""
+
+    def run(script: str, *words: object, **variables: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [str(checkout / "scripts" / "examples" / script), *map(str, words)],
+            cwd="/",  # a script finds the checkout from anywhere
+            env={**os.environ, **{name: str(value) for name, value in variables.items()}},
+            capture_output=True,
+            text=True,
+        )
+
+    return run
 
 
 def steps(experiment: Path) -> list[int]:
@@ -52,72 +68,90 @@ def model(make_hf_llama: Callable[..., Path], tmp_path_factory: pytest.TempPathF
     return folder
 
 
-def test_a_dataset_is_prepared_once_trained_on_and_continued(model: Path, jsonl_file: Path, tmp_path: Path) -> None:
-    packed, experiments = tmp_path / "my packed", tmp_path / "experiments"
-    settings = {"MODEL": model, "INPUT": jsonl_file, "PACKED": packed, "EXPERIMENT": "mine", "NUM_GPUS": 1}
-    settings |= {"EXPERIMENTS_DIR": experiments, "SEQUENCE_LENGTH": 64, "DATASET_NUM_PROC": 1}
-    words = [*SMALL, "--max_steps"]
-
-    too_early = run("pretrain_cont.sh", *words, 2, **settings)
+def test_a_dataset_is_prepared_once_trained_on_and_continued(
+    run: Example, checkout: Path, model: Path, jsonl_file: Path
+) -> None:
+    settings = {"MODEL": model, "INPUT": jsonl_file, "SMALL": 1}
+    packed, experiment = checkout / "data/packed/my_pretraining", checkout / "experiments/my_pretraining"
+    too_early = run("pretrain_cont.sh", **settings)
     assert too_early.returncode == 2 and "scripts/examples/pretrain.sh begins it" in too_early.stderr
     assert not packed.exists()
-    begun = run("pretrain.sh", *words, 2, **settings)
+    begun = run("pretrain.sh", **settings, DATASET_NUM_PROC=1)
     assert begun.returncode == 0, begun.stderr
-    assert "DATASET_NUM_PROC=1 (environment)" in begun.stderr
+    assert "DATASET_NUM_PROC=1 (environment)" in begun.stderr and steps(experiment) == [1, 2, 3, 4]
     prepared = files_in(packed)
-    again = run("pretrain.sh", *words, 4, **settings)
+    again = run("pretrain.sh", **settings)
     assert again.returncode == 2 and "scripts/examples/pretrain_cont.sh continues it" in again.stderr
-    continued = run("pretrain_cont.sh", *words, 4, **settings)
+    continued = run("pretrain_cont.sh", "--max_steps", 6, **settings)
     assert continued.returncode == 0, continued.stderr
-    assert steps(experiments / "mine") == [1, 2, 3, 4] and files_in(packed) == prepared
+    assert steps(experiment) == [1, 2, 3, 4, 5, 6] and files_in(packed) == prepared
 
 
-def test_a_jsonl_file_is_trained_on_and_the_run_diagnosed(model: Path, jsonl_file: Path, tmp_path: Path) -> None:
-    news = tmp_path / "wiki news.jsonl"
+def test_a_jsonl_file_is_trained_on_and_the_run_diagnosed(
+    run: Example, checkout: Path, model: Path, jsonl_file: Path
+) -> None:
+    news = checkout / "wiki news.jsonl"
     news.write_bytes(jsonl_file.read_bytes())
-    settings = {"MODEL": model, "INPUT": news, "PREPARED": tmp_path / "preprocessed", "WORKERS": 1}
-    words = [*SMALL, "--sequence_length", 64, "-G", 1, "--max_steps", 4, "--experiments_dir", tmp_path]
-    trained = run("jsonl_to_pretrain.sh", *words, **settings)
+    settings = {"MODEL": model, "INPUT": news, "SMALL": 1}
+    trained = run("jsonl_to_pretrain.sh", **settings)
     assert trained.returncode == 0, trained.stderr
-    experiment = tmp_path / "llama31_pretraining"
-    assert steps(experiment) == [1, 2, 3, 4]
-    prepared = files_in(tmp_path / "preprocessed")
+    assert steps(checkout / "experiments/llama31_pretraining") == [1, 2, 3, 4]
+    folder = checkout / "data/custom_dataset/preprocessed"
+    prepared = files_in(folder)
     assert {path.name for path in prepared} >= {"wiki news_text_document.bin", "wiki news_text_document.idx"}
 
-    again = run("jsonl_to_pretrain.sh", *words, "--dry_run", **settings)
+    again = run("jsonl_to_pretrain.sh", "--max_steps", 6, "--dry_run", **settings)
     assert again.returncode == 0 and "wiki news_text_document is there" in again.stderr, again.stderr
-    assert files_in(tmp_path / "preprocessed") == prepared and "continuing" in again.stdout
+    assert files_in(folder) == prepared and "continuing" in again.stdout
 
-    report = tmp_path / "my reports"
-    measure = ["--quick", "--probes", "logging", "--budget_s", 3]
-    diagnosed = run("diagnose.sh", *measure, EXPERIMENT=experiment, REPORTS=report)
+    random = run("jsonl_to_pretrain.sh", WEIGHTS="", **settings)
+    assert random.returncode == 2 and "--nemo_model: " in random.stderr and "leaves it to you" in random.stderr
+
+    diagnosed = run("diagnose.sh", "--probes", "logging", "--budget_s", 3, SMALL=1)
     assert diagnosed.returncode == 0, diagnosed.stderr
     assert "4 of 4" in diagnosed.stdout and "report.html" in diagnosed.stdout
-    (found,) = report.glob("llama31_pretraining/*/report.json")
-    assert json.loads(found.read_text())["speed"]["tokens_per_step"] == 4 * 64
+    (found,) = (checkout / "diagnosis").glob("llama31_pretraining/*/report.json")
+    assert json.loads(found.read_text())["speed"]["tokens_per_step"] == 4 * 128
 
 
-def test_shards_that_are_missing_are_made_before_the_training(model: Path, tmp_path: Path) -> None:
-    text = tmp_path / "my text"
+def test_shards_that_are_missing_are_made_before_the_training(run: Example, checkout: Path, model: Path) -> None:
+    text = checkout / "my text"
     text.mkdir()
     for number in range(3):
         (text / f"part{number}.txt").write_text("one two three four five six seven eight nine ten\n" * 50)
-    shards = tmp_path / "my shards"
-    settings = {"MODEL": model, "INPUT": text, "SHARDS": shards, "SEQUENCE_LENGTH": 64, "NUM_GPUS": 1}
-    words = [*SMALL, "--max_steps", 2, "--experiments_dir", tmp_path, "--dry_run"]
-    made = run("shards_and_train.sh", *words, **settings)
-    assert made.returncode == 0, made.stderr
-    assert "3 of 3 shards are complete" in made.stdout and "150 documents" in made.stdout
+    settings = {"MODEL": model, "INPUT": text, "SMALL": 1}
+    trained = run("shards_and_train.sh", **settings)
+    assert trained.returncode == 0, trained.stderr
+    assert "3 of 3 shards are complete" in trained.stdout
+    assert steps(checkout / "experiments/llama31_shards") == [1, 2, 3, 4]
+    shards = checkout / "data/shards"
     before = files_in(shards)
     (shards / "shard-00001.json").unlink()
-    again = run("shards_and_train.sh", *words, **settings)
-    assert again.returncode == 0, again.stderr
+    again = run("shards_and_train.sh", "--dry_run", **settings)
+    assert again.returncode == 0 and "150 documents" in again.stdout, again.stderr
     changed = {path.name for path, written in files_in(shards).items() if before.get(path) != written}
     assert changed == {"shard-00001.json", "shard-00001.tar", "shard-00001.samples"}
 
     (text / "part1.txt").write_text("another text\n" * 50)
-    stale = run("shards_and_train.sh", *words, **settings)
+    stale = run("shards_and_train.sh", "--dry_run", **settings)
     assert stale.returncode == 1 and "input that has changed since: 1" in stale.stdout
+
+
+def test_folders_of_text_become_a_verified_release(run: Example, checkout: Path, model: Path, jsonl_file: Path) -> None:
+    lines = jsonl_file.read_bytes().splitlines(keepends=True)
+    for number, name in enumerate(("ja/a", "ja/b", "en/a")):
+        file = checkout / "corpus" / f"{name}.jsonl.gz"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(gzip.compress(b"".join(lines[10 * number : 10 * number + 10])))
+    settings = {"MODEL": model, "INPUT": checkout / "corpus", "SMALL": 1}
+    for step in ("data", "convert", "train", "release"):
+        done = run("continual_pretraining.sh", step, **settings)
+        assert done.returncode == 0, f"{step}: {done.stderr}"
+    pairs = {path.relative_to(checkout / "data/prepared") for path in (checkout / "data/prepared").rglob("*.bin")}
+    assert pairs == {Path(f"{name}_text_document.bin") for name in ("ja/a", "ja/b", "en/a")}
+    assert steps(checkout / "experiments/llm-cpt") == [1, 2, 3, 4]
+    assert "passed" in (checkout / "released/llm-cpt/step_00000004.verified.md").read_text(encoding="utf-8")
+    assert (checkout / "released/llm-cpt/step_00000004/model.safetensors").is_file()
 
 
 WRONG = {
@@ -154,8 +188,15 @@ WRONG = {
 
 @pytest.mark.parametrize(("script", "words", "settings", "expected"), WRONG.values(), ids=WRONG.keys())
 def test_a_wrong_setting_is_told_before_any_work(
-    script: str, words: tuple[str, ...], settings: dict[str, str], expected: str, model: Path, tmp_path: Path
+    script: str,
+    words: tuple[str, ...],
+    settings: dict[str, str],
+    expected: str,
+    model: Path,
+    run: Example,
+    tmp_path: Path,
 ) -> None:
+    before = sorted(tmp_path.rglob("*"))
     (tmp_path / "empty").mkdir()
     (tmp_path / "text.jsonl").write_text('{"text": "a"}\n')
     places = {"PREPARED": tmp_path / "out", "PACKED": tmp_path / "out", "SHARDS": tmp_path / "out"}
@@ -163,12 +204,12 @@ def test_a_wrong_setting_is_told_before_any_work(
     settings = {name: str(tmp_path / "empty") if value == "EMPTY" else value for name, value in settings.items()}
     done = run(script, *words, **{**places, **settings})
     assert done.returncode == 2 and expected in done.stderr, done
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "text.jsonl"]
+    assert sorted(tmp_path.rglob("*")) == sorted([*before, tmp_path / "empty", tmp_path / "text.jsonl"])
 
 
 def test_the_readme_tells_of_every_script_and_setting() -> None:
     readme = (EXAMPLES / "README.md").read_text(encoding="utf-8")
     for script in EXAMPLES.glob("*.sh"):
-        settings = set(re.findall(r"\$\{([A-Z_]+):[-+]", script.read_text(encoding="utf-8"))) - {"PRETRAIN_CONTINUES"}
+        settings = set(re.findall(r"\$\{([A-Z_]+):?[-+]", script.read_text(encoding="utf-8"))) - {"PRETRAIN_CONTINUES"}
         assert f"`{script.name}`" in readme
         assert [name for name in settings if f"`{name}`" not in readme] == [], script.name
