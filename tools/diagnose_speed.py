@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Say why a training run is slow: measure it for a few dozen steps, change one thing at a time, rank what costs time.
+"""Say why a training run is slow: measure it, change one thing at a time, rank what costs time.
 
 The program is started with instrumentation in it and ended when all is measured. It sees all files, but what it writes,
 changes and deletes goes to a scratch folder, which is removed: every file stays as it is.

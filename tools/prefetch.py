@@ -24,7 +24,7 @@ def build_parser() -> Parser:
         prog="prefetch.py",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description=__doc__,
-        epilog="Exit codes: 0 everything exists and is verified; 1 failed; 2 wrong request.",
+        epilog="Exit codes: 0 everything exists and is verified; 1 failed; 2 wrong request, or too little disk space.",
     )
     parser.add_argument("--dir", type=Path, required=True, help="folder on a group disk")
     parser.add_argument("--model", action="append", default=[], metavar="ID", help="OWNER/NAME[@REVISION]")

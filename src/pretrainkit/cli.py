@@ -25,12 +25,11 @@ UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults, but not None, False and empty lists."""
+    """Shows defaults, but not None, False, empty texts and empty lists."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        return (
-            action.help if action.default in (None, []) or action.default is False else super()._get_help_string(action)
-        )
+        has_none = action.default in (None, [], "") or action.default is False
+        return action.help if has_none else super()._get_help_string(action)
 
 
 class Parser(argparse.ArgumentParser):

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 LOGGER_NAME = "pretrainkit"
 TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY")
-"""Environment variables whose values are never written anywhere."""
+"""Environment variables whose values are in no log and no record of a run."""
 VERBOSE_VARIABLE = "PRETRAINKIT_VERBOSE"
 """Environment variable of the processes that a verbose command starts."""
 MASK = "***"

@@ -35,7 +35,7 @@ def options_of(script: str) -> frozenset[str]:
     """The options that a command takes, subcommands included, spelled with dashes."""
     return frozenset(
         _spelling(option)
-        for parser in _with_subcommands(module_of(script).build_parser())
+        for parser in with_subcommands(module_of(script).build_parser())
         for option in parser._option_string_actions
     )
 
@@ -47,7 +47,7 @@ def tools() -> tuple[str, ...]:
     return tuple(sorted(str(path.relative_to(REPOSITORY)) for path in found))
 
 
-def _with_subcommands(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
+def with_subcommands(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
     below = [action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     return [parser, *(child for choices in below for child in choices.values())]
 
@@ -83,7 +83,7 @@ def parse(script: str, words: list[str]) -> argparse.Namespace:
     is_cut = ELISION in words
     if is_cut:
         words = [word for word in words if word != ELISION]
-        for one in _with_subcommands(parser):
+        for one in with_subcommands(parser):
             for action in one._actions:
                 action.required = False
     told = io.StringIO()

@@ -68,7 +68,7 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
     request.add_argument(
         "--hf_token",
         metavar="TOKEN",
-        help="Hugging Face token, never written anywhere; the environment variable HF_TOKEN is the safer way",
+        help="Hugging Face token; others here may see it for a moment, so HF_TOKEN in the environment is safer",
     )
 
 

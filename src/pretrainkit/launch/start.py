@@ -158,7 +158,7 @@ def dry_run(config: RunConfig, *, train_script: Path) -> int:
 
 
 def print_plan(config: RunConfig, *, as_json: bool) -> int:
-    """Print what a start would do, change and need. The exit code is 0 only when a start would go on to train."""
+    """Print what a start would do, change and need. It is refused as the start would be."""
     run = plan_memory(resolve_request(config), refuse=False)
     plan, changes = plan_start(run), changes_since_last_start(run)
     if as_json:
