@@ -39,7 +39,8 @@ import json, os, sys
 names = [name for name in os.environ if name.startswith(("NASTY", "PRETRAINKIT_", "WANDB_API"))]
 line = {"words": sys.argv[1:], "cwd": os.getcwd(), "umask": os.umask(0)}
 line["environment"] = {name: os.environ[name] for name in names}
-print(json.dumps(line), flush=True)
+# Two nodes append to one log. print() writes an unbuffered line in two pieces, between which another's may get.
+sys.stdout.write(json.dumps(line) + "\\n")
 sys.exit(int(os.environ.get("EXIT_CODE", "0")))
 """
 STUBS = {
