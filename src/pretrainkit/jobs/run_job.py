@@ -20,8 +20,10 @@ from pretrainkit.jobs.scripts import CODE
 from pretrainkit.jobs.secrets import passed_on
 from pretrainkit.run import initial_weights
 from pretrainkit.run.checkpoints import newest_committed
-from pretrainkit.run.folder import LAUNCHER_LOCK, RANKS_LOCK, RunFolder, locked
+from pretrainkit.run.folder import LAUNCHER_LOCK, OUTCOME_FILE, RANKS_LOCK, RunFolder, locked
 from pretrainkit.run.identity import write_run_file
+from pretrainkit.run.live_line import live_line
+from pretrainkit.run.progress import AttemptProgress, read_attempt
 from pretrainkit.run.resource_plan import finalize_run
 from pretrainkit.run.source import describe
 from pretrainkit.units import parse_duration
@@ -107,6 +109,12 @@ def start_job(run: ResolvedRun, *, train_script: Path, command_line: Sequence[st
     doesn't.
     """
     folder = RunFolder.of(run)
+    earlier = set(folder.attempt_folders())
+
+    def progress() -> AttemptProgress | None:
+        new = [path for path in folder.attempt_folders() if path not in earlier]
+        return read_attempt(new[-1]) if new and not (new[-1] / OUTCOME_FILE).exists() else None
+
     with locked(folder, LAUNCHER_LOCK):
         with locked(folder, RANKS_LOCK):
             job = planned_job(run, train_script.resolve())
@@ -115,7 +123,8 @@ def start_job(run: ResolvedRun, *, train_script: Path, command_line: Sequence[st
             initial_weights.provide_for(run)
         write_run_file(run)
         submitted = submit.submit(job, train_script.resolve(), describe(run, command_line))
-    return watch.announce(submitted, run.config.launch, follows=follow)
+    line = live_line(progress, run.max_steps, sys.stderr, before="waiting for the job to start")
+    return watch.announce(submitted, run.config.launch, follows=follow, shown=line)
 
 
 def _refuse_second(folder: RunFolder, commands: Run) -> None:

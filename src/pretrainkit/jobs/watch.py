@@ -7,7 +7,7 @@ import shlex
 import sys
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -86,8 +86,17 @@ def _is_open_file(path: Path, file: BinaryIO) -> bool:
         return False
 
 
-def announce(submitted: Sequence[SubmittedJob], config: LaunchConfig, *, follows: bool) -> int:
-    """Print ids and logs, and log the command that cancels the jobs; gives their exit code if asked to follow them."""
+def announce(
+    submitted: Sequence[SubmittedJob],
+    config: LaunchConfig,
+    *,
+    follows: bool,
+    shown: AbstractContextManager[BinaryIO] | None = None,
+) -> int:
+    """Print ids and logs, and log the command that cancels the jobs; gives their exit code if asked to follow them.
+
+    `shown` gives the stream to which their logs are copied; stderr by default.
+    """
     for job in submitted:
         print(f"job {job.job_id}  log {job.logs[0] if len(job.logs) == 1 else f'{job.logs[0]} ...'}")
     sys.stdout.flush()
@@ -95,29 +104,35 @@ def announce(submitted: Sequence[SubmittedJob], config: LaunchConfig, *, follows
     log.info("to cancel: %s", shlex.join(words))
     if not follows:
         return EXIT_DONE
-    return follow(submitted, runner_of(config), is_chain=config.chain > 1, requeues=config.requeue)
+    continues = config.chain > 1 or config.requeue
+    return follow(submitted, runner_of(config), continues=continues, shown=shown or nullcontext(sys.stderr.buffer))
 
 
-def follow(submitted: Sequence[SubmittedJob], run: Run, *, is_chain: bool, requeues: bool) -> int:
-    """Show the logs until the jobs end, and return their exit code: of a chain that of the last job that ran, of an
-    array the first that isn't 0. Interrupting this doesn't stop the jobs.
+def follow(
+    submitted: Sequence[SubmittedJob], run: Run, *, continues: bool, shown: AbstractContextManager[BinaryIO]
+) -> int:
+    """Show the logs until the jobs end, and return their exit code: the first that isn't 0 of an array's tasks. Where
+    a job `continues` the one before it, a chain or one that is queued again, that of the last one that ran.
+
+    Interrupting this doesn't stop the jobs.
     """
     logs = [Path(path) for job in submitted for path in job.logs]
     code = EXIT_DONE
     try:
-        with Follower(logs, sys.stderr.buffer):
+        with shown as stream, Follower(logs, stream):
             waiting = list(submitted)
-            for job in waiting:
-                codes = _wait(job, run, requeues=requeues)
-                if requeues and codes[0] == EXIT_STOPPED_AFTER_SAVING and (successor := job.successor):
+            for number, job in enumerate(waiting, 1):
+                codes = _wait(job, run, continues=continues)
+                if not continues:
+                    code = code or next((one for one in codes if one), EXIT_DONE)
+                    continue
+                code, successor = codes[0], job.successor
+                if code and successor and successor.job_id not in {known.job_id for known in waiting}:
                     waiting.append(successor)
                     logs.append(Path(successor.logs[0]))
-                if is_chain or requeues:
-                    code = codes[0]
-                    if code != EXIT_STOPPED_AFTER_SAVING:
-                        break
-                else:
-                    code = code or next((one for one in codes if one), EXIT_DONE)
+                # A run that is done or failed has cancelled the rest of its chain; one that hung or was lost hasn't.
+                if not code or not any(_has_started(later) or later.is_alive(run) for later in waiting[number:]):
+                    break
     except KeyboardInterrupt:
         log.warning("no longer following; the job keeps running. To cancel it: %s", submitted[0].cancel_command)
         raise
@@ -125,20 +140,31 @@ def follow(submitted: Sequence[SubmittedJob], run: Run, *, is_chain: bool, reque
     return code
 
 
-def _wait(job: SubmittedJob, run: Run, *, requeues: bool) -> list[int]:
-    """The exit code of a job, or those of an array's tasks."""
+def _has_started(job: SubmittedJob) -> bool:
+    return Path(job.logs[0]).exists()
+
+
+def _wait(job: SubmittedJob, run: Run, *, continues: bool) -> list[int]:
+    """The exit code of a job, or those of an array's tasks.
+
+    A job that has saved, or that others may continue, has ended once the scheduler no longer has it: it may be queued
+    again, and by then it has cancelled the jobs after it or not.
+    """
     codes: list[int | None] = []
     is_alive = True
     for path in map(Path, job.exit_files):
 
-        def has_ended(path: Path = path) -> bool:
+        def is_final(path: Path = path) -> bool:
             code = _read_code(path)
-            return code is not None and not (requeues and code == EXIT_STOPPED_AFTER_SAVING)
+            return code is not None and code != EXIT_STOPPED_AFTER_SAVING and not (code and continues)
 
-        while is_alive and not files.wait_until(has_ended, timeout_s=_QUERY_INTERVAL_S):
+        def is_written(path: Path = path) -> bool:
+            return _read_code(path) is not None
+
+        while is_alive and not files.wait_until(is_final, timeout_s=_QUERY_INTERVAL_S):
             is_alive = job.is_alive(run)
             if not is_alive:
-                files.wait_until(has_ended, timeout_s=_LATE_S)
+                files.wait_until(is_written, timeout_s=_LATE_S)
         codes.append(_read_code(path))
     if missing := codes.count(None):
         tasks = f" of {missing} of its {len(codes)} tasks" if len(codes) > 1 else ""

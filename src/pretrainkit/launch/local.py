@@ -26,11 +26,12 @@ from pretrainkit.jobs.container import Container
 from pretrainkit.jobs.run_job import NODE_MODULE, python_of, rank_environment
 from pretrainkit.jobs.secrets import passed_on
 from pretrainkit.jobs.watch import Follower
-from pretrainkit.launch.live_line import live_line
 from pretrainkit.launch.supervise import GRACE_S, KILL_SIGNAL, GracefulStop, kill_descendants
 from pretrainkit.logs import get_logger
 from pretrainkit.run.folder import PID_FILE, shown_logs
+from pretrainkit.run.live_line import live_line
 from pretrainkit.run.outcome import Outcome, log_outcome, read_outcome
+from pretrainkit.run.progress import read_attempt
 from pretrainkit.signals import STOP_SIGNALS, adopt_orphans
 
 HOME_NAME = ".nemo_run"
@@ -83,7 +84,7 @@ def run_attempt(plan: LaunchPlan) -> int:
     """
     adopt_orphans()
     with (
-        live_line(plan.log_dir, plan.run.max_steps, sys.stderr) as stream,
+        live_line(lambda: read_attempt(plan.log_dir), plan.run.max_steps, sys.stderr) as stream,
         Follower(shown_logs(plan.log_dir), stream),
     ):
         with _forwarded_signals(plan.log_dir / PID_FILE) as stop:

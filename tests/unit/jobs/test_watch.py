@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import logging
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -17,11 +20,14 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(watch, name, 0.05)
 
 
-def follow(job: SubmittedJob, *answers: str, requeues: bool = False) -> int:
-    """Follow a job whose scheduler gives these answers, the last one again and again."""
+def follow(job: SubmittedJob, *answers: str, continues: bool = False, chain: Sequence[SubmittedJob] = ()) -> int:
+    """Follow jobs whose scheduler gives these answers, the last one again and again."""
     left = list(answers)
     return watch.follow(
-        [job], lambda words: left.pop(0) if len(left) > 1 else left[0], is_chain=False, requeues=requeues
+        [job, *chain],
+        lambda words: left.pop(0) if len(left) > 1 else left[0],
+        continues=continues,
+        shown=nullcontext(io.BytesIO()),
     )
 
 
@@ -62,12 +68,32 @@ def test_a_requeued_job_is_followed_until_it_is_not_saved_for_another_start(tmp_
     job = SubmittedJob.of("slurm", "7", tmp_path, (), "sbatch x")
     (tmp_path / "exit-7").write_text("85\n")
     (tmp_path / "chain").write_text("7\n")
-    assert follow(job, "RUNNING\n", "RUNNING\n", "", requeues=True) == 85
+    assert follow(job, "RUNNING\n", "RUNNING\n", "", continues=True) == 85
 
 
 def test_a_job_that_pbs_has_submitted_to_continue_is_followed_too(tmp_path: Path) -> None:
     job = SubmittedJob.of("pbs", "7", tmp_path, (), "qsub x")
     (tmp_path / "exit-7").write_text("85\n")
     (tmp_path / "exit-8").write_text("0\n")
+    (tmp_path / "pbs-8.log").touch()
     (tmp_path / "chain").write_text("7\n8.server\n")
-    assert follow(job, "", requeues=True) == 0
+    assert follow(job, "", continues=True) == 0
+
+
+@pytest.mark.parametrize("first", ["85\n", "1\n", None], ids=["saved", "hung", "lost"])
+def test_a_chain_is_followed_to_its_end_where_a_later_job_goes_on(tmp_path: Path, first: str | None) -> None:
+    chain = [SubmittedJob.of("slurm", number, tmp_path, (), "sbatch x") for number in ("7", "8", "9")]
+    (tmp_path / "chain").write_text("7\n8\n9\n")
+    if first is not None:
+        (tmp_path / "exit-7").write_text(first)
+    (tmp_path / "exit-8").write_text("0\n")
+    (tmp_path / "slurm-8.log").touch()
+    assert follow(chain[0], "", continues=True, chain=chain[1:]) == 0
+
+
+def test_a_chain_that_its_failed_job_has_cancelled_has_ended(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    chain = [SubmittedJob.of("slurm", number, tmp_path, (), "sbatch x") for number in ("7", "8")]
+    (tmp_path / "chain").write_text("7\n8\n")
+    (tmp_path / "exit-7").write_text("2\n")
+    assert follow(chain[0], "RUNNING\n", "", continues=True, chain=chain[1:]) == 2
+    assert "job 8" not in caplog.text

@@ -3,54 +3,65 @@
 from __future__ import annotations
 
 import io
+import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import BinaryIO, TextIO, cast
 
 from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
 
+from pretrainkit.logs import LOGGER_NAME
 from pretrainkit.run import progress
-from pretrainkit.run.progress import AttemptProgress, read_attempt
+from pretrainkit.run.progress import AttemptProgress
 from pretrainkit.units import format_duration
 
 _REFRESH_S = 0.5
 
 
 @contextmanager
-def live_line(log_dir: Path, max_steps: int, terminal: TextIO) -> Iterator[BinaryIO]:
+def live_line(
+    read: Callable[[], AttemptProgress | None], max_steps: int, terminal: TextIO, *, before: str = progress.STARTING
+) -> Iterator[BinaryIO]:
     """Show the line until the block ends; gives the stream for the log, which scrolls above the line.
 
     Without a terminal there is no line, and the stream is the one that was given.
+
+    Args:
+        read: gives what the attempt is doing; None while there is none.
+        before: what the line says while there is none.
     """
     if not terminal.isatty():
         yield terminal.buffer
         return
     tqdm.monitor_interval = 0  # no thread of its own
     bar = tqdm(file=terminal, bar_format="{desc}", leave=False, dynamic_ncols=True)
-    ended, began_s = threading.Event(), time.monotonic()
+    ended = threading.Event()
 
     def refresh() -> None:
+        idle_since_s = time.monotonic()
         while not ended.wait(_REFRESH_S):
-            found = read_attempt(log_dir)
-            bar.set_description_str(describe(found, max_steps, time.monotonic() - began_s))
+            if found := read():
+                idle_since_s = time.monotonic()
+                bar.set_description_str(describe(found, max_steps))
+            else:
+                bar.set_description_str(f"{before}  {time.monotonic() - idle_since_s:.0f} s")
 
     thread = threading.Thread(target=refresh, name="live line", daemon=True)
     thread.start()
     try:
-        yield cast(BinaryIO, _AboveLine(terminal))
+        with logging_redirect_tqdm([logging.getLogger(LOGGER_NAME)]):
+            yield cast(BinaryIO, _AboveLine(terminal))
     finally:
         ended.set()
         thread.join()
         bar.close()
 
 
-def describe(found: AttemptProgress | None, max_steps: int, elapsed_s: float) -> str:
+def describe(found: AttemptProgress, max_steps: int) -> str:
     """What the line says: the step, the usual time of a step and the time left, or the phase with its seconds."""
-    if found is None:
-        return f"{progress.STARTING}  {elapsed_s:.0f} s"
     at = found.slowest
     if at.phase != progress.TRAINING:
         done = f"step {at.step}/{max_steps}  " if at.step else ""
