@@ -33,9 +33,10 @@ class Pbs(Scheduler):
     history_facts = r"Exit_status = .*|comment = .*"
 
     def default_resources(self, job: Job) -> tuple[str, ...]:
-        """One chunk for each node."""
+        """One chunk for each node. Without a place PBS puts as many chunks on a node as it can hold."""
         cpus = ":ncpus={num_cpus}" if job.config.cpus_per_task else ""
-        return (f"select={{num_nodes}}{cpus}" + (":ngpus={num_gpus}" if job.on_gpu else ""),)
+        select = f"select={{num_nodes}}{cpus}" + (":ngpus={num_gpus}" if job.on_gpu else "")
+        return (select, "place=scatter") if job.num_nodes > 1 else (select,)
 
     def submit_command(self, job: Job, script: Path, after: str | None, tasks: tuple[int, int] | None) -> list[str]:
         """Words of qsub."""

@@ -72,7 +72,7 @@ def test_what_is_unset_is_the_schedulers_own_default() -> None:
         return scheduler.account(made), scheduler.partition(made), scheduler.resources(made)
 
     assert requested("slurm") == ("root", "defq", ["gpus-per-node=4"])
-    assert requested("pbs") == (None, None, ["select=2:ngpus=4"])
+    assert requested("pbs") == (None, None, ["select=2:ngpus=4", "place=scatter"])
     assert requested("sge") == (None, None, [])
     slurm, pbs, sge = SCHEDULERS.values()
     assert slurm.account(job(executor="slurm", account="", partition="")) is None
