@@ -66,15 +66,23 @@ def command(arguments: argparse.Namespace) -> int:
 
 
 def _ask_scheduler(jobs: list[dict[str, Any]], experiment: Path) -> None:
-    """Correct the state of the last job, if its scheduler answers and doesn't know it any more."""
+    """Correct the state of the last job, if its scheduler answers.
+
+    It doesn't know a job any more that was killed, and it knows one that it will start again.
+    """
+    from pretrainkit.errors import EXIT_STOPPED_AFTER_SAVING
     from pretrainkit.jobs.scheduler import run_here
     from pretrainkit.jobs.submit import read_records
     from pretrainkit.run.folder import RunFolder
 
-    if not jobs or jobs[-1]["exit_code"] is not None:
+    if not jobs or jobs[-1]["exit_code"] not in (None, EXIT_STOPPED_AFTER_SAVING):
         return
+    last = read_records(RunFolder(experiment).jobs)[-1]
     with contextlib.suppress(PretrainkitError):
-        if not read_records(RunFolder(experiment).jobs)[-1].is_alive(run_here):
+        is_alive, has_ended = (last.successor or last).is_alive(run_here), jobs[-1]["exit_code"] is not None
+        if is_alive and has_ended:
+            jobs[-1]["state"] = "queued again after exit code 85"
+        elif not is_alive and not has_ended:
             jobs[-1]["state"] = "ended without an exit code: killed, cancelled or lost"
 
 

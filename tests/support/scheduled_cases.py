@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from scheduled import Site, checkpoints, job_ids, logs, losses, outcome, records, wait_until
+from scheduled import DEADLINE_S, Site, checkpoints, job_ids, logs, losses, outcome, records, wait_until
 
 PRETRAIN = "pretraining/pretrain.py"
 
@@ -73,6 +73,56 @@ def chain(
     assert planned.returncode == 0, planned.stderr
     plan = json.loads(planned.stdout)
     assert (plan["mode"], plan["step"], last > saved) == ("continue", last, True)
+
+
+def queued_again(
+    site: Site,
+    run_words: list[str],
+    folder: Path,
+    by_itself: Callable[[str], object],
+    by_the_scheduler: Callable[[str], object],
+    cancel: str,
+) -> None:
+    """A run is started again: by its job, which was told to save, by the scheduler, and no more once it is cancelled.
+
+    Each start has a log and an exit code; --follow shows all of them. PBS continues a job by another.
+    """
+    experiment = folder / "again"
+    job_folder = experiment / "jobs" / "job_001"
+    request = [*run_words, "--experiments_dir", folder, "--experiment", "again", "--max_steps", 100000, "-G", 1]
+    request += ["-P", 1, "--time_limit", "00:30:00", "--time_margin", "00:01:00", "--set", "launch.check_nodes=false"]
+    follower = site.start(PRETRAIN, *request, "--requeue", "--follow")
+    assert follower.stdout
+
+    def stop(attempt: int, stop: Callable[[str], object], job: str) -> None:
+        """Let an attempt train, then stop it."""
+        earlier = max(losses(experiment), default=0)
+        wait_until(lambda: max(losses(experiment), default=0) > earlier, f"step of attempt {attempt}")
+        stop(job)
+        wait_until(lambda: outcome(experiment, attempt), f"end of attempt {attempt}")
+        assert outcome(experiment, attempt)["exit_code"] == 85, logs(experiment)
+
+    first = last = follower.stdout.readline().split()[1]
+    stop(1, by_itself, first)
+    if site.executor == "pbs":
+        wait_until(lambda: len((job_folder / "chain").read_text().splitlines()) == 2, "second job")
+        last = (job_folder / "chain").read_text().splitlines()[1].partition(".")[0]
+    refused = site.run(PRETRAIN, *request)
+    assert refused.returncode == 2 and f"job {last} of this experiment" in refused.stderr
+    stop(2, by_the_scheduler, last)
+    stop(3, lambda job: site.command(cancel, job), last)
+    stdout, stderr = follower.communicate(timeout=DEADLINE_S)
+    assert follower.returncode == 85, stdout + stderr
+    assert stderr.count("saved step") == 3 and not site.is_there(last), stderr
+
+    starts = {(path.name.removeprefix("exit-"), int(path.read_text())) for path in job_folder.glob("exit-*")}
+    again = [first, f"{last}.1", last] if last != first else [f"{last}.1", f"{last}.2", last]
+    assert starts == {(name, 85) for name in again}
+    for name in again:
+        log = (job_folder / f"{site.executor}-{name}.log").read_text(encoding="utf-8")
+        assert log.count("saved step") == 1, log
+    shown = site.run("tools/inspect_run.py", experiment, with_site=False).stdout
+    assert shown.count("exit code 85") >= 3 and f"{last}.1.log" in shown, shown
 
 
 def array_with_a_failing_task(site: Site, tokenizer: Path, folder: Path) -> None:

@@ -96,6 +96,8 @@ class Scheduler(ABC):
     requeues_in_place = True
     """Whether a requeued job keeps its id, and with it the names of its files."""
     cancel_program = "qdel"
+    cancel_signals = "TERM"
+    """What a job gets first when it is cancelled."""
     account_option = ""
     """Option of the submit command that takes the account, unless the site names another."""
     default_account: str | None = None

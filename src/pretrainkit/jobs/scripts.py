@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 RUN, NODE = "run.sh", "node.sh"
 CODE = "code"
 """Folder of a job with the source that it runs."""
-CHAIN = "chain"
-"""File of a job's folder with the ids of the jobs of a chain, in order, one a line."""
 CACHES = {
     "HF_HOME": "huggingface",
     "TRITON_CACHE_DIR": "triton",

@@ -26,6 +26,7 @@ class GridEngine(Scheduler):
     host_file = "PE_HOSTFILE"
     account_option = "-P"
     job_id_pattern = r"(?:Your job(?:-array)? )?(\d+)(?:\..*|[ (].*)?"
+    cancel_signals = "TERM USR2"  # -notify sends the latter, before it kills
     requeue_line = "code=99 # Grid Engine starts a job with this exit code again"
     query = ("qstat", "-j")
     history = ("qacct", "-j")

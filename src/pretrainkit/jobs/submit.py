@@ -33,7 +33,7 @@ from pretrainkit.jobs.scheduler import Run, runner_of
 from pretrainkit.jobs.secrets import passed_on, write_secrets
 from pretrainkit.records import decode
 from pretrainkit.run import json_lines
-from pretrainkit.run.folder import JOBS_FILE, SOURCE_FILE
+from pretrainkit.run.folder import CHAIN_FILE, JOBS_FILE, SOURCE_FILE
 from pretrainkit.units import consecutive_ranges
 
 SECRETS = "secrets.sh"
@@ -67,7 +67,7 @@ class SubmittedJob:
     def successor(self) -> SubmittedJob | None:
         """The job that a PBS job has submitted to continue it; with other schedulers a requeued job keeps its id."""
         try:
-            last = (Path(self.folder) / scripts.CHAIN).read_text(encoding="utf-8").splitlines()[-1]
+            last = (Path(self.folder) / CHAIN_FILE).read_text(encoding="utf-8").splitlines()[-1]
         except OSError:  # the folder was removed
             return None
         job_id = SCHEDULERS[self.scheduler].parse_job_id(last)
@@ -133,7 +133,7 @@ def submit(job: Job, script: Path, source_text: str) -> list[SubmittedJob]:
     parts = _parts(job)
     texts = {**scripts.inner_scripts(job), **{part.name: part.text for part in parts}, SOURCE_FILE: source_text}
     submitted: list[SubmittedJob] = []
-    is_first = not job.folder.parent.exists()
+    new_parents = [path for path in job.folder.parents if not path.exists()]
     job.folder.mkdir(parents=True)
     try:
         copy_source(job.folder / scripts.CODE, script)
@@ -147,7 +147,7 @@ def submit(job: Job, script: Path, source_text: str) -> list[SubmittedJob]:
             words = part.submit_command(job, submitted[-1].job_id if submitted else None)
             job_id = scheduler.parse_job_id(run(words))
             submitted.append(SubmittedJob.of(scheduler.name, job_id, job.folder, part.tasks, command=shlex.join(words)))
-        files.write_text(job.folder / scripts.CHAIN, "".join(f"{one.job_id}\n" for one in submitted))
+        files.write_text(job.folder / CHAIN_FILE, "".join(f"{one.job_id}\n" for one in submitted))
         with (job.folder.parent / JOBS_FILE).open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(asdict(one), ensure_ascii=False) + "\n" for one in submitted)
     except BaseException:
@@ -155,9 +155,9 @@ def submit(job: Job, script: Path, source_text: str) -> list[SubmittedJob]:
             with suppress(PretrainkitError):
                 run(scheduler.cancel_command([one.job_id for one in submitted]))
         shutil.rmtree(job.folder, ignore_errors=True)
-        if is_first:
+        for parent in new_parents:
             with suppress(OSError):
-                job.folder.parent.rmdir()
+                parent.rmdir()
         raise
     return submitted
 

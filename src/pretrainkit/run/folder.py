@@ -34,6 +34,9 @@ JOBS_FILE = "jobs.jsonl"
 """In the folder of jobs: a record for each job that was submitted."""
 COMMIT_MARK = checksums.COMMIT_MARK
 """In a checkpoint: written last, it lists every file with its size and checksums (`pretrainkit.run.checkpoints`)."""
+CHAIN_FILE = "chain"
+"""In a job's folder: the ids of the jobs of a chain, and of those that PBS jobs have submitted to continue them, in
+order, one a line."""
 RANKS_LOCK, LAUNCHER_LOCK = ".ranks.lock", ".launcher.lock"
 """Held by the process that has started ranks on this machine, until the last of them has ended; and by pretrain.py from
 before run.json is written until the run has ended."""

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import math
 import statistics
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from pretrainkit import files
 from pretrainkit.errors import CheckpointError, RequestError
 from pretrainkit.run.attempts import Attempt, read_attempts, restarts_without_progress
 from pretrainkit.run.checkpoints import all_complete, newest_complete, optimizer_layout, problem_of
-from pretrainkit.run.folder import JOBS_FILE, OUTCOME_FILE, RunFolder
+from pretrainkit.run.folder import CHAIN_FILE, JOBS_FILE, OUTCOME_FILE, RunFolder
 from pretrainkit.run.json_lines import read_records
 from pretrainkit.run.progress import read_attempt
 from pretrainkit.units import format_count
@@ -71,7 +72,8 @@ class History:
         for job in found["jobs"]:
             lines.append(("job", f"{job['scheduler']} {job['job_id']}  log {job['log']}  {job['state']}"))
             for start in job["earlier_starts"]:
-                lines.append(("", f"an earlier start: log {start['log']}  exit code {start['exit_code']}"))
+                code = "no exit code" if start["exit_code"] is None else f"exit code {start['exit_code']}"
+                lines.append(("", f"an earlier start: log {start['log']}  {code}"))
         return "\n".join(f"{name:<10} {value}" for name, value in lines)
 
 
@@ -121,7 +123,7 @@ def read_history(experiment: Path, *, verify: bool = False) -> History:
         **_checkpoints(folder),
         **({"damaged_checkpoints": _damaged(folder)} if verify else {}),
         "logs": [_outcome(log_folder) for log_folder in folder.attempt_folders()],
-        "jobs": [_job(record) for record in read_records(folder.jobs / JOBS_FILE)],
+        "jobs": [_job(record) for record in _with_continuing_jobs(read_records(folder.jobs / JOBS_FILE))],
     }
     return History(steps, tuple(validation), tuple(attempts), summary)
 
@@ -168,6 +170,20 @@ def _outcome(log_folder: Path) -> dict[str, Any]:
     }
 
 
+def _with_continuing_jobs(records: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The records of jobs, and of those that PBS jobs have submitted to continue them, as their folder's chain says."""
+    known = {record["job_id"] for record in records}
+    for number, record in enumerate(records, 1):
+        yield record
+        chain, folder = Path(record["folder"], CHAIN_FILE), Path(record["folder"])
+        if record["folder"] in {later["folder"] for later in records[number:]} or not chain.is_file():
+            continue
+        for job_id in (line.partition(".")[0] for line in chain.read_text(encoding="utf-8").splitlines()):
+            if job_id not in known:
+                log, exit_file = folder / f"{record['scheduler']}-{job_id}.log", folder / f"exit-{job_id}"
+                yield {**record, "job_id": job_id, "logs": [str(log)], "exit_files": [str(exit_file)]}
+
+
 def _job(record: dict[str, Any]) -> dict[str, Any]:
     """A job as `pretrainkit.jobs.submit` recorded it, with the starts before it was requeued.
 
@@ -175,17 +191,22 @@ def _job(record: dict[str, Any]) -> dict[str, Any]:
     which its scheduler knows.
     """
     exit_file, log = Path(record["exit_files"][0]), Path(record["logs"][0])
-    code = int(exit_file.read_text(encoding="ascii")) if exit_file.is_file() else None
+    code = _exit_code(exit_file)
     state = f"exit code {code}" if code is not None else "running" if log.is_file() else "queued"
     earlier = []
     for number in itertools.count(1):
-        ended = exit_file.with_name(f"{exit_file.name}.{number}")
-        if not ended.is_file():
+        its_exit_file = exit_file.with_name(f"{exit_file.name}.{number}")
+        its_log = log.with_name(f"{log.stem}.{number}{log.suffix}")
+        if not its_exit_file.is_file() and not its_log.is_file():
             break
-        its_log = str(log.with_name(f"{log.stem}.{number}{log.suffix}"))
-        earlier.append({"log": its_log, "exit_code": int(ended.read_text(encoding="ascii"))})
+        earlier.append({"log": str(its_log), "exit_code": _exit_code(its_exit_file)})
     found = {"scheduler": record["scheduler"], "job_id": record["job_id"], "log": str(log), "exit_code": code}
     return {**found, "state": state, "earlier_starts": earlier}
+
+
+def _exit_code(file: Path) -> int | None:
+    """The exit code of a job's start; None while there is none, as of one whose node has died."""
+    return int(file.read_text(encoding="ascii")) if file.is_file() else None
 
 
 def _count(number: float | None) -> str:

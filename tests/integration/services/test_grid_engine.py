@@ -27,6 +27,19 @@ def test_a_chain_goes_on_where_the_time_was_over_and_a_cancelled_job_saves(
     scheduled_cases.chain(grid_engine, run_words, tmp_path, "qdel", *words, shorten=lambda job: None)
 
 
+def test_a_run_is_queued_again_by_itself_or_by_grid_engine_until_it_is_cancelled(
+    grid_engine: Site, run_words: list[str], tmp_path: Path
+) -> None:
+    def by_itself(job: str) -> None:
+        (start,) = (tmp_path / "again" / "jobs" / "job_001" / "nodes").iterdir()
+        (start / "stop").touch()  # as when its time is over: Grid Engine has no signal for a user to send
+
+    def by_grid_engine(job: str) -> None:
+        grid_engine.command("qmod", "-rj", job)
+
+    scheduled_cases.queued_again(grid_engine, run_words, tmp_path, by_itself, by_grid_engine, "qdel")
+
+
 def test_the_failing_task_of_an_array_is_run_again_alone(
     grid_engine: Site, tokenizer_folder: Path, tmp_path: Path
 ) -> None:

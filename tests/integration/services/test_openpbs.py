@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import scheduled_cases
-from scheduled import Site, job_ids, losses, outcome, wait_until
+from scheduled import Site, job_ids, losses
 
 pytestmark = pytest.mark.integration
 
@@ -14,6 +14,14 @@ pytestmark = pytest.mark.integration
 def test_two_jobs_train_on_one_node_at_once(openpbs: Site, run_words: list[str], tmp_path: Path) -> None:
     for _, log in scheduled_cases.two_jobs_at_once(openpbs, run_words, tmp_path):
         assert "disk        " in log and "time left   ok" in log
+
+
+def test_a_run_spans_two_nodes(openpbs: Site, run_words: list[str], tmp_path: Path) -> None:
+    words = [*run_words, "--experiments_dir", tmp_path, "--experiment", "wide", "--max_steps", 2, "-N", 2, "-G", 1]
+    done = openpbs.run(scheduled_cases.PRETRAIN, *words, "--set", "launch.node_launcher=pbsdsh", "--follow")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "network     ok" in done.stderr and "2 nodes" in done.stderr
+    assert sorted(losses(tmp_path / "wide")) == [1, 2]
 
 
 def test_a_chain_goes_on_where_the_time_was_over_and_a_cancelled_job_saves(
@@ -29,30 +37,13 @@ def test_a_chain_goes_on_where_the_time_was_over_and_a_cancelled_job_saves(
 def test_a_run_is_queued_again_by_itself_or_by_pbs_until_it_is_cancelled(
     openpbs: Site, run_words: list[str], tmp_path: Path
 ) -> None:
-    experiment = tmp_path / "again"
-    request = [*run_words, "--experiments_dir", tmp_path, "--experiment", "again", "--max_steps", 100000, "-G", 1]
-    request += ["-P", 1, "--time_limit", "00:30:00", "--time_margin", "00:01:00", "--set", "launch.check_nodes=false"]
+    def by_itself(job: str) -> None:
+        openpbs.command("qsig", "-s", "USR1", job)
 
-    def stop(attempt: int, *command: str) -> None:
-        """Let an attempt train, then stop it."""
-        earlier = max(losses(experiment), default=0)
-        wait_until(lambda: max(losses(experiment), default=0) > earlier, f"step of attempt {attempt}")
-        openpbs.command(*command)
-        wait_until(lambda: outcome(experiment, attempt), f"end of attempt {attempt}")
-        assert outcome(experiment, attempt)["exit_code"] == 85
+    def by_pbs(job: str) -> None:
+        openpbs.command("qrerun", job)
 
-    submitted = openpbs.run(scheduled_cases.PRETRAIN, *request, "--requeue")
-    (first,) = job_ids(submitted.stdout)
-    stop(1, "qsig", "-s", "USR1", first)
-    chain = experiment / "jobs" / "job_001" / "chain"
-    wait_until(lambda: len(chain.read_text().splitlines()) == 2, "second job")
-    second = chain.read_text().splitlines()[1].partition(".")[0]
-    refused = openpbs.run(scheduled_cases.PRETRAIN, *request)
-    assert refused.returncode == 2 and f"job {second} of this experiment" in refused.stderr
-    stop(2, "qrerun", second)
-    stop(3, "qdel", second)
-    wait_until(lambda: not openpbs.is_there(second), "end of the second job")
-    assert len(chain.read_text().splitlines()) == 2
+    scheduled_cases.queued_again(openpbs, run_words, tmp_path, by_itself, by_pbs, "qdel")
 
 
 def test_the_failing_task_of_an_array_is_run_again_alone(openpbs: Site, tokenizer_folder: Path, tmp_path: Path) -> None:

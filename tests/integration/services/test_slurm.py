@@ -38,6 +38,18 @@ def test_a_chain_goes_on_where_the_time_was_over_and_a_cancelled_job_saves(
     scheduled_cases.chain(slurm, run_words, tmp_path, "scancel", *words, shorten=shorten)
 
 
+def test_a_run_is_queued_again_by_itself_or_by_slurm_until_it_is_cancelled(
+    slurm: Site, run_words: list[str], tmp_path: Path
+) -> None:
+    def by_itself(job: str) -> None:
+        slurm.command("scancel", "--signal=USR1", job)
+
+    def by_slurm(job: str) -> None:
+        slurm.command("scontrol", "requeue", job)
+
+    scheduled_cases.queued_again(slurm, run_words, tmp_path, by_itself, by_slurm, "scancel")
+
+
 def test_the_failing_task_of_an_array_is_run_again_alone(slurm: Site, tokenizer_folder: Path, tmp_path: Path) -> None:
     scheduled_cases.array_with_a_failing_task(slurm, tokenizer_folder, tmp_path)
 

@@ -224,6 +224,10 @@ def test_a_tool_submits_itself_and_some_tasks_again(
     assert "--shard array/N" in run("--array", "2", "--shard", "array").stderr
     assert "without a scheduler" in run("--array", "2", "--executor", "local").stderr
     assert not heard.exists()
+    programs(qsub='echo "qsub: no" >&2; exit 1')
+    assert run("--array", "0-3%2", "--shard=array").returncode == 1
+    assert not (tmp_path / "jobs").exists()  # nor the folders above the job's
+    heard = programs()
     done = run("--array", "0-3%2", "--shard=array")
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "jobs" / "preprocess_data" / "job_001"

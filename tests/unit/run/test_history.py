@@ -175,3 +175,9 @@ def test_a_schedulers_jobs_and_their_logs_are_told(experiment: Path) -> None:
     history = read_history(experiment)
     assert history.summary["jobs"][1]["state"] == "running"
     assert f"an earlier start: log {folder}/slurm-8.1.log  exit code 85" in history.describe()
+    (folder / "slurm-8.2.log").touch()  # its node died
+    (folder / "chain").write_text("7\n8\n9.server\n")  # 8 has submitted another
+    history = read_history(experiment)
+    assert f"an earlier start: log {folder}/slurm-8.2.log  no exit code" in history.describe()
+    assert [job["job_id"] for job in history.summary["jobs"]] == ["7", "8", "9"]
+    assert f"slurm 9  log {folder}/slurm-9.log  queued" in history.describe()
