@@ -8,6 +8,7 @@ import pytest
 from doc_commands import module_of, options_of, tools, with_subcommands
 from doc_pages import REPOSITORY
 
+from pretrainkit.config.schema import OPTIONS
 from pretrainkit.data import dataset, decontamination
 from pretrainkit.data.indexed import format as indexed_format
 from pretrainkit.data.indexed import labels
@@ -124,6 +125,17 @@ def test_signals_that_stop_a_run_are_those_that_are_named(page: str) -> None:
     row = next(line for line in (REPOSITORY / page).read_text(encoding="utf-8").splitlines() if "SIGXCPU" in line)
     assert sorted({*re.findall(r"SIG[A-Z0-9]+", row), *(["SIGINT"] if "Ctrl-C" in row else [])}) == SIGNALS
     assert row.rstrip(" |").endswith(f"{EXIT_STOPPED_AFTER_SAVING}")
+
+
+def test_the_translated_table_of_flags_has_their_defaults() -> None:
+    row = r"^\| (?:`(-\w)`, )?`(--\w+)` \| ([^|]+) \|"
+    rows = re.findall(row, (REPOSITORY / "docs/README.zh-TW.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(rows) > 10
+    by_flag = {option.flag: option for option in OPTIONS.values()}
+    for short, flag, default in rows:
+        option = by_flag[flag]
+        words = {"必填": option.required, "無": option.default is None, "一個 epoch": "one epoch" in option.unset}
+        assert words.get(default, default.strip("`") == str(option.default)) and (option.short or "") == short, flag
 
 
 @pytest.mark.parametrize("tool", tools())
