@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from types import SimpleNamespace
 
 import pytest
 from doc_commands import module_of, options_of, tools, with_subcommands
@@ -14,24 +16,41 @@ from pretrainkit.data.indexed import format as indexed_format
 from pretrainkit.data.indexed import labels
 from pretrainkit.data.packed import once, request
 from pretrainkit.data.readers import records, source
-from pretrainkit.data.shards import mirror
+from pretrainkit.data.shards import format, mirror
 from pretrainkit.data.tokens import parity
-from pretrainkit.engine import agreement
-from pretrainkit.engine.callbacks import loss_guard
 from pretrainkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED_AFTER_SAVING, EXIT_WRONG_REQUEST
 from pretrainkit.jobs import rendezvous, secrets
-from pretrainkit.launch import hang_watch, job_node
+from pretrainkit.launch import hang_watch, job_node, local, supervise
 from pretrainkit.preflight import node, software
 from pretrainkit.run import progress, trackers
 from pretrainkit.signals import STOP_SIGNALS
 
 SIGNALS = sorted(each.name for each in STOP_SIGNALS)
 WORDS = {3: "three", 4: "four", 5: "five", 8: "eight"}
+
+
+def constants(file: str) -> SimpleNamespace:
+    """The constants of a module that is not imported here, since it imports torch or Megatron-core: seconds."""
+    tree = ast.parse((REPOSITORY / "src/pretrainkit" / file).read_text(encoding="utf-8"))
+    assigned = [node for node in tree.body if isinstance(node, ast.Assign)]
+    names = [(node.targets[0], node.value) for node in assigned if isinstance(node.value, ast.Constant | ast.Dict)]
+    return SimpleNamespace(**{ast.unparse(target): ast.literal_eval(value) for target, value in names})
+
+
+initial_loss_check = constants("engine/callbacks/initial_loss_check.py")
+loss_guard = constants("engine/callbacks/loss_guard.py")
+models, prompts = constants("release/models.py"), constants("release/prompts.py")
+BOUNDS = initial_loss_check.BOUNDS
 SMALL, NORMAL, LARGE = sorted(request.SIZES, key=lambda size: size[1])
 
 
 def gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:g} GiB"
+
+
+def number(value: float) -> str:
+    """`1e-4`, `0.15`, `2`."""
+    return f"{value:.0e}".replace("e-0", "e-") if value < 0.01 else f"{value:g}"
 
 
 FACTS = (
@@ -57,6 +76,26 @@ FACTS = (
     ),
     ("docs/shards.md", f"{SMALL[3]}, {NORMAL[3]}, {LARGE[3]} sequences assembled at once"),
     ("docs/shards.md", f"{SMALL[4]}, {NORMAL[4]}, {LARGE[4]} sequences in a record batch"),
+    ("docs/shards.md", f"({format.SAMPLE.itemsize} bytes a sample: offset, bytes, tokens, CRC-32)"),
+    ("docs/conversion.md", f"{number(models.LOGIT_TOLERANCE)} plus {number(models.LOGIT_TOLERANCE_RELATIVE)} of the"),
+    ("docs/conversion.md", f"held-out loss of both, equal to {number(models.LOSS_TOLERANCE)}"),
+    ("docs/conversion.md", f"It has {prompts.SEQUENCE_TOKENS} tokens, or {prompts.PAST_BOUNDARY} more than the last"),
+    ("docs/conversion.md", f"takes at most {prompts.LONG_TOKENS:,} tokens"),
+    ("docs/conversion.md", f"the loss of each of up to {initial_loss_check.MAX_TOKENS} tokens"),
+    (
+        "docs/conversion.md",
+        f"| fp32 | {number(BOUNDS['fp32']['root_mean_square'])} | {number(BOUNDS['fp32']['largest'])} |",
+    ),
+    (
+        "docs/conversion.md",
+        "| bf16, against fp32 with the same bf16 weights | "
+        f"{number(BOUNDS['bf16']['root_mean_square'])} | {number(BOUNDS['bf16']['largest'])} |",
+    ),
+    (
+        "docs/pretrain.md",
+        f"a second Ctrl-C, {'a second' if local._SECOND_CTRL_C_S == 1 else '?'} or more after the first, or "
+        f"{supervise.GRACE_S // 60} minutes without an end",
+    ),
     ("docs/launch.md", f"silent for {WORDS[rendezvous.DEAD_AFTER_S // 60]} minutes"),
     ("docs/launch.md", f"so do {WORDS[job_node.MAX_IDLE_JOBS]} jobs in a row"),
     ("docs/nodes.md", f"takes less than {node.MIN_WRITE_RATE >> 20} MiB/s"),
@@ -71,7 +110,6 @@ FACTS = (
     ("docs/resume.md", f"the mean of the last {loss_guard.WINDOW_STEPS} steps"),
     ("docs/resume.md", f"The first {loss_guard.MIN_STEPS} steps after a start"),
     ("docs/resume.md", f"answer within {trackers.CONNECT_TIMEOUT_S} s at the start"),
-    ("docs/resume.md", f"Collectives fail {WORDS[agreement.COLLECTIVE_MARGIN.seconds // 60]} minutes after"),
     (
         "README.md",
         f"Exit codes: {EXIT_DONE} done, {EXIT_FAILED} failed, {EXIT_WRONG_REQUEST} invalid request (nothing was "
