@@ -32,7 +32,7 @@ def diagnose(plant: str, device: str, output: Path, more: list[str]) -> dict[str
     words = [sys.executable, str(here), "--plant", plant, "--device", device, "--scale", scale]
     if plant == "slow_rank":
         words = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", *words[1:]]
-    command = [sys.executable, str(ROOT / "tools" / "diagnose_speed.py"), "--script", shlex.join(words), "--no_compile"]
+    command = [sys.executable, str(ROOT / "tools" / "diagnose_speed.py"), "--script", shlex.join(words)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
     output.mkdir(parents=True, exist_ok=True)
     done = subprocess.run(

@@ -40,7 +40,7 @@ EXPECTED = {
     "tokenizing": "tokenizing",
     "one_thread": "threads",
     "logging": "logging",
-    "tiny_micro_batch": "micro_batch",
+    "tiny_micro_batch": "larger_micro_batch",
     "slow_rank": "slow_rank",
     "anomaly_detection": "anomaly_detection",
     "math_attention": "attention",

@@ -58,4 +58,4 @@ def test_an_experiment_is_measured_and_compared(
     assert against["verdict"].startswith("2 times the tokens")
     assert {check["what"] for check in report["checks"]} >= {"padding token", "amount of data", "file system"}
     page = (tmp_path / "report" / "report.html").read_text()
-    assert "metrics.jsonl has" in page
+    assert "metrics.jsonl<b>" in page

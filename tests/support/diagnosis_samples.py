@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 ROUNDS, CONFIRMED_AFTER = 18, 6
-SWITCHES = {"packing": 0.6, "threads": 1.0, "attention": 1.0, "micro_batch_x2": 2.0, "fused_optimizer": 1.0}
+SWITCHES = {"packing": 0.6, "threads": 1.0, "attention": 1.0, "larger_micro_batch": 2.0, "fused_optimizer": 1.0}
 """Probe -> its work in a micro batch, of that as it is."""
 
 
@@ -72,14 +72,11 @@ def rank_result(
         "ended": True,
         "windows": windows,
         "switches": {
-            name: {
-                "detail": "2 threads instead of 1",
-                "samples": 4 * work,
-                "tokens": 256 * work,
-                "real_tokens": 153 * work,
-            }
+            name: {"detail": "2 threads instead of 1", "work_ratio": work, "screened": CONFIRMED_AFTER}
             for name, work in SWITCHES.items()
         },
+        "reading_probes": ["data", "no_gradient_exchange", *(name for name in saved if name.startswith("workers_"))],
+        "seen": [batch] * 12,
         "kept": {"samples": 4, "tokens": 256, "real_tokens": 153},
         "why_not": {"tf32": "CUDA only"},
         "peak_memory_gib": 1.5,
@@ -106,13 +103,24 @@ def rank_result(
         },
         "facts": {
             "device": "cpu",
-            "model": {"matmul_parameters": 1_000_000, "config": {}},
-            "loader": {"num_workers": num_workers, "prefetch_factor": None, "persistent_workers": False},
+            "model": {"matmul_parameters": 1_000_000, "config": {}, "dtypes": ["float32"]},
+            "loader": {
+                "dataset": "Rows",
+                "num_workers": num_workers,
+                "prefetch_factor": None,
+                "persistent_workers": False,
+                "pin_memory": False,
+                "batches": None,
+            },
             "memory_gib": None,
+            "attention": {},
+            "deterministic": False,
+            "recomputation": False,
+            "allocator_retries": 0,
+            "cpus": 2,
         },
-        "environment": {"variables": {}},
-        "attention_alone": [{"kernel": "flash", "milliseconds": 1.0}, {"kernel": "math", "why_not": "no"}],
-        "loader_alone": [{"settings": "0 workers (now)", "batches_per_second": 10.0, "first_batch_s": 0.1}],
+        "environment": {"variables": {}, "affinity": 2},
+        "measuring_s": 50.0,
         "notes": ["a note"],
     }
 
@@ -120,13 +128,13 @@ def rank_result(
 def report_of(*ranks: dict[str, Any]) -> dict[str, Any]:
     """The report on ranks, as the command makes it."""
     from pretrainkit.diagnosis import report
-    from pretrainkit.diagnosis.causes import find
     from pretrainkit.diagnosis.checks import Check
     from pretrainkit.diagnosis.evidence import Evidence
+    from pretrainkit.diagnosis.findings import find
     from pretrainkit.diagnosis.program import of_script
     from pretrainkit.diagnosis.speed import speed_of
 
-    evidence = [Evidence(rank, confirmed_after=CONFIRMED_AFTER) for rank in ranks]
+    evidence = list(map(Evidence, ranks))
     return report.build(
         program=of_script("train.py --name '<script>'"),
         ranks=evidence,

@@ -10,7 +10,7 @@ from typing import Any
 
 from pretrainkit.files import read_object
 
-WARN, FINE, NOTED = "warn", "fine", "told"
+WARN, FINE, NOTED = "warn", "fine", "noted"
 
 DEBUG_VARIABLES: dict[str, tuple[str, str]] = {
     # name: values that cost nothing; what the others do
@@ -53,7 +53,7 @@ class Check:
 
     what: str
     state: str
-    """warn: costs time or spoils training; fine; told: a fact to know."""
+    """warn: costs time or spoils training; fine; noted: a fact to know."""
     found: str
     change: str = ""
 

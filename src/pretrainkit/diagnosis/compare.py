@@ -1,4 +1,4 @@
-"""A run against others: a baseline measured on the same card, and another experiment with more or less data."""
+"""A run against another experiment with more or less data, and against its own records."""
 
 from __future__ import annotations
 
@@ -6,56 +6,13 @@ from pathlib import Path
 from statistics import median_high
 from typing import Any
 
-from pretrainkit import files
 from pretrainkit.config.run_file import read_run
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import RequestError
 from pretrainkit.run.folder import RunFolder
 
-SHAPE = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "vocab_size")
-"""Fields that must be equal for two models to be as fast."""
 AGREEING = 0.1
 """Difference of two speeds that is no difference."""
-
-
-def read_baselines(folder: Path) -> list[dict[str, Any]]:
-    """All baselines in a folder of JSON files. Raises RequestError for one that isn't readable."""
-    found = []
-    for path in sorted(folder.glob("*.json")):
-        try:
-            value = files.read_json(path)
-            found += [{**value, **measured, "file": path.name} for measured in value.pop("measured")]
-        except (ValueError, KeyError, TypeError) as error:
-            raise RequestError(f"not a baseline: {error}", where=str(path), needed="model, device, measured") from error
-    return found
-
-
-def against_baseline(run: ResolvedRun, speed: dict[str, Any], folder: Path) -> dict[str, Any] | None:
-    """The nearest baseline of the same model, card and sequence length; None when there is none."""
-    training = run.config.training
-    same = [
-        item
-        for item in read_baselines(folder)
-        if all(item["model"].get(name) == getattr(run.model, name) for name in SHAPE)
-        and item["device"] == speed["device"]
-        and item["ranks"] == run.world_size
-        and item["sequence_length"] == run.config.data.sequence_length
-        and item["precision"] == run.precision
-    ]
-    if not same:
-        return None
-
-    def distance(item: dict[str, Any]) -> float:
-        # The fastest way to train is the one to compare with, among those with the nearest micro batch.
-        return abs(item["micro_batch_size"] - training.micro_batch_size) - item["tokens_per_second"] / 1e9
-
-    nearest = min(same, key=distance)
-    names = ("name", "file", "layers", "micro_batch_size", "global_batch_size", "versions", "tokens_per_second")
-    return {
-        **{name: nearest[name] for name in names},
-        "mfu": nearest.get("mfu"),
-        "ratio": speed["effective_tokens_per_second"]["value"] / nearest["tokens_per_second"],
-    }
 
 
 def against_experiment(run: ResolvedRun, folder: Path, other_folder: Path) -> dict[str, Any]:

@@ -13,12 +13,13 @@ from typing import Any
 from pretrainkit import files
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.diagnosis import checks, compare, data_checks, html, report, sandbox
-from pretrainkit.diagnosis.advice import cause
-from pretrainkit.diagnosis.causes import Findings, find
+from pretrainkit.diagnosis.causes import cause
 from pretrainkit.diagnosis.checks import Check
 from pretrainkit.diagnosis.evidence import WORTH_TELLING, Evidence, Shown, shown_by, step_s
+from pretrainkit.diagnosis.findings import Findings, find
 from pretrainkit.diagnosis.measure import Measured, Starter
 from pretrainkit.diagnosis.program import Program
+from pretrainkit.diagnosis.settings import check_settings
 from pretrainkit.diagnosis.spec import SPEED_ONLY, Spec
 from pretrainkit.diagnosis.speed import speed_of
 from pretrainkit.diagnosis.statistics import Interval
@@ -26,9 +27,11 @@ from pretrainkit.errors import RequestError
 from pretrainkit.logs import get_logger
 from pretrainkit.machine import count_cpus
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 STARTS_PER_SETTING = 2
 """A setting that needs a start of its own is measured so often, in turn with the one it is compared to."""
+RESTARTS_SHARE = 0.4
+"""Part of the budget for a setting that needs starts of its own."""
 MEMORY_FOR_DOUBLING = 0.45
 """Share of the GPU's memory up to which twice the micro batch is tried."""
 
@@ -47,7 +50,6 @@ class Request:
     experiment: Path | None = None
     """Folder of the run, when the program is one."""
     against: Path | None = None
-    baselines: Path | None = None
     tokenizer: Path | None = None
     data: str | None = None
     longest_s: float = 1800.0
@@ -70,13 +72,7 @@ def diagnose(request: Request) -> dict[str, Any]:
         against = compare.against_experiment(run, request.experiment, request.against)
     static = _static_checks(request)
     _make_writable(request.output)
-    cpu_ids = tuple(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ()
-    spec = replace(
-        request.spec,
-        source=request.program.kind,
-        num_cpus=count_cpus(),
-        cpu_ids=cpu_ids,
-    )
+    spec = replace(request.spec, source=request.program.kind, num_cpus=count_cpus())
     # Beside the run's own outputs, so that saving is as fast as there.
     place = request.experiment.parent if request.experiment and spec.time_checkpoint else None
     scratch = Path(tempfile.mkdtemp(prefix=".diagnosis-", dir=place)).resolve()
@@ -113,13 +109,16 @@ def _measure(request: Request, starter: Starter, static: list[Check], against: d
     """Measure, and make the report."""
     run, spec = request.program.run, starter.spec
     log.info("measuring %s", request.program.name)
-    measured = starter.measure()
-    ranks = [Evidence(rank, confirmed_after=spec.rounds) for rank in measured.ranks]
+    environment = {**os.environ, **request.program.environment}
+    is_set = checks.debug_variables(environment, on_gpu=True) and spec.wants("debug_variables")
+    will_restart = not request.quick and (is_set or (run and spec.wants("micro_batch")))
+    measured = starter.measure(budget_s=spec.budget_s * (1 - RESTARTS_SHARE if will_restart else 1.0))
+    ranks = list(map(Evidence, measured.ranks))
     findings = find(ranks, kind=request.program.kind)
     for probe in measured.broken:
-        findings.tell_uncertain(probe, "the program fails with this change")
+        findings.note(findings.uncertain, probe, "the program fails with this change")
     if measured.cut_short:
-        findings.tell_uncertain("probes that are not listed", f"not made: {measured.cut_short}")
+        findings.uncertain.append({"what": "probes that are not listed", "found": f"not made: {measured.cut_short}"})
     first = ranks[0].rank
     on_gpu = first["facts"]["device"] != "cpu"
     variables = first["environment"]["variables"]
@@ -132,6 +131,7 @@ def _measure(request: Request, starter: Starter, static: list[Check], against: d
     if "checkpoint_s" in first and run:
         saving = _checkpoint_cost(findings, first["checkpoint_s"], run, speed)
     static += checks.check_environment(variables, on_gpu=on_gpu)
+    static += check_settings(first)
     static += checks.check_batches(first["observed"]["batches"], first["facts"].get("tokenizer"))
     static += checks.check_machine(measured.machine)
     made = report.build(
@@ -145,7 +145,6 @@ def _measure(request: Request, starter: Starter, static: list[Check], against: d
     )
     made["format_version"] = FORMAT_VERSION
     made["against"] = against
-    made["baseline"] = compare.against_baseline(run, speed, request.baselines) if run and request.baselines else None
     if run:
         made["metrics_jsonl"] = compare.agreement(
             request.experiment, measured.folder / "experiment", speed["timed_windows"], speed["step_time_s"]["value"]
@@ -169,7 +168,7 @@ def _restarts(findings: Findings, starter: Starter, measured: Measured, names: d
         log.info("measuring without %s", ", ".join(names))
         shown = _in_turn(starter, "debug_variables", unset=tuple(names))
         listed = " ".join(f"{name}={value}" for name, value in names.items())
-        findings.judge(shown, cause("debug_variables", shown.share, listed=listed, names=" ".join(names)))
+        findings.judge(shown, cause("debug_variables", shown, listed=listed, names=" ".join(names)))
     if starter.program.run and starter.spec.wants("micro_batch"):
         _larger_micro_batch(findings, starter, starter.program.run, measured)
 
@@ -178,12 +177,12 @@ def _larger_micro_batch(findings: Findings, starter: Starter, run: ResolvedRun, 
     """Start the run with twice the micro batch, if the same global batch and the memory allow that."""
     size = run.config.training.micro_batch_size
     if run.config.training.global_batch_size % (2 * size * run.data_parallel_size):
-        findings.tell_fine("micro_batch", "twice of it doesn't divide the global batch")
+        findings.note(findings.not_applicable, "micro_batch", "twice of it doesn't divide the global batch")
         return
     used_gib, limit_gib = measured.ranks[0].get("peak_memory_gib") or 0.0, measured.ranks[0]["facts"].get("memory_gib")
     if limit_gib and used_gib > MEMORY_FOR_DOUBLING * limit_gib:
-        gpus = len(measured.machine["gpus"])
-        findings.tell_fine("micro_batch", f"{used_gib:.1f} GiB of {limit_gib:.1f} are used, {gpus} GPU")
+        found = f"{used_gib:.1f} GiB of {limit_gib:.1f} are used on {len(measured.machine['gpus'])} GPUs"
+        findings.note(findings.not_applicable, "micro_batch", found)
         return
     log.info("measuring with twice the micro batch")
     shown = _in_turn(starter, "micro_batch", changes={"micro_batch_size": 2 * size})
@@ -196,7 +195,8 @@ def _in_turn(starter: Starter, probe: str, **change: Any) -> Shown:
     after: list[list[float]] = []
     for _ in range(STARTS_PER_SETTING):
         for found, settings in ((before, {}), (after, change)):
-            measured = starter.measure(plan=SPEED_ONLY, time_checkpoint=False, **settings)
+            budget_s = starter.spec.budget_s * RESTARTS_SHARE / (2 * STARTS_PER_SETTING)
+            measured = starter.measure(plan=SPEED_ONLY, time_checkpoint=False, budget_s=budget_s, **settings)
             found += [[step_s(window)] for window in measured.ranks[0]["windows"]]
     count = min(len(before), len(after))
     return shown_by(probe, before[:count], after[:count])
@@ -215,5 +215,5 @@ def _checkpoint_cost(findings: Findings, checkpoint_s: float, run: Any, speed: d
         findings.add(cause("save_interval", lost, seconds=checkpoint_s, interval=interval, wanted=wanted))
     else:
         found = f"takes {checkpoint_s:.3g} s every {interval} steps: {lost.value:.1%} of the time"
-        findings.tell_fine("checkpoint_writes", found)
+        findings.note(findings.fine, "save_interval", found)
     return {"seconds": checkpoint_s, "save_interval": interval, "share": lost.value}

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from statistics import stdev
 from typing import Any
 
-from pretrainkit.diagnosis.statistics import Interval, Rounds, noise_of, saved_share, typical_s, undisturbed_s, whole
+from pretrainkit.diagnosis.statistics import (
+    MANY,
+    Interval,
+    Rounds,
+    noise_of,
+    saved_share,
+    typical_s,
+    undisturbed_s,
+    whole,
+)
 
 WORTH_TELLING = 0.02
 """A smaller share is 'fine'."""
 CPU_WITNESS = 0.3
 """A change that saves work must save this part of its share in CPU time, too; waiting for others doesn't."""
-SAVES_WORK = ("packing", "attention", "anomaly_detection", "deterministic", "recomputation", "micro_batch")
+SAVES_WORK = ("packing", "attention", "anomaly_detection", "larger_micro_batch", "micro_batch")
 """Probes whose change leaves less for the processor to do, so that on a CPU its time must fall."""
-
-TRIES_WORKERS = ("workers_", "prefetch")
-"""Probes that read by other workers."""
+LARGE = 0.1
+"""A saving that is at least this large for certain needs no second measurement."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +34,8 @@ class Shown:
     probe: str
     share: Interval
     """Of the step time as it is."""
-    noise: float
-    """Share that couldn't be told from nothing in these windows."""
+    noise: float | None
+    """Share that couldn't be told from nothing in these windows; None of few."""
     rounds: int
     doubt: str
     """Why the saving isn't certain; empty when it is larger than the noise, and was seen a second time."""
@@ -41,7 +50,7 @@ class Shown:
         return {
             "probe": self.probe,
             "share": self.share.to_json(),
-            "noise": round(self.noise, 5),
+            "noise": self.noise,
             "rounds": self.rounds,
             "is_certain": self.is_certain,
             "doubt": self.doubt,
@@ -52,8 +61,9 @@ def shown_by(probe: str, before_s: Rounds, after_s: Rounds) -> Shown:
     """What rounds without and with a change show by themselves."""
     share, noise, doubt = saved_share(before_s, after_s), noise_of(before_s), ""
     if share.low <= 0:
-        doubt = "the windows don't agree that it saves time"
-    elif share.value < noise:
+        few = f"too few rounds ({len(before_s)}): --budget_s allows more" if len(before_s) < MANY else ""
+        doubt = few or "the rounds don't agree that it saves time"
+    elif noise and share.value < noise:
         doubt = f"less than the machine's noise ({noise:.0%})"
     return Shown(probe, share, noise, len(before_s), doubt)
 
@@ -66,10 +76,8 @@ def step_s(window: dict[str, Any]) -> float:
 class Evidence:
     """One rank's windows, by probe."""
 
-    def __init__(self, rank: dict[str, Any], *, confirmed_after: int) -> None:
+    def __init__(self, rank: dict[str, Any]) -> None:
         self.rank = rank
-        self._confirmed_after = confirmed_after
-        """Rounds from this number on were measured because the first ones had shown something."""
         self._windows: list[dict[str, Any]] = rank.get("windows", [])
 
     def windows(self, probe: str, *, is_changed: bool = True) -> list[dict[str, Any]]:
@@ -79,6 +87,11 @@ class Evidence:
     def as_is(self) -> list[dict[str, Any]]:
         """All windows of the program as it is, with its own data."""
         return [window for window in self._windows if not window["is_changed"] and window["probe"] != "as_is"]
+
+    def phase_share(self, phase: str) -> float:
+        """Part of the time that a phase took in the look at the program as it is."""
+        observed = self.rank["observed"]
+        return float(observed["phases_s"].get(phase, 0.0) / observed["wall_s"])
 
     @property
     def as_is_step_s(self) -> Interval:
@@ -95,32 +108,41 @@ class Evidence:
         return min(1.0, undisturbed_s(after) / undisturbed_s(before))
 
     @property
-    def noise(self) -> float:
-        """Share that windows of one and the same setting differ by."""
+    def noise(self) -> float | None:
+        """Share that windows of one and the same setting differ by; None where there are too few."""
         same = (self.windows(probe, is_changed=False) for probe in ("as_is", "data"))
-        return min(noise_of([window["steps_s"] for window in windows]) for windows in same)
+        found = [noise_of([window["steps_s"] for window in windows]) for windows in same]
+        return min((noise for noise in found if noise is not None), default=None)
 
     def shown(self, probe: str) -> Shown | None:
         """What a probe has shown; None when it wasn't made."""
         windows = self.windows(probe)
         if not windows:
             return None
-        is_of_kept_batches = probe in self.rank.get("switches", {})
-        again = [window for window in windows if window["round"] >= self._confirmed_after and is_of_kept_batches]
+        is_of_kept_batches = probe not in self.rank["reading_probes"]
+        screened = self.rank.get("switches", {}).get(probe, {}).get("screened", len(windows))
+        again = [window for window in windows if window["round"] >= screened]
         first = [window for window in windows if window not in again]
-        used = again or first
+        used = again if len(again) >= MANY else windows
         found = shown_by(probe, *self._normalised(probe, used))
-        doubt = ""
-        if found.doubt:
-            doubt = found.doubt
+        doubt = found.doubt
+        if doubt:
+            pass
         elif again and first and saved_share(*self._normalised(probe, first)).value <= 0:
             doubt = "seen once of two times"
-        elif not again and is_of_kept_batches:
-            doubt = "not measured a second time"
+        elif not again and found.share.low < LARGE and is_of_kept_batches:
+            doubt = f"not measured a second time (after {len(first)} rounds): --budget_s allows more"
         elif self._lacks_witness(probe, used, found.share):
             doubt = "the CPU time is the same: something else on the machine took the time"
-        factor = self.replay_share if is_of_kept_batches else 1.0
-        return replace(found, share=found.share.scaled(factor), doubt=doubt)
+        share = found.share.scaled(self.replay_share) if is_of_kept_batches else found.share
+        if probe == "packing":
+            share = share.widened(self._padding_error())
+        return replace(found, share=share, doubt=doubt)
+
+    def _padding_error(self) -> float:
+        """Of the mean share of padding, at 95%, since few batches were seen."""
+        paddings = [1 - batch["real_tokens"] / batch["tokens"] for batch in self.rank["seen"] if batch["tokens"]]
+        return 1.96 * stdev(paddings) / len(paddings) ** 0.5 if len(paddings) > 1 else 0.0
 
     def _normalised(self, probe: str, windows: list[dict[str, Any]], *, cpu: bool = False) -> tuple[Rounds, Rounds]:
         """Seconds before and after for the same work, whatever the change puts into one micro batch."""
@@ -128,19 +150,17 @@ class Evidence:
         if cpu:
             before = [[window["before_cpu_s"]] for window in windows]
             after = [[window["cpu_s"]] for window in windows]
-        switches, kept = self.rank.get("switches", {}), self.rank.get("kept", {})
+        switches = self.rank.get("switches", {})
         if probe not in switches:
             return before, after
-        unit = "real_tokens" if kept.get("real_tokens") else "samples"
-        extra_s = [0.0] * len(windows)
-        if probe.startswith("micro_batch_x"):
-            unit = "samples"
-            extra_s = [self._optimizer_steps_s(int(probe[-1]), window) for window in windows]
-        ratios = []
-        for window in windows:
-            work_before = window["before_micro_batches"] * kept[unit]
-            work_after = window["micro_batches"] * switches[probe][unit]
-            ratios.append(work_before / work_after if work_before and work_after else 1.0)
+        is_merged = probe == "larger_micro_batch"
+        ratios = [
+            window["before_micro_batches"] / (window["micro_batches"] * switches[probe]["work_ratio"])
+            if window["before_micro_batches"] and window["micro_batches"]
+            else 1.0
+            for window in windows
+        ]
+        extra_s = [self._optimizer_steps_s(2, window) if is_merged else 0.0 for window in windows]
         after = [
             [(seconds + more_s / len(steps)) * ratio for seconds in steps]
             for steps, ratio, more_s in zip(after, ratios, extra_s, strict=True)
@@ -173,9 +193,7 @@ class Evidence:
         Waiting for workers comes in bursts, at any step: where they read data, only whole windows can be compared.
         """
         before, after = [window["before_s"] for window in windows], [window["steps_s"] for window in windows]
-        loader = self.rank.get("facts", {}).get("loader") or {}
-        tries_workers = any(window["probe"].startswith(TRIES_WORKERS) for window in windows)
-        replays = any(window["probe"] in self.rank.get("switches", {}) for window in windows)
-        if tries_workers or (loader.get("num_workers") and not replays):
-            return whole(before), whole(after)
-        return before, after
+        loader = self.rank["facts"]["loader"] or {}
+        reads = any(window["probe"] in self.rank["reading_probes"] for window in windows)
+        has_workers = loader.get("num_workers") or any(window["probe"].startswith("workers_") for window in windows)
+        return (whole(before), whole(after)) if reads and has_workers else (before, after)

@@ -59,7 +59,8 @@ class Watch:
 
     def _look(self) -> None:
         known = states.read(self._folder)
-        self.unmeasured |= {
+        hooked = {int(path.name.partition("_")[2]) for path in self._folder.glob("python_*")} | set(known)
+        self.unmeasured = {
             pid: f"process {pid} ({state.words}): {REASONS[state.name]}"
             for pid, state in known.items()
             if state.name in REASONS
@@ -67,7 +68,7 @@ class Watch:
         with contextlib.suppress(psutil.Error):
             for child in psutil.Process(self._pid).children(recursive=True):
                 with contextlib.suppress(psutil.Error, OSError):
-                    if child.pid not in known and "libtorch" in Path(f"/proc/{child.pid}/maps").read_text():
+                    if child.pid not in hooked and "libtorch" in Path(f"/proc/{child.pid}/maps").read_text():
                         self._unwatched(child)
 
     def _unwatched(self, process: psutil.Process) -> None:

@@ -15,10 +15,9 @@ SPEC_VARIABLE = "PRETRAINKIT_DIAGNOSIS"
 """Environment variable with the path of the file; without it the hooks do nothing."""
 
 PROBES = (
-    *("packing", "micro_batch_x2", "micro_batch_x4", "attention", "tf32", "bf16", "fused_optimizer", "threads"),
-    *("cpu_binding", "logging", "checkpoint_writes", "anomaly_detection", "deterministic", "recomputation", "compile"),
-    *("workers_2", "workers_4", "workers_8", "prefetch", "pinned_memory", "persistent_workers", "loader_alone"),
-    *("debug_variables", "micro_batch", "no_gradient_exchange"),
+    *("packing", "larger_micro_batch", "attention", "tf32", "fused_optimizer", "threads", "logging"),
+    *("anomaly_detection", "workers_2", "workers_4", "workers_8", "no_gradient_exchange"),
+    *("debug_variables", "micro_batch"),
 )
 """What can be asked for or left out; the data probe is always made, since its batches are those of the others."""
 
@@ -37,8 +36,6 @@ class Spec:
     """experiment, script or module."""
     num_cpus: int = 1
     """Cores that all ranks of this machine have together."""
-    cpu_ids: tuple[int, ...] = ()
-    """Which cores these are."""
     warmup_steps: int = 4
     window_s: float = 0.15
     """A window holds as many steps as fit into this, at least 2."""
@@ -46,16 +43,14 @@ class Spec:
     rounds: int = 6
     """Pairs of windows of each probe, before those that show something are measured again."""
     confirming_rounds: int = 12
-    budget_s: float = 120.0
-    """No new round is begun after so much time in the windows of one process."""
+    budget_s: float = 60.0
+    """Time from the first step of one process to the end of its last window."""
     excluded: tuple[str, ...] = ()
     """Probes to leave out."""
     only: tuple[str, ...] = ()
     """If given, the probes to make, no others."""
     time_checkpoint: bool = False
-    """Let the program save once at the end; only a run of this project can be told to."""
-    compile: bool | None = None
-    """Probe torch.compile; None: on CUDA alone, where it needs no C++ compiler."""
+    """Let the program save once at the end; only a run of this project can be asked to."""
 
     def wants(self, probe: str) -> bool:
         """Whether a probe is to be made."""

@@ -18,6 +18,13 @@ RESAMPLES = 1000
 UNDISTURBED = 0.25
 """Quantile over the rounds that is taken for a step without disturbance."""
 
+MANY = 6
+"""Rounds from which on their own spread can be resampled."""
+STUDENT_T = {1: 1.0, 2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}
+"""Of the mean of so many rounds, at 95%."""
+REPEATABLE = 0.01
+"""Windows of one setting differ by this at least, however close a few of them are: measured on quiet machines."""
+
 Rounds = Sequence[Sequence[float]]
 """For each round, the seconds of each step of its window; the same steps in every round."""
 
@@ -34,6 +41,16 @@ class Interval:
         """The interval of `factor` (above 0) times the quantity."""
         return Interval(self.value * factor, self.low * factor, self.high * factor)
 
+    def within_bounds(self) -> Interval:
+        """The interval without what can't be: less than nothing, more than all."""
+        value, low, high = (min(max(share, 0.0), 1.0) for share in (self.value, self.low, self.high))
+        return Interval(value, low, high)
+
+    def widened(self, half: float) -> Interval:
+        """The interval with another source of error, independent of what it has."""
+        low, high = ((end**2 + half**2) ** 0.5 for end in (self.value - self.low, self.high - self.value))
+        return Interval(self.value, self.value - low, self.value + high)
+
     def to_json(self) -> dict[str, float]:
         """The numbers, rounded to what they are worth."""
         return {"value": round(self.value, 5), "low": round(self.low, 5), "high": round(self.high, 5)}
@@ -42,34 +59,44 @@ class Interval:
 def saved_share(before_s: Rounds, after_s: Rounds, *, confidence: float = CONFIDENCE) -> Interval:
     """Share of the time that a change saves: 1 - after / before; negative when it costs time.
 
-    Round i of both was measured one after the other. The interval is found by resampling the rounds, and widened
-    for how few they are.
+    Round i of both was measured one after the other. Of many rounds the interval is found by resampling them, and
+    widened for how few they are; of two to five by Student's t over whole windows. Of one it is wide open.
     """
     assert len(before_s) == len(after_s) and before_s
     before, after = _matrix(before_s), _matrix(after_s)
     count = len(before)
+    if count < MANY:
+        ratios = np.log(after.sum(axis=1) / before.sum(axis=1))
+        centre = float(ratios.mean())
+        spread = max(float(ratios.std(ddof=1)), REPEATABLE) if count > 1 else 3.0
+        half = STUDENT_T[count] * spread / count**0.5
+        return _share(centre, centre - half, centre + half)
     drawn = np.random.default_rng(count).integers(0, count, (RESAMPLES, count))
     logs = np.log(_undisturbed(after[drawn]) / _undisturbed(before[drawn]))
     centre = float(np.log(_undisturbed(after) / _undisturbed(before)))
     low, high = np.quantile(logs, [(1 - confidence) / 2, (1 + confidence) / 2])
     widening = 1 + 4 / count
-    low, high = min(centre, centre + (low - centre) * widening), max(centre, centre + (high - centre) * widening)
+    return _share(centre, min(0, low - centre) * widening + centre, max(0, high - centre) * widening + centre)
+
+
+def _share(centre: float, low: float, high: float) -> Interval:
+    """Of logarithms of after / before."""
     return Interval(1 - float(np.exp(centre)), 1 - float(np.exp(high)), 1 - float(np.exp(low)))
 
 
-def noise_of(windows_s: Rounds) -> float:
-    """The share by which as many windows of one and the same setting could seem to differ: what can't be seen here."""
-    if len(windows_s) < 4:
-        return 1.0
+def noise_of(windows_s: Rounds) -> float | None:
+    """The share by which as many windows of one and the same setting could seem to differ; None of too few of them."""
+    if len(windows_s) < MANY:
+        return None
     seconds = _matrix(windows_s)
     drawn = np.random.default_rng(0).integers(0, len(seconds), (2, RESAMPLES, len(seconds)))
     first, second = _undisturbed(seconds[drawn[0]]), _undisturbed(seconds[drawn[1]])
     return float(np.quantile(np.abs(1 - second / first), CONFIDENCE))
 
 
-def whole(windows_s: Rounds) -> Rounds:
-    """Windows as one step each."""
-    return [[sum(window)] for window in windows_s]
+def whole(windows_s: Rounds, factor: float = 1.0) -> Rounds:
+    """Windows as one step each, their time times a factor."""
+    return [[sum(window) * factor] for window in windows_s]
 
 
 def typical_s(windows_s: Rounds) -> Interval:

@@ -8,13 +8,16 @@ import diagnosis_samples as samples
 import numpy as np
 import pytest
 
-from pretrainkit.diagnosis.causes import Findings, find
+from pretrainkit.diagnosis.causes import CAUSES
 from pretrainkit.diagnosis.evidence import Evidence
+from pretrainkit.diagnosis.findings import Findings, find
+from pretrainkit.diagnosis.settings import check_settings
+from pretrainkit.diagnosis.spec import PROBES
 
 
 def findings(*ranks: dict[str, Any]) -> Findings:
     """What some ranks' windows show."""
-    return find([Evidence(rank, confirmed_after=samples.CONFIRMED_AFTER) for rank in ranks], kind="script")
+    return find(list(map(Evidence, ranks)), kind="script")
 
 
 @pytest.mark.parametrize("disturbed", [0.0, 0.3])
@@ -29,9 +32,9 @@ def test_noise_makes_no_cause(disturbed: float) -> None:
     [
         ({"packing": 0.4, "threads": 0.1}, ["packing", "threads"]),
         ({"threads": 0.3}, ["threads"]),
-        ({"micro_batch_x2": 0.4, "attention": 0.2}, ["micro_batch", "attention"]),
+        ({"larger_micro_batch": 0.4, "attention": 0.2}, ["larger_micro_batch", "attention"]),
         ({"data": 0.5, "workers_2": 0.45}, ["workers"]),
-        ({"data": 0.2, "packing": 0.5}, ["packing", "workers"]),
+        ({"data": 0.2, "packing": 0.5}, ["packing", "data"]),
     ],
     ids=lambda value: " ".join(value),
 )
@@ -39,7 +42,7 @@ def test_planted_causes_are_ranked_by_their_share(saved: dict[str, float], expec
     found = findings(samples.rank_result(np.random.default_rng(0), saved))
     assert [cause.name for cause in found.causes] == expected
     data = saved.get("data", 0.0)
-    wanted = {"packing": saved.get("packing", 0) * (1 - data), "workers": data}
+    wanted = {"packing": saved.get("packing", 0) * (1 - data), "workers": saved.get("workers_2", 0), "data": data}
     for cause in found.causes:
         if cause.name in wanted:
             assert cause.share.value == pytest.approx(wanted[cause.name], abs=0.03)
@@ -63,14 +66,31 @@ def test_a_tokenizer_in_the_workers_is_seen_there() -> None:
 
 def test_workers_that_do_not_help_are_not_advised() -> None:
     rank = samples.rank_result(np.random.default_rng(0), {"data": 0.5, "workers_2": -0.5})
-    found = findings(rank)
-    assert found.causes[0].name == "data"
-    assert "more don't help" in found.causes[0].why
+    (cause,) = findings(rank).causes
+    assert cause.name == "data" and cause.known == "at most"
+    assert "with 2 workers 0.0%" in cause.seen
 
 
-def test_too_few_workers_are_told_apart_from_slow_reading() -> None:
+def test_time_for_data_is_one_cause_with_what_the_workers_were_measured_to_save() -> None:
     rank = samples.rank_result(np.random.default_rng(0), {"data": 0.6, "workers_4": 0.4}, num_workers=1)
-    assert [cause.name for cause in findings(rank).causes] == ["workers", "data"]
+    (cause,) = findings(rank).causes
+    assert cause.name == "workers" and cause.known == "measured"
+    assert cause.share.value == pytest.approx(0.4, abs=0.03)
+
+
+@pytest.mark.parametrize("dataset", ["TensorDataset", "list"])
+def test_samples_in_memory_are_not_to_be_prepared(dataset: str) -> None:
+    rank = samples.rank_result(np.random.default_rng(0), {"data": 0.5})
+    rank["facts"]["loader"]["dataset"] = dataset
+    (cause,) = findings(rank).causes
+    assert "tokenize" not in cause.change and "decode" not in cause.change and dataset in cause.change
+
+
+def test_the_optimizer_that_is_used_is_named() -> None:
+    rank = samples.rank_result(np.random.default_rng(0), {"fused_optimizer": 0.2})
+    rank["switches"]["fused_optimizer"]["detail"] = "Adam"
+    (cause,) = findings(rank).causes
+    assert cause.change == "torch.optim.Adam(..., fused=True)"
 
 
 def test_a_saving_of_wall_time_without_cpu_time_is_doubted() -> None:
@@ -96,35 +116,62 @@ def test_the_slowest_rank_is_named() -> None:
 def test_equal_ranks_have_no_slowest() -> None:
     generator = np.random.default_rng(0)
     ranks = [samples.rank_result(generator, {"exchange": 0.2}, rank=rank, world_size=2) for rank in range(2)]
-    assert [cause.name for cause in findings(*ranks).causes] == []
+    found = findings(*ranks)
+    assert found.causes == []
+    assert "speed of the ranks" in [item["what"] for item in found.fine + found.uncertain]
 
 
-def test_what_was_not_applicable_is_told() -> None:
-    fine = findings(samples.rank_result(np.random.default_rng(0))).fine
-    assert {"what": "TF32", "found": "CUDA only"} in fine
+def test_what_does_not_apply_is_not_called_fine() -> None:
+    found = findings(samples.rank_result(np.random.default_rng(0)))
+    assert {"what": "TF32", "found": "CUDA only"} in found.not_applicable
+    assert "TF32" not in [item["what"] for item in found.fine]
 
 
-def test_compiling_new_shapes_is_not_taken_for_reading() -> None:
-    rank = samples.rank_result(np.random.default_rng(0), {"data": 0.54})
-    rank["observed"]["compiled_frames"] = 8
-    for number, batch in enumerate(rank["observed"]["batches"]):
-        rank["observed"]["batches"][number] = {**batch, "shape": [4, 60 + number]}
+@pytest.mark.parametrize(("rounds", "is_shown"), [(1, False), (2, True), (4, True)])
+def test_few_rounds_show_a_large_cause(rounds: int, is_shown: bool) -> None:
+    """Steps of seconds leave time for a few windows alone."""
+    rank = samples.rank_result(np.random.default_rng(0), {"packing": 0.76}, disturbed=0.0)
+    rank["windows"] = [window for window in rank["windows"] if window["round"] < rounds]
+    rank["switches"]["packing"]["screened"] = rounds
     found = findings(rank)
-    # Half of what known batches save is spent waiting for data.
-    assert {cause.name: round(cause.share.value, 1) for cause in found.causes} == {"new_shapes": 0.3, "workers": 0.3}
-    rank["observed"]["compiled_frames"] = 0
-    assert [cause.name for cause in findings(rank).causes] == ["workers"]
+    assert [cause.name for cause in found.causes] == (["packing"] if is_shown else [])
+    for cause in found.causes:
+        assert 0 <= cause.share.low < cause.share.value < cause.share.high <= 1
+        assert cause.share.value == pytest.approx(0.76, abs=0.03)
+    if not is_shown:
+        (item,) = [item for item in found.uncertain if item["what"] == "padding"]
+        assert "too few rounds (1)" in item["found"] and "0.0% to" in item["found"]
 
 
-def test_workers_that_are_started_for_every_epoch() -> None:
+def test_a_change_that_was_not_measured_is_uncertain() -> None:
+    rank = samples.rank_result(np.random.default_rng(0))
+    rank["windows"] = [window for window in rank["windows"] if window["probe"] != "threads"]
+    uncertain = {item["what"]: item["found"] for item in findings(rank).uncertain}
+    assert "no time was left" in uncertain["CPU threads"]
+
+
+def test_padding_of_few_batches_widens_the_interval() -> None:
+    rank = samples.rank_result(np.random.default_rng(0), {"packing": 0.4})
+    narrow = findings(rank).causes[0].share
+    rank["seen"] = [{**rank["seen"][0], "real_tokens": real} for real in (200, 60, 220)]
+    wide = findings(rank).causes[0].share
+    assert wide.value == narrow.value and wide.high - wide.low > 2 * (narrow.high - narrow.low)
+
+
+def test_every_probe_has_a_row() -> None:
+    assert {probe for probe in PROBES if not probe.startswith("workers_")} <= set(CAUSES)
+
+
+def test_settings_are_advised_and_not_measured() -> None:
     rank = samples.rank_result(np.random.default_rng(0), num_workers=2)
-    rank["facts"]["loader"]["batches"] = 40  # 20 steps of 0.1 s
-    rank["epoch_starts"] = {"new_s": [1.0, 1.1, 0.9], "kept_s": [0.1, 0.1, 0.1]}
-    (cause,) = findings(rank).causes
-    assert cause.name == "persistent_workers"
-    assert cause.share.value == pytest.approx(0.9 / 2.9, abs=0.02)
-    rank["facts"]["loader"]["batches"] = 4000
-    assert not findings(rank).causes
+    assert check_settings(rank) == []
+    rank["facts"]["loader"]["batches"] = 40
+    rank["facts"] |= {"deterministic": True, "device": "NVIDIA H200"}
+    found = check_settings(rank)
+    assert {check.what for check in found} == {
+        *("pinned memory", "workers of an epoch", "precision", "deterministic algorithms")
+    }
+    assert all("wasn't measured" in check.found and check.change for check in found)
 
 
 def test_a_change_that_may_save_much_is_not_called_fine() -> None:

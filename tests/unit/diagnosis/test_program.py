@@ -5,6 +5,7 @@ from __future__ import annotations
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 import diagnosis_samples as samples
 import numpy as np
@@ -58,7 +59,8 @@ def test_no_start_is_made_for_what_was_left_out(
     """PYTHONDEVMODE is set, so that the program would be started again without it."""
     rank = samples.rank_result(np.random.default_rng(0))
     rank["environment"]["variables"] = {"PYTHONDEVMODE": "1"}
-    starts: list[dict[str, object]] = []
+    monkeypatch.setenv("PYTHONDEVMODE", "1")
+    starts: list[dict[str, Any]] = []
 
     def measure(self: Starter, **settings: object) -> Measured:
         starts.append(settings)
@@ -69,6 +71,9 @@ def test_no_start_is_made_for_what_was_left_out(
     command = ["--script", "train.py", "--output", str(tmp_path / "report")]
     tool = runpy.run_path(str(Path(__file__).parents[3] / "tools" / "diagnose_speed.py"))
     assert tool["main"]([*command, *words]) == 0
-    assert starts == [{}]
+    assert starts == [{"budget_s": 60.0}]
     assert tool["main"](command) == 0
-    assert {"unset": ("PYTHONDEVMODE",), "plan": SPEED_ONLY, "time_checkpoint": False} in starts
+    # Starts that take turns have what they need of the budget.
+    settings = {"plan": SPEED_ONLY, "time_checkpoint": False, "budget_s": 6.0}
+    assert settings | {"unset": ("PYTHONDEVMODE",)} in starts
+    assert sum(start["budget_s"] for start in starts[1:]) == 60.0

@@ -71,11 +71,29 @@ def test_the_page_stands_alone_and_shows_all(made: dict) -> None:  # type: ignor
     assert parser.open == []
     assert "script" not in parser.tags
     assert not re.search(r"url\(|@import", page)
-    assert parser.tags.count("svg") == 4
     for cause in made["causes"]:
         assert f"{cause['share']['value']:.1%}" in page
+        assert cause["known"] in page
+    assert parser.tags.count("dt") == 3 * len([*made["causes"], *made["options"]])
+    assert "doesn't apply" in page.replace("&#x27;", "'")
     assert "&lt;script&gt;" in page
     assert "&lt;b&gt;/train.py" in page
+
+
+def test_the_summary_contradicts_nothing_below_it() -> None:
+    rank = samples.rank_result(np.random.default_rng(0))
+    assert samples.report_of(rank)["summary"].startswith("No cause: every change")
+    rank["windows"] = [window for window in rank["windows"] if window["probe"] != "packing"]
+    found = samples.report_of(rank)
+    assert found["summary"] == "No cause was shown for certain. Not ruled out: padding"
+    assert "none over" not in report.text(found).lower()
+    shown = samples.report_of(samples.rank_result(np.random.default_rng(0), {"packing": 0.76}))
+    assert shown["summary"].startswith("padding is computed: measured 76% of the step time")
+
+
+def test_time_for_data_agrees_with_the_phase(made: dict) -> None:  # type: ignore[type-arg]
+    (cause,) = [cause for cause in made["causes"] if cause["phase"] == "data"]
+    assert made["phases"]["data"] == pytest.approx(cause["share"]["value"], abs=0.05)
 
 
 @pytest.mark.parametrize(

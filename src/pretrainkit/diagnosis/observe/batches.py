@@ -7,6 +7,7 @@ ignored (-100) from some position on to the end of the row.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,8 @@ import torch.nn.functional as F
 
 IDS = ("input_ids", "tokens")
 IGNORED_LABEL = -100
+DRAWS = 300
+"""Choices among which the most typical one is taken."""
 
 
 def copied(batch: Any) -> Any:
@@ -139,6 +142,20 @@ def mean_work(seen: list[Any]) -> dict[str, float]:
     facts = [measure(batch) for batch in seen]
     names = ("samples", "tokens", "real_tokens")
     return {name: sum(fact[name] for fact in facts) / max(len(facts), 1) for name in names}
+
+
+def typical(seen: list[Any], count: int) -> list[Any]:
+    """So many of the batches that together have about the size and the padding of all."""
+    work = [(item["tokens"] or item["samples"], item["real_tokens"]) for item in map(measure, seen)]
+    tokens, real = (sum(amounts) / max(len(work), 1) for amounts in zip(*work, strict=True))
+
+    def distance(chosen: list[int]) -> float:
+        own_tokens, own_real = (sum(work[index][part] for index in chosen) / count for part in (0, 1))
+        return abs(own_tokens - tokens) / tokens + abs(own_real / own_tokens - real / tokens)
+
+    draw = random.Random(0)
+    drawn = [draw.sample(range(len(seen)), count) for _ in range(DRAWS)]
+    return [seen[index] for index in min(drawn, key=distance)]
 
 
 def can_be_packed(batch: Any) -> bool:

@@ -165,7 +165,7 @@ def _watch_modules(session: Session) -> None:
         if not any(known is module for known in session.seen_modules):
             session.seen_modules.append(module)
         try:
-            with session.clock.phase(phases.FORWARD), session.forward_context():
+            with session.clock.phase(phases.FORWARD):
                 return call(module, *args, **kwargs)
         finally:
             depth -= 1
@@ -184,7 +184,7 @@ def _watched_forward(session: Session, forward: Callable[..., Any]) -> Callable[
     def watched(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        with session.clock.phase(phases.FORWARD), session.forward_context():
+        with session.clock.phase(phases.FORWARD):
             return forward(*args, **kwargs)
 
     return watched
@@ -244,12 +244,8 @@ def _watch_recomputation(session: Session) -> None:
     recompute = module.checkpoint
 
     @functools.wraps(recompute)
-    def watched(function: Any, *args: Any, **kwargs: Any) -> Any:
+    def watched(*args: Any, **kwargs: Any) -> Any:
         session.loop.checkpoint_calls += 1
-        if session.no_recomputation:
-            for option in ("use_reentrant", "context_fn", "determinism_check", "debug", "preserve_rng_state"):
-                kwargs.pop(option, None)
-            return function(*args, **kwargs)
-        return recompute(function, *args, **kwargs)
+        return recompute(*args, **kwargs)
 
     module.checkpoint = watched

@@ -12,7 +12,6 @@ from pretrainkit.diagnosis.observe.windows import Steps
 if TYPE_CHECKING:
     from pretrainkit.diagnosis.observe.session import Session
 
-PROFILED_STEPS = 2
 ATTENTION_OPERATORS = {
     "aten::_scaled_dot_product_flash_attention": "flash",
     "aten::_scaled_dot_product_flash_attention_for_cpu": "flash",
@@ -24,8 +23,8 @@ ATTENTION_OPERATORS = {
 TRANSFORMER_ENGINE, EAGER = "transformer engine", "eager (softmax and matrix products of its own)"
 
 
-def profile_steps(session: Session) -> Steps:
-    """Let the program run two steps under the profiler, and write down what it saw."""
+def profile_steps(session: Session, steps: int) -> Steps:
+    """Let the program run some steps under the profiler, and write down what it saw."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if session.on_gpu:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -37,12 +36,12 @@ def profile_steps(session: Session) -> Steps:
         return
     session.synchronize()
     begin_s = time.perf_counter()
-    for _ in range(PROFILED_STEPS):
+    for _ in range(steps):
         yield
     session.synchronize()
     wall_s = time.perf_counter() - begin_s
     profiler.__exit__(None, None, None)
-    summary = _summary(session, profiler, wall_s)
+    summary = _summary(session, profiler, wall_s) | {"steps": steps}
     session.attention_kinds = summary["attention"]
     session.write(profile=summary)
 
@@ -60,15 +59,10 @@ def _summary(session: Session, profiler: Any, wall_s: float) -> dict[str, Any]:
     kernel_s = sum(seconds(item) for item in device)
     return {
         "wall_s": wall_s,
-        "steps": PROFILED_STEPS,
         "top": [{"name": item.key[:120], "seconds": seconds(item), "calls": item.count} for item in listed[:15]],
         "attention": _attention(names),
         "kernel_s": kernel_s,
         "nccl_s": sum(seconds(item) for item in device if "nccl" in item.key.lower()),
-        "copies_to_gpu_s": sum(seconds(item) for item in device if "Memcpy HtoD" in item.key),
-        "copies_from_pageable": any("Memcpy HtoD (Pageable" in item.key for item in device),
-        "kernel_launches": sum(count for name, count in names.items() if "LaunchKernel" in name),
-        "synchronizations": sum(count for name, count in names.items() if name.endswith("Synchronize")),
     }
 
 

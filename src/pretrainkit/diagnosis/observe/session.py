@@ -37,17 +37,16 @@ class Session:
         """`follow` begins the measurements, with the first step."""
         self.spec, self._follow = spec, follow
         self._folder = Path(spec.folder)
+        self.largest_set_bytes = LARGEST_SET_BYTES
         self.clock = PhaseClock()
         self.loop = Loop()
         self.notes: list[str] = []
         self.last_loader: Any = None
         self.epochs_begun = 0
-        self.saw_checkpoint_time = False
         self.observed: dict[str, float] = {}
         """Share of each phase in the time, as it was seen in one window."""
         self.attention_kinds: dict[str, int] = {}
         """Attention implementation -> calls in a profile of the loop."""
-        self.attention_alone: list[dict[str, Any]] = []
         self.seen_modules: list[Any] = []
         self.stop_looking_for_modules: Callable[[], None] = lambda: None
         self.is_watching_reads = False
@@ -55,9 +54,7 @@ class Session:
         self.source: Iterator[Any] | None = None
         self.silenced: frozenset[str] = frozenset()
         self.stale_reads = False
-        self.no_recomputation = False
         self.attention_context: Callable[[], Any] = contextlib.nullcontext
-        self.forward_context: Callable[[], Any] = contextlib.nullcontext
         # Of the window that is measured:
         self.recorded: list[Any] | None = None
         self.measure_batches = False
@@ -90,7 +87,7 @@ class Session:
     def got(self, batch: Any) -> None:
         """The loop was given a batch to train on."""
         self.micro_batches += 1
-        if self.recorded is not None and sum(map(batches.num_bytes, self.recorded)) < LARGEST_SET_BYTES:
+        if self.recorded is not None and batches.num_bytes(self.recorded) < self.largest_set_bytes:
             self.recorded.append(batches.copied(batch))
         if self.measure_batches:
             with self.clock.phase("data"):
@@ -205,14 +202,6 @@ class Session:
             temporary = self._folder / "progress.tmp"
             temporary.write_text(text, encoding="utf-8")
             temporary.replace(self._folder / "progress")
-
-    @contextlib.contextmanager
-    def ignoring_errors(self, what: str) -> Iterator[None]:
-        """Let a side measurement fail without ending the program."""
-        try:
-            yield
-        except Exception as error:
-            self.notes.append(f"{what}: {type(error).__name__}: {error}")
 
     def time_the_checkpoint(self) -> None:
         """Ask a run of this project to save and end, and write down how long saving took."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -76,27 +75,6 @@ def clone(loader: Any, **changed: Any) -> Any:
     else:
         settings["batch_sampler"] = loader.batch_sampler
     return torch.utils.data.DataLoader(loader.dataset, **settings)
-
-
-def time_epoch_starts(loader: Any, repeats: int) -> tuple[list[float], list[float]]:
-    """Seconds until the first batch of an epoch, with new workers and with those of the last one."""
-    new, kept = [], []
-    for _ in range(repeats):
-        other = OtherLoader(loader)
-        begin_s = time.perf_counter()
-        next(other)
-        new.append(time.perf_counter() - begin_s)
-        other.close()
-    persistent = clone(loader, persistent_workers=True)
-    iterator: Any = persistent._get_iterator()
-    for _ in range(repeats):
-        next(iterator)
-        begin_s = time.perf_counter()
-        iterator._reset(persistent)
-        next(iterator)
-        kept.append(time.perf_counter() - begin_s)
-    iterator._shutdown_workers()
-    return new, kept
 
 
 class Stream:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Generator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-from pretrainkit.diagnosis.observe import phases
 
 if TYPE_CHECKING:
     from pretrainkit.diagnosis.observe.session import Session
@@ -70,7 +67,6 @@ def measure(session: Session, probe: str, number: int, is_changed: bool, steps: 
         cpu_s=time.process_time() - begin_cpu_s,
         phases_s=spent,
     )
-    session.saw_checkpoint_time |= spent.get(phases.CHECKPOINT, 0.0) > 0
     return window
 
 
@@ -78,13 +74,12 @@ WARM_UP_S = 0.5
 MOST_WARM_UP_STEPS = 40
 
 
-def warm_up(session: Session) -> Generator[None, dict[str, float], int]:
-    """Let the program get going; gives the number of steps of a window."""
+def warm_up(session: Session, slow_s: float) -> Generator[None, dict[str, float], int]:
+    """Let the program get going; gives the number of steps of a window: one, where a step takes `slow_s` or longer."""
     times: list[float] = []
-    begin_s = time.perf_counter()
-    while len(times) < session.spec.warmup_steps or (
-        session.agree(time.perf_counter() - begin_s < WARM_UP_S) and len(times) < MOST_WARM_UP_STEPS
-    ):
+    begin_s, goes_on = time.perf_counter(), True
+    while goes_on:
+        session.show_progress(f"step {len(times) + 1}")
         session.synchronize()
         step_begin_s = time.perf_counter()
         yield
@@ -92,6 +87,9 @@ def warm_up(session: Session) -> Generator[None, dict[str, float], int]:
         times.append(time.perf_counter() - step_begin_s)
         if len(times) == 2:
             session.stop_looking_for_modules()
-    step_s = statistics.quantiles(times[len(times) // 2 :], n=4)[0]
+        is_short = len(times) < session.spec.warmup_steps or time.perf_counter() - begin_s < WARM_UP_S
+        is_slow = len(times) > 1 and times[-1] > slow_s
+        goes_on = session.agree(len(times) < 2 or (is_short and not is_slow and len(times) < MOST_WARM_UP_STEPS))
+    step_s = sorted(times[len(times) // 2 :])[len(times) // 8]
     fitting = round(session.spec.window_s / step_s)
-    return int(session.agree(max(2, min(session.spec.longest_window_steps, fitting))))
+    return int(session.agree(1 if step_s > slow_s else max(2, min(session.spec.longest_window_steps, fitting))))

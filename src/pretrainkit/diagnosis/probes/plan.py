@@ -1,20 +1,19 @@
 """What is measured inside the program, in which order; every rank follows it step by step.
 
-as it is      a look at phases, functions, batches; torch.profiler for two steps
-data          as it is | the same batches again without reading them            alternating
-compute       the same batches, as it is | one change | as it is | ...          alternating
-again         the changes that seemed to save time, with more rounds
-loader        other numbers of workers, prefetching, pinning: only where data takes time
-ranks         gradients not exchanged, so that each rank shows its own speed
-alone         the loader without the training; attention kernels on the shapes that were seen
+observe   the program as it is: phases, functions, batches; torch.profiler for a step or two
+data      as it is | the same batches again without reading them            alternating
+screen    as it is | one change, for every change in turn, likely ones first, round after round
+confirm   the changes that seemed to save time, with more rounds
+
+The budget ends each stage at its part of the time, so that every change gets its windows, and each of them as many.
 """
 
 from __future__ import annotations
 
 import os
-import random
 import resource
 import time
+from collections.abc import Iterable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -28,15 +27,21 @@ from pretrainkit.diagnosis.observe.sampler import Sampler
 from pretrainkit.diagnosis.observe.session import Session
 from pretrainkit.diagnosis.observe.streams import OtherLoader, depth_of, replay
 from pretrainkit.diagnosis.observe.windows import Measuring, Steps, Window, measure, warm_up
-from pretrainkit.diagnosis.probes import alone, switches
+from pretrainkit.diagnosis.probes import switches
 from pretrainkit.diagnosis.probes.switches import Switch
 from pretrainkit.diagnosis.spec import SPEED_ONLY, read_spec
 from pretrainkit.diagnosis.statistics import Interval, saved_share, whole
 
 WORTH_CONFIRMING = 0.025
 """Share of the time that a change must seem to save to be measured again."""
-WATCHED_WINDOWS = 4
-"""Length, in windows, of the look at the program as it is: enough samples of its stack."""
+WATCHED_WINDOWS, WATCHED_SLOW_STEPS = 4, 2
+"""Length of the look at the program as it is: enough samples of its stack."""
+WORTH_REPLACING = 0.01
+"""Share of the time for data, as it was seen, from which the data is replaced to see what that saves."""
+DATA_UNTIL, SCREEN_UNTIL = 0.3, 0.65
+"""Parts of the budget at which a stage ends."""
+SLOW_STEP = 1 / 40
+"""Of the budget: steps that take longer are looked at one by one."""
 LONGEST_SETTLING = 16
 """Steps that are let pass, at most, until a loader's queue is in its usual state."""
 
@@ -58,44 +63,48 @@ class Plan:
         self._session, self._spec = session, session.spec
         self._windows: list[dict[str, Any]] = []
         self._pairs: dict[str, list[tuple[list[float], list[float]]]] = {}
+        self._pair_s: dict[str, float] = {}
+        """Time that a pair of windows took, settling included."""
         self._steps = 2
+        self._seen: list[Any] = []
         self._kept: list[Any] = []
         self._begin_s = time.perf_counter()
         self._why_not: dict[str, str] = {}
-        self._details: dict[str, dict[str, Any]] = {}
+        self._switches: dict[str, Switch] = {}
+        self._screened: dict[str, int] = {}
+        """Rounds before a change was measured again."""
 
     def follow(self) -> Steps:
         """Measure all that the spec wants."""
         session = self._session
-        self._steps = yield from warm_up(session)
+        self._steps = yield from warm_up(session, SLOW_STEP * self._spec.budget_s)
         if self._spec.plan == SPEED_ONLY:
-            for number in range(self._spec.rounds):
-                self._add((yield from self._measure("as_is", number)))
-            self._save(environment=facts.environment())
+            yield from self._speed()
             return
         yield from self._observe()
-        yield from profile_steps(session)
+        yield from profile_steps(session, 1 if self._steps == 1 else 2)
         yield from self._data()
-        if session.loop.attention:
-            with session.ignoring_errors("attention alone"):
-                session.attention_alone = alone.time_attention(session)
-        chosen, why_not = switches.build(session, self._kept)
-        self._why_not |= why_not
-        for name, switch in chosen.items():
-            self._details[name] = {"detail": switch.detail, **batches.mean_work(switch.seen or self._kept)}
-        yield from self._compute(chosen, self._spec.rounds)
-        again = session.agree([name for name in chosen if self._seems_to_save(name)])
-        yield from self._compute({name: chosen[name] for name in chosen if name in again}, self._spec.confirming_rounds)
-        yield from self._loaders()
-        yield from self._ranks()
+        share = self._saved("data").high if "data" in self._pairs else 0.0
+        built, self._why_not = switches.build(session, self._kept, session.agree(share))
+        self._switches = {name: built[name] for name in session.agree(list(built)) if name in built}
+        yield from self._screen()
+        again = session.agree([name for name in self._switches if self._seems_to_save(name)])
+        yield from self._rounds(again, self._spec.confirming_rounds, 1.0)
         self._save(peak_memory_gib=_peak_memory_gib(session))
-        alone.measure_alone(session)
         if self._spec.time_checkpoint and self._spec.source == "experiment":
             session.time_the_checkpoint()
 
+    def _speed(self) -> Steps:
+        for number in range(self._spec.rounds):
+            if number > 1 and not self._session.agree(self._elapsed_s() < self._spec.budget_s):
+                break
+            self._add((yield from self._measure("as_is", number)))
+        self._save(environment=facts.environment())
+
     def _observe(self) -> Steps:
-        """A look at the program as it is, for what no A/B tells: shapes, functions, the order of phases."""
+        """A look at the program as it is, for what no A/B shows: shapes, functions, the order of phases."""
         session = self._session
+        session.show_progress("looking at the program as it is")
         session.loop.reads.clear()
         tokenizer = facts.tokenizer() or {}
         session.special_ids = {name: tokenizer.get(f"{name[:3]}_token_id") for name in ("eos_id", "bos_id")}
@@ -105,7 +114,10 @@ class Plan:
             session.clock.synchronize = torch.cuda.synchronize
         recompiled = facts.num_compiled_frames()
         with Sampler(session.clock) as sampler:
-            window = yield from self._measure("observed", 0, steps=WATCHED_WINDOWS * self._steps)
+            steps = WATCHED_SLOW_STEPS if self._steps == 1 else WATCHED_WINDOWS * self._steps
+            session.recorded = []
+            window = yield from self._measure("observed", 0, steps=steps)
+            self._seen, session.recorded = session.recorded, None
         session.clock.synchronize = None
         events, session.clock.events = session.clock.events, None
         session.observed = {name: seconds / window.wall_s for name, seconds in window.phases_s.items()}
@@ -128,114 +140,94 @@ class Plan:
         """As it is, against the same batches without the cost of getting them."""
         session = self._session
         if session.loop.loader is None:
-            session.notes.append("no DataLoader was seen: the time for data can't be told apart by replacing it")
-        for number in range(self._spec.rounds + self._spec.confirming_rounds):
-            if number >= 4 and not session.agree(self._has_time()):
+            session.notes.append("no DataLoader was seen: what the loop reads its data with can't be replaced")
+        for number in range(self._spec.rounds):
+            if number and not self._has_time("data", DATA_UNTIL):
                 break
-            if number >= self._spec.rounds and not session.agree(self._saved("data").high > WORTH_CONFIRMING):
-                break
+            self._show("data", number)
+            begin_s = time.perf_counter()
             session.recorded = []
             before = yield from self._measure("data", number)
             recorded, session.recorded = session.recorded, None
             self._add(before)
-            self._kept = recorded[-before.micro_batches :] or self._kept
-            if session.loop.loader is None or not session.agree(bool(recorded)):
-                if number + 1 >= self._spec.rounds:
-                    break
-                continue
-            self._add((yield from self._kept_window("data", Switch(), number)), before=before)
+            recorded = recorded[-before.micro_batches :] if before.micro_batches else []
+            self._seen += recorded if batches.num_bytes(self._seen) < session.largest_set_bytes else []
+            self._kept = recorded
+            waits = session.observed.get("data", 0.0) > WORTH_REPLACING
+            if session.loop.loader is not None and session.agree(bool(recorded) and waits):
+                self._add((yield from self._kept_window("data", None, number, is_changed=True)), before=before)
+            self._pair_s["data"] = time.perf_counter() - begin_s
+        if self._kept:
+            self._kept = batches.typical(self._seen, len(self._kept))
         self._save()
 
-    def _compute(self, chosen: dict[str, Switch], rounds: int) -> Steps:
-        """Kept batches as it is, and with one change each; neighbours in time are compared."""
-        session = self._session
-        order = random.Random(0)
-        first = len(self._pairs.get(next(iter(chosen)), ())) if chosen else 0
-        for number in range(first, first + rounds):
-            if not chosen or (number - first >= 4 and not session.agree(self._has_time())):
-                break
-            before = yield from self._kept_window("as_is", None, number)
-            self._add(before)
-            for name in order.sample(list(chosen), len(chosen)):
-                session.mark(name)
-                changed = yield from self._kept_window(name, chosen[name], number)
-                session.mark("")
-                after = yield from self._kept_window("as_is", None, number)
-                self._add(changed, before=before)
-                self._add(after)
-                before = after
+    def _screen(self) -> Steps:
+        """Every change in turn; what can't save anything is dropped on the way."""
+        for number in range(self._spec.rounds):
+            names = [name for name in self._switches if number < 2 or self._may_save(name)]
+            yield from self._rounds(self._session.agree(names), 1, SCREEN_UNTIL if number > 1 else 1.0)
+        self._screened = {name: len(pairs) for name, pairs in self._pairs.items()}
+
+    def _rounds(self, names: Iterable[str], rounds: int, until: float) -> Steps:
+        """Pairs of windows of each change in turn."""
+        names = list(names)
+        for _ in range(rounds):
+            for name in names:
+                if self._has_time(name, until):
+                    yield from self._pair(name, self._switches[name])
             self._save()
 
-    def _kept_window(self, name: str, switch: Switch | None, number: int) -> Measuring:
-        """A window over kept batches, as it is or with a change."""
-        seen = (switch and switch.seen) or self._kept
-        self._session.source = replay(seen) if seen else None
-        if switch is None:
-            window = yield from self._measure(name, number, settle_steps=1)
+    def _pair(self, name: str, switch: Switch) -> Steps:
+        """A window as it is and one with the change; neighbours in time are compared."""
+        session, number = self._session, len(self._pairs.get(name, ()))
+        self._show(name, number)
+        begin_s = time.perf_counter()
+        if switch.loader is not None or switch.reads_data:
+            before = yield from self._measure(name, number)
         else:
-            window = yield from self._changed(name, switch, number)
+            before = yield from self._kept_window("as_is", None, number)
+        session.mark(name)
+        if switch.loader is not None:
+            after = yield from self._other_loader(name, switch.loader, number, before)
+        else:
+            switch.turn(True)
+            if switch.reads_data:
+                after = yield from self._measure(name, number, is_changed=True, settle_steps=1)
+            else:
+                after = yield from self._kept_window(name, switch.seen, number, is_changed=True)
+            switch.turn(False)
+        session.mark("")
+        self._add(before)
+        self._add(after, before=before)
+        self._pair_s[name] = time.perf_counter() - begin_s
+
+    def _kept_window(self, name: str, seen: list[Any] | None, number: int, *, is_changed: bool = False) -> Measuring:
+        """A window over kept batches, or others that were made of them."""
+        seen = seen or self._kept
+        self._session.source = replay(seen) if seen else None
+        settle_steps = 0 if self._steps == 1 else 1
+        window = yield from self._measure(name, number, is_changed=is_changed, settle_steps=settle_steps)
         self._session.source = None
         return window
 
-    def _changed(self, name: str, switch: Switch, number: int) -> Measuring:
-        """A window with a change."""
-        switch.turn(True)
-        settle_steps = switch.settle_steps if number == 0 else 1
-        window = yield from self._measure(name, number, is_changed=True, settle_steps=settle_steps)
-        switch.turn(False)
-        return window
-
-    def _loaders(self) -> Steps:
-        """The loader's settings, one changed at a time, in the running loop."""
-        session = self._session
-        loader = session.loop.loader
-        if not session.on_gpu:
-            self._why_not["pinned_memory"] = "CUDA only"
-        share = self._saved("data").value if "data" in self._pairs else 0.0
-        if loader is None or not session.agree(share > WORTH_CONFIRMING):
-            self._why_not["loader"] = "reading data takes no time that could be saved"
-            return
-        for name, changed in alone.loader_settings(session, loader).items():
-            if not self._spec.wants(name):
-                continue
-            session.mark(name)
-            for number in range(self._spec.rounds):
-                before = yield from self._measure(name, number)
-                session.source = other = OtherLoader(loader, **changed)
-                settle_steps = min(LONGEST_SETTLING, 1 + other.depth // max(1, before.micro_batches // before.steps))
-                after = yield from self._measure(name, number, is_changed=True, settle_steps=settle_steps)
-                session.source = None
-                other.close()
-                self._add(before)
-                self._add(after, before=before)
-                if number >= 3 and not session.agree(self._has_time()):
-                    break
-            session.mark("")
-        self._save()
-
-    def _ranks(self) -> Steps:
-        """Each rank at its own speed."""
-        session = self._session
-        if session.world_size == 1:
-            return
-        name, built = "no_gradient_exchange", switches.no_gradient_exchange(session)
-        for number in range(self._spec.rounds + 2):
-            before = yield from self._measure(name, number)
-            self._add(before)
-            if isinstance(built, Switch):
-                self._add((yield from self._changed(name, built, number)), before=before)
-        if isinstance(built, str):
-            self._why_not[name] = built
-        self._save()
+    def _other_loader(self, name: str, settings: dict[str, Any], number: int, before: Window) -> Measuring:
+        """A window over the loop's data, read by another DataLoader."""
+        self._session.source = other = OtherLoader(self._session.loop.loader, **settings)
+        settle_steps = min(LONGEST_SETTLING, 1 + other.depth // max(1, before.micro_batches // before.steps))
+        after = yield from self._measure(name, number, is_changed=True, settle_steps=settle_steps)
+        self._session.source = None
+        other.close()
+        return after
 
     def _measure(
-        self, name: str, number: int, *, is_changed: bool = False, steps: int = 0, settle_steps: int = 0
+        self, name: str, number: int, *, is_changed: bool = False, steps: int = 0, settle_steps: int | None = None
     ) -> Measuring:
         """A window, by default of the usual length and after a loader's queue is in its usual state."""
         session, loader = self._session, self._session.loop.loader
-        if not settle_steps:
+        if settle_steps is None:
             per_step = max(1, session.micro_batches // max(self._steps, 1))
-            settle_steps = min(LONGEST_SETTLING, 1 + (depth_of(loader) if loader is not None else 0) // per_step)
+            depth = depth_of(loader) if loader is not None else 0
+            settle_steps = min(LONGEST_SETTLING, (0 if self._steps == 1 else 1) + depth // per_step)
         return (yield from measure(session, name, number, is_changed, steps or self._steps, settle_steps))
 
     def _add(self, window: Window, before: Window | None = None) -> None:
@@ -249,33 +241,54 @@ class Plan:
             self._pairs.setdefault(window.probe, []).append((before.steps_s, window.steps_s))
         self._windows.append(record)
 
-    def _seems_to_save(self, name: str) -> bool:
-        pairs = self._pairs.get(name, [])
-        if len(pairs) < 2:
-            return False
-        before, after = zip(*pairs, strict=True)
-        detail, kept = self._details[name], batches.mean_work(self._kept)
+    def _work_ratio(self, name: str) -> float:
+        """Work of a micro batch with the change, of that without."""
+        work, kept = batches.mean_work(self._switches[name].seen or self._kept), batches.mean_work(self._kept)
         unit = "real_tokens" if kept["real_tokens"] else "samples"
-        # Per micro batch; both windows have as many of them.
-        ratio = detail[unit] / kept[unit] if kept[unit] else 1.0
-        return saved_share([[step_s * ratio for step_s in window] for window in before], after).value > WORTH_CONFIRMING
+        return work[unit] / kept[unit] if kept[unit] else 1.0
 
     def _saved(self, name: str) -> Interval:
-        """By whole windows, for probes that read data."""
+        ratio = self._work_ratio(name) if name in self._switches else 1.0
         before, after = zip(*self._pairs[name], strict=True)
-        return saved_share(whole(before), whole(after))
+        return saved_share(whole(before, ratio), whole(after))
 
-    def _has_time(self) -> bool:
-        return time.perf_counter() - self._begin_s < self._spec.budget_s
+    def _seems_to_save(self, name: str) -> bool:
+        return len(self._pairs.get(name, ())) > 0 and self._saved(name).value > WORTH_CONFIRMING
+
+    def _may_save(self, name: str) -> bool:
+        return len(self._pairs.get(name, ())) < 2 or self._saved(name).high > WORTH_CONFIRMING
+
+    def _elapsed_s(self) -> float:
+        return time.perf_counter() - self._begin_s
+
+    def _has_time(self, name: str, until: float) -> bool:
+        """Whether another pair of a change fits into a part of the budget; all ranks agree."""
+        expected_s = self._pair_s.get(name) or max(self._pair_s.values(), default=0.0)
+        return bool(self._session.agree(self._elapsed_s() + expected_s < until * self._spec.budget_s))
+
+    def _show(self, name: str, number: int) -> None:
+        elapsed = f"{self._elapsed_s():.0f} of {self._spec.budget_s:.0f} s"
+        self._session.show_progress(f"{elapsed}: measuring {name.replace('_', ' ')}, round {number + 1}")
 
     def _save(self, **more: Any) -> None:
+        details = {
+            name: {
+                "detail": switch.detail,
+                "work_ratio": self._work_ratio(name),
+                "screened": self._screened.get(name, len(self._pairs.get(name, ()))),
+            }
+            for name, switch in self._switches.items()
+        }
+        of_data = [name for name, switch in self._switches.items() if switch.loader is not None or switch.reads_data]
         self._session.write(
             windows=self._windows,
             why_not=self._why_not,
-            switches=self._details,
+            switches=details,
+            reading_probes=["data", *of_data],
             kept=batches.mean_work(self._kept),
+            seen=[batches.measure(batch) | {"lengths": []} for batch in self._seen],
             steps_per_window=self._steps,
-            epochs_begun=self._session.epochs_begun,
+            measuring_s=self._elapsed_s(),
             **more,
         )
 

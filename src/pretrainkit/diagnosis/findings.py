@@ -1,0 +1,228 @@
+"""From what the probes have shown to causes, ranked by their share of the step time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from statistics import median_high
+from typing import Any
+
+from pretrainkit.diagnosis.causes import CAUSES, MEASURED, Cause, cause, percent
+from pretrainkit.diagnosis.evidence import WORTH_TELLING, Evidence, Shown, step_s
+from pretrainkit.diagnosis.speed import padding_of
+from pretrainkit.diagnosis.statistics import Interval
+
+WORKERS = ("workers_2", "workers_4", "workers_8")
+TOKENIZING_SHARE = 0.5
+"""Of the time for data that must be spent in a tokenizer for that to be the cause."""
+LITTLE = 0.05
+"""A change that saves less than this for certain is not worth making."""
+SLOWER_RANK = 0.05
+SLOWEST_OFTEN = 0.8
+"""Share of the rounds in which the same rank must be the slowest."""
+IN_MEMORY = ("TensorDataset", "list", "Subset", "ListDataset")
+"""Datasets whose samples are there already: nothing to prepare."""
+
+
+@dataclass
+class Findings:
+    """All that the probes have shown."""
+
+    causes: list[Cause] = field(default_factory=list)
+    """Largest share first."""
+    options: list[Cause] = field(default_factory=list)
+    fine: list[dict[str, str]] = field(default_factory=list)
+    """What was measured and costs nothing: what, found."""
+    uncertain: list[dict[str, str]] = field(default_factory=list)
+    """What may cost time, but that couldn't be shown here."""
+    not_applicable: list[dict[str, str]] = field(default_factory=list)
+    """What can't be tried here, and why."""
+
+    def add(self, cause: Cause) -> None:
+        """Put a cause or option in its place, by its share."""
+        listed = self.options if cause.is_option else self.causes
+        listed.append(cause)
+        listed.sort(key=lambda cause: -cause.share.value)
+
+    def judge(self, shown: Shown, cause: Cause | None) -> None:
+        """Add the cause if its probe has shown it for certain, or note that it is fine or uncertain."""
+        found = f"the change would save {percent(shown.share)}"
+        if cause and shown.is_certain and shown.share.value >= WORTH_TELLING:
+            self.add(cause)
+        elif shown.share.high < LITTLE:
+            self.note(self.fine, shown.probe, found)
+        else:
+            self.note(self.uncertain, shown.probe, f"{found}; {shown.doubt or 'too wide an interval'}")
+
+    def note(self, listed: list[dict[str, str]], probe: str, found: str) -> None:
+        """Put what a probe has found on one of the lists."""
+        name = "workers" if probe in WORKERS else probe
+        what = CAUSES[name].probe + (f" ({probe.rpartition('_')[2]})" if probe in WORKERS else "")
+        listed.append({"what": what, "found": found})
+
+
+def find(ranks: list[Evidence], *, kind: str) -> Findings:
+    """What the windows of all ranks show; `kind` is that of the program."""
+    findings, first = Findings(), ranks[0]
+    _data(findings, first, kind)
+    for name, switch in first.rank.get("switches", {}).items():
+        if name in WORKERS or name == "no_gradient_exchange":
+            continue
+        shown = first.shown(name)
+        if shown is None:
+            findings.note(findings.uncertain, name, "not measured: no time was left (--budget_s)")
+        else:
+            findings.judge(shown, _of_switch(shown, first, switch["detail"]))
+    _ranks(findings, ranks)
+    for name, why in first.rank.get("why_not", {}).items():
+        if why != "left out" and name not in WORKERS:
+            findings.note(findings.not_applicable, name, why)
+    return findings
+
+
+def _data(findings: Findings, rank: Evidence, kind: str) -> None:
+    """Time for data, put down to the tokenizer, the workers or reading itself: nothing counts twice."""
+    data = rank.shown("data")
+    if data is None:
+        waited = rank.phase_share("data")
+        findings.note(findings.fine, "data", f"the loop waits for it {waited:.1%} of the time")
+        return
+    if not data.is_certain or data.share.value < WORTH_TELLING:
+        findings.judge(data, None)
+        return
+    loader = rank.rank["facts"]["loader"] or {}
+    # Where there are workers, the loop itself only waits for them.
+    samples = (loader.get("num_workers") and rank.rank.get("worker_samples")) or rank.rank["observed"]["samples"]
+    places, tokenizing = Counter[str](), 0
+    for sample in samples:
+        if sample["phase"] == "data":
+            tokenizing += sample["count"] * sample["is_tokenizer"]
+            places[sample["where"]] += sample["count"]
+    where = places.most_common(1)[0][0] if places else "its reading"
+    tokenizer_share = tokenizing / max(places.total(), 1)
+    tried = [shown for shown in map(rank.shown, WORKERS) if shown is not None]
+    best = max((shown for shown in tried if shown.is_certain), key=lambda shown: shown.share.value, default=None)
+    facts = {"where": where, "num_workers": loader.get("num_workers", 0)}
+    if tokenizer_share >= TOKENIZING_SHARE:
+        share = data.share.scaled(tokenizer_share)
+        findings.add(cause("tokenizing", share, tokenizer_share=tokenizer_share, where=where))
+    elif best is not None and best.share.value >= data.share.value / 3:
+        count = best.probe.rpartition("_")[2]
+        change = f"DataLoader(..., num_workers={count}, persistent_workers=True) (Trainer: dataloader_num_workers)"
+        if kind == "experiment":
+            change = f"--num_workers {count}"
+        findings.add(cause("workers", best, MEASURED, workers=count, change=change, **facts))
+    else:
+        seen = "; ".join(f"with {shown.probe[-1]} workers {percent(shown.share)} less" for shown in tried)
+        change = _cheaper_data(kind, loader)
+        findings.add(cause("data", data, tried=f"; {seen}" if seen else "", change=change, **facts))
+
+
+def _cheaper_data(kind: str, loader: dict[str, Any]) -> str:
+    """What can be done about slow data, by what it is."""
+    if kind == "experiment":
+        return "--num_workers; .bin/.idx or shards on a local or striped file system"
+    if loader.get("dataset") in IN_MEMORY:
+        return (
+            f"take a whole batch out of the {loader['dataset']} at once (index with a list), without collating samples"
+        )
+    more = "" if loader.get("num_workers") else "num_workers in DataLoader; "
+    return f"{more}make samples cheaper to read: decode and clean once, before training, and store the result locally"
+
+
+def _of_switch(shown: Shown, rank: Evidence, detail: str) -> Cause:
+    """The cause that a change has shown."""
+    observed, padding = rank.rank["observed"], padding_of(rank.rank)
+    size, per_step = rank.rank["kept"]["samples"], rank.micro_batches_per_step
+    name = shown.probe
+    if name == "larger_micro_batch" and per_step < 2:
+        name = "larger_batch"
+    return cause(
+        name,
+        shown,
+        detail=detail,
+        size=size,
+        larger=2 * size,
+        accumulated=f"{per_step:g} -> {max(1, per_step / 2):g}",
+        attention=", ".join((rank.rank.get("profile") or {}).get("attention", {})) or "none",
+        padding=f"{padding['share']:.0%}" if padding else "",
+        shapes=padding["distinct_shapes"] if padding else 0,
+        loggers="; ".join([*observed["loggers"], *observed["reads"]][:4]) or detail,
+        optimizer_share=observed["phases_s"].get("optimizer", 0.0) / observed["wall_s"],
+    )
+
+
+def _ranks(findings: Findings, ranks: list[Evidence]) -> None:
+    """The slowest rank, and what exchanging gradients costs."""
+    if len(ranks) == 1:
+        return
+    own = [own_times(rank) for rank in ranks]
+    rounds = min(map(len, own))
+    if not rounds:
+        return
+    as_is_s = ranks[0].as_is_step_s.value
+    means = [sorted(times)[len(times) // 4] for times in own]
+    slowest = means.index(max(means))
+    others = [times for rank, times in enumerate(own) if rank != slowest]
+    # In each round, behind the middle one of the others.
+    rows = zip(own[slowest], *others, strict=False)
+    behind = sorted((slow_s - median_high(others_s)) / as_is_s for slow_s, *others_s in rows)
+    often = sum(value > 0 for value in behind) / rounds
+    share = Interval(behind[rounds // 2], behind[rounds // 8], behind[-1 - rounds // 8])
+    if share.value >= SLOWER_RANK and often >= SLOWEST_OFTEN and share.low > 0:
+        findings.add(_slow_rank(share, ranks, slowest, means))
+    else:
+        behind_by = f"rank {slowest} is the slowest by {max(0.0, share.value):.1%} of a step"
+        listed = findings.fine if share.high < SLOWER_RANK else findings.uncertain
+        findings.note(listed, "slow_rank", f"{behind_by}, in {often:.0%} of {rounds} rounds")
+    exchange = ranks[slowest].shown("no_gradient_exchange")
+    if exchange is not None:
+        findings.judge(exchange, cause("no_gradient_exchange", exchange, ranks=len(ranks)))
+
+
+def _slow_rank(share: Interval, ranks: list[Evidence], slowest: int, own_s: list[float]) -> Cause:
+    """One rank is slower than the others, which wait for it."""
+    spent = [_phases(rank) for rank in ranks]
+    others = [item for number, item in enumerate(spent) if number != slowest]
+    phase = max(
+        (name for name in spent[slowest] if name not in ("communication", "backward_passes")),
+        key=lambda name: spent[slowest][name] - sum(item.get(name, 0.0) for item in others) / len(others),
+        default="compute",
+    )
+    rank, places = ranks[slowest].rank, Counter[str]()
+    for sample in rank["observed"]["samples"]:
+        if sample["phase"] == phase:
+            places[sample["where"]] += sample["count"]
+    return cause(
+        "slow_rank",
+        share,
+        rank=slowest,
+        host=rank["host"],
+        own_s=own_s[slowest],
+        others_s=min(value for number, value in enumerate(own_s) if number != slowest),
+        phase=phase,
+        where=f", most of it at {places.most_common(1)[0][0]}" if places else "",
+    )
+
+
+def _phases(rank: Evidence) -> Counter[str]:
+    """Seconds of each phase of a step, where the rank runs free if there are such windows."""
+    windows = rank.windows("no_gradient_exchange") or rank.as_is()
+    spent: Counter[str] = Counter()
+    for window in windows:
+        spent.update({name: seconds / window["steps"] / len(windows) for name, seconds in window["phases_s"].items()})
+    return spent
+
+
+def own_times(rank: Evidence) -> list[float]:
+    """Seconds of a step that a rank takes by itself, by round: without waiting for the others."""
+    free = rank.windows("no_gradient_exchange")
+    if free:
+        return [step_s(window) for window in free]
+    windows = rank.as_is()
+    if rank.rank["facts"]["device"] != "cpu":
+        # Ranks that wait are busy in NCCL's kernels: the slowest is the one that is least.
+        profile = rank.rank.get("profile") or {}
+        waiting = profile.get("nccl_s", 0.0) / max(profile.get("wall_s", 1.0), 1e-9)
+        return [step_s(window) * (1 - waiting) for window in windows]
+    return [(window["wall_s"] - window["phases_s"].get("communication", 0.0)) / window["steps"] for window in windows]
