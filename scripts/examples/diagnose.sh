@@ -3,7 +3,7 @@
 #     EXPERIMENT=experiments/my_run scripts/examples/diagnose.sh
 #     EXPERIMENT=experiments/my_run AGAINST=experiments/fast scripts/examples/diagnose.sh    # slower code, or more data?
 #     SCRIPT='torchrun --nproc_per_node 8 train.py' scripts/examples/diagnose.sh             # any program that trains
-#     EXPERIMENT=experiments/my_run SMALL=1 scripts/examples/diagnose.sh   # of a small run: less precise, half a minute
+#     EXPERIMENT=experiments/my_run SMALL=1 scripts/examples/diagnose.sh   # of a small run: less time, less precise
 # Nothing is submitted: run it where the training runs: on Slurm `srun --gpus-per-node=8 ...`, on Grid Engine `qrsh -l node_f=1 -cwd ...`.
 # Run again it measures again, to a report of its own: so a change is checked. Words behind it are flags of diagnose_speed.py.
 set -euo pipefail
