@@ -79,8 +79,9 @@ COMMAND
 
 initialize() {
     inside 0 "$OPENPBS/libexec/pbs_postinstall" server "" "$OPENPBS" "$home" "" sameconf
-    inside 1 "$OPENPBS/libexec/pbs_postinstall" execution "" "$OPENPBS" "$home" "" sameconf
-    inside 0 env PBS_DATA_SERVICE_USER=postgres PBS_DATA_SERVICE_PORT=15007 \
+    inside 1 "$OPENPBS/libexec/pbs_postinstall" execution "" "$OPENPBS" "$home" sameconf
+    # It doesn't wait until PostgreSQL has started, which takes a busy machine longer.
+    wait_for initialize inside 0 env PBS_DATA_SERVICE_USER=postgres PBS_DATA_SERVICE_PORT=15007 \
         sh -c ". '$OPENPBS/libexec/pbs_db_env' && '$OPENPBS/libexec/pbs_db_utility' install_db"
 }
 
