@@ -123,7 +123,7 @@ def start_job(run: ResolvedRun, *, train_script: Path, command_line: Sequence[st
             initial_weights.provide_for(run)
         write_run_file(run)
         submitted = submit.submit(job, train_script.resolve(), describe(run, command_line))
-    line = live_line(progress, run.max_steps, sys.stderr, before="waiting for the job to start")
+    line = live_line(progress, run.max_steps, sys.stderr, before="waiting for the job")
     return watch.announce(submitted, run.config.launch, follows=follow, shown=line)
 
 
@@ -145,6 +145,8 @@ def rank_environment(run: ResolvedRun) -> dict[str, str]:
         # All that a rank reads is on disk; a node without network must not wait for the hub.
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        # Otherwise each connection of a network without names for addresses gives a line of torch's rendezvous.
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
     }
     if run.accelerator == "cpu" and run.config.launch.num_nodes == 1:
         # gloo looks up the host's own name otherwise, which fails on machines that don't know it.

@@ -31,8 +31,9 @@ from pretrainkit.units import format_duration, format_ranges, parse_duration
 
 STACK_SIGNAL = signal.SIGRTMIN + 4
 """Makes a rank write its stacks (`pretrainkit.engine.progress`)."""
-_POLL_S, _SHARED_POLL_S = 1.0, 10.0
-"""Between two looks at the ranks; between two writes to a disk that many nodes share."""
+_POLL_S, _MAX_WRITE_INTERVAL_S, _WRITES_PER_S = 1.0, 10.0, 4.0
+"""Between two looks at the ranks; between two writes to a disk that the nodes share, and how many writes all of them may
+make there, which is longer than _POLL_S with more than four nodes."""
 _LATE_S = 30.0
 """Age of another node's records from which on its ranks count as silent."""
 _STACK_WAIT_S = 3.0
@@ -77,7 +78,8 @@ class HangWatch:
         own = [self._read(rank, now_s) for rank in self._ranks]
         if now_s >= self._next_write_s:
             self._write(own)
-            self._next_write_s = now_s + (_POLL_S if self._endpoint.num_nodes == 1 else _SHARED_POLL_S)
+            shared_s = min(self._endpoint.num_nodes / _WRITES_PER_S, _MAX_WRITE_INTERVAL_S)
+            self._next_write_s = now_s + max(_POLL_S, shared_s)
         is_head = self._endpoint.node == 0
         found = progress.AttemptProgress(0.0, "", self._all_nodes(own, now_s) if is_head else tuple(own))
         return self._judge(found, own)
@@ -130,7 +132,7 @@ class HangWatch:
                 self._write(own)
                 return self._note if must_end else ""
         elif not self._warned_s and self._endpoint.node == 0:
-            self._say_phase(found, at)
+            self._say_phase(found, min(own, key=lambda rank: rank.ticks))  # other nodes' records are some seconds old
             self._say_slow(found)
         return ""
 

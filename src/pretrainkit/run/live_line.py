@@ -23,7 +23,7 @@ _REFRESH_S = 0.5
 
 @contextmanager
 def live_line(
-    read: Callable[[], AttemptProgress | None], max_steps: int, terminal: TextIO, *, before: str = progress.STARTING
+    read: Callable[[], AttemptProgress | None], max_steps: int, terminal: TextIO, *, before: str = "starting"
 ) -> Iterator[BinaryIO]:
     """Show the line until the block ends; gives the stream for the log, which scrolls above the line.
 
