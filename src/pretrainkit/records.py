@@ -75,12 +75,16 @@ def plain_type(annotation: Any) -> tuple[Any, bool]:
 
 
 def did_you_mean(unknown: str, known: Iterable[str], prefix: str = "") -> str:
-    """A suggestion of the known name that an unknown one was most likely meant to be, by its last part first."""
+    """A suggestion of the known name that an unknown one was most likely meant to be, by its last part first.
+
+    That may be equal, or have all words of the unknown one, such as lr_warmup_steps for warmup_steps.
+    """
     names = list(known)
     spelled = unknown.replace("-", "_")
     by_end = {name.rpartition(".")[2]: name for name in reversed(names)}
     end = spelled.rpartition(".")[2]
-    close = [by_end[end]] if end in by_end else difflib.get_close_matches(spelled, names, n=1)
+    longer = [name for last, name in by_end.items() if set(end.split("_")) <= set(last.split("_"))]
+    close = [by_end[end]] if end in by_end else longer or difflib.get_close_matches(spelled, names, n=1)
     close = close or [by_end[name] for name in difflib.get_close_matches(end, by_end, n=1)]
     return f"did you mean {prefix}{close[0]}?" if close else ""
 

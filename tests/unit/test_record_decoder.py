@@ -74,7 +74,8 @@ def test_records_of_other_versions_are_read_where_that_is_asked_for() -> None:
 
 
 def test_a_suggestion_goes_by_the_last_part_of_a_name_first() -> None:
-    known = ("data.split", "optimizer.lr", "optimizer.min_lr")
+    known = ("data.split", "optimizer.lr", "optimizer.min_lr", "training.val_steps", "optimizer.lr_warmup_steps")
+    assert did_you_mean("training.warmup_steps", known) == "did you mean optimizer.lr_warmup_steps?"
     assert did_you_mean("training.lr", known) == "did you mean optimizer.lr?"
     assert did_you_mean("data.spilt", known, "config.") == "did you mean config.data.split?"
     assert did_you_mean("min-lr", known) == "did you mean optimizer.min_lr?"

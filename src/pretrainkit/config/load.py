@@ -88,6 +88,10 @@ def _find_option(name: str, value: Any, where: str, known: dict[str, Option]) ->
         return known[name]
     if name in SECTIONS and known is OPTIONS:
         raise RequestError(f"{name} is {value!r}", needed=f"fields below '{name}:'", where=where)
+    if isinstance(value, dict) and known is OPTIONS:
+        sections = sorted(filter(None, SECTIONS))
+        needed, action = f"one of {', '.join(sections)}", did_you_mean(name, sections)
+        raise RequestError(f"unknown section '{name}'", needed=needed, action=action, where=where)
     action = did_you_mean(name, known)
     needed = f"one of {', '.join(known)}" if known is _SITE_OPTIONS and not action else ""
     action = action or "the fields are listed in docs/options.md"
