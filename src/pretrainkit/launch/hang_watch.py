@@ -32,8 +32,8 @@ from pretrainkit.units import format_duration, format_ranges, parse_duration
 STACK_SIGNAL = signal.SIGRTMIN + 4
 """Makes a rank write its stacks (`pretrainkit.engine.progress`)."""
 _POLL_S, _MAX_WRITE_INTERVAL_S, _WRITES_PER_S = 1.0, 10.0, 4.0
-"""Between two looks at the ranks; between two writes to a disk that the nodes share, and how many writes all of them may
-make there, which is longer than _POLL_S with more than four nodes."""
+"""Between two looks at the ranks; between two writes to the disk that nodes share, which all of them together may make
+so many of, from five nodes on."""
 _LATE_S = 30.0
 """Age of another node's records from which on its ranks count as silent."""
 _STACK_WAIT_S = 3.0
