@@ -35,6 +35,7 @@ from pretrainkit.megatron import patches
 from pretrainkit.megatron.dataset import local_prefixes
 from pretrainkit.run import progress as records
 from pretrainkit.run.resume_plan import WEIGHTS, StartPlan
+from pretrainkit.run.trackers import uses_trackers
 from pretrainkit.signals import RankStopRequests
 
 log = get_logger(__name__)
@@ -54,7 +55,7 @@ def train(
     True when the last step is done; False when a signal or the time limit stopped it earlier, after saving.
     """
     requests, progress = requests or RankStopRequests(), progress or Progress()
-    progress.phase(records.PREPARING)
+    progress.phase(records.CONNECTING if uses_trackers(run) else records.PREPARING)
     requests.limit_time(run.config.training.time_limit, run.config.training.time_margin)
     use_fork_timeout()
     nemo_logging.setLevel(logging.ERROR)
@@ -67,6 +68,8 @@ def train(
     patches.apply_optimizer()
 
     recorder = begin_recorder(run, plan, chosen, requests) if rank == 0 else None
+    if uses_trackers(run):
+        progress.phase(records.PREPARING)
     loss_checks = [InitialLossCheck(run, recorder, rank=rank)] if plan.mode == WEIGHTS else []
     watchdog = DataLoaderWatchdog(run, recorder, progress)
     by_label = LossByLabel(run.dataset.labels, run.accelerator) if run.dataset.labels else None

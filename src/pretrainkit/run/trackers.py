@@ -50,6 +50,11 @@ class Tracker:
         self._finish(self._step)
 
 
+def uses_trackers(run: ResolvedRun) -> bool:
+    """Whether a tracker was asked for."""
+    return bool(run.config.tracking.wandb_project or run.config.tracking.mlflow)
+
+
 def check_trackers(run: ResolvedRun) -> None:
     """Raise RequestError when a requested tracker is not installed, or W&B's key is missing."""
     tracking = run.config.tracking
@@ -104,6 +109,7 @@ def open_trackers(run: ResolvedRun, *, first_step: int, recorded_step: int) -> l
 
 def _open_wandb(run: ResolvedRun, project: str, first_step: int) -> Tracker:
     """A W&B run; WANDB_MODE=offline keeps it on disk, for `wandb sync` later."""
+    os.environ.setdefault("WANDB_SILENT", "true")  # its login doesn't read the settings below
     import wandb
 
     folder = RunFolder.of(run)
