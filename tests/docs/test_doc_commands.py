@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-import importlib
+import importlib.util
 import re
 import shlex
 
@@ -133,6 +133,21 @@ def test_paths_that_are_named_exist() -> None:
         if is_ours and not is_pattern and not (REPOSITORY / word).exists():
             missing.append(f"{where}: {word}")
     assert not missing, "\n".join(missing)
+
+
+def test_modules_that_are_named_exist() -> None:
+    spans = [(f"{page.name}:{line}", span) for page in pages() for line, span in page.spans]
+    files = [(where, span) for where, span in spans if re.fullmatch(r"[a-z_]+(/[a-z_]+)+\.py", span)]
+    folders = (REPOSITORY, REPOSITORY / "src/pretrainkit", REPOSITORY / "tests")
+    missing = [each for each in files if not any((folder / each[1]).is_file() for folder in folders)]
+    assert [span for _, span in missing] == ["mcore_bridge/patcher.py"], missing  # another project's
+    names = [
+        (where, *span.rpartition(".")[::2]) for where, span in spans if re.fullmatch(r"pretrainkit(\.\w+){2,}", span)
+    ]
+    assert names
+    for where, module, name in names:
+        found = importlib.import_module(module)
+        assert hasattr(found, name) or importlib.util.find_spec(f"{module}.{name}"), where
 
 
 def test_flags_in_running_text_are_flags_of_some_command() -> None:
