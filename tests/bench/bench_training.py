@@ -5,8 +5,9 @@
         [--learning_rate 3e-5] [--next --model 8b ...]
 
 plain: --layer_spec torch --fused_kernels off; fused: --layer_spec torch --fused_kernels auto; te: --layer_spec te
---fused_kernels off, which is what NeMo does by itself where Transformer Engine is installed. graphed and launched are
-fused, the one with its layers replayed as CUDA graphs, the other without. Each measurement is a run of the trainer of
+--fused_kernels off, which is what NeMo does by itself where Transformer Engine is installed, and te_fp8_* with FP8.
+graphed and launched are fused, the one with its layers replayed as CUDA graphs, the other without; fp8* are fused with
+--precision fp8. Each measurement is a run of the trainer of
 its own: random weights of the model's shape, Python's manual and library byte by byte (5 MB), no checkpoints. The paths
 take turns, `--rounds` times. Prints Markdown; a figure is the median over the rounds of the median over the steps after
 the third. The ranks of torch's layers are forks of a process without Transformer Engine, since importing NeMo takes
@@ -29,6 +30,7 @@ import statistics
 import sys
 import sysconfig
 import tempfile
+import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,14 +39,27 @@ from typing import Any
 
 import torch
 
-PATHS = {
-    "plain": ("torch", "off"),
-    "fused": ("torch", "auto"),
-    "launched": ("torch", "norm,rotary,swiglu,cross_entropy,weight_gradient"),
-    "graphed": ("torch", "norm,rotary,swiglu,cross_entropy,weight_gradient,cuda_graphs"),
-    "te": ("te", "off"),
-    "te_fused": ("te", "auto"),
+_LAUNCHED = "norm,rotary,swiglu,cross_entropy,weight_gradient"
+_GRAPHED = f"{_LAUNCHED},cuda_graphs"
+PATHS: dict[str, dict[str, str]] = {
+    "plain": {"layer_spec": "torch", "fused_kernels": "off"},
+    "fused": {"layer_spec": "torch", "fused_kernels": "auto"},
+    "launched": {"layer_spec": "torch", "fused_kernels": _LAUNCHED},
+    "graphed": {"layer_spec": "torch", "fused_kernels": _GRAPHED},
+    "fp8": {"layer_spec": "torch", "precision": "fp8"},
+    "fp8_launched": {"layer_spec": "torch", "precision": "fp8", "fused_kernels": _LAUNCHED},
+    "fp8_tensorwise": {"layer_spec": "torch", "precision": "fp8", "fp8_recipe": "tensorwise"},
+    "fp8_wgrad_bf16": {"layer_spec": "torch", "precision": "fp8", "fp8_recipe": "rowwise_wgrad_bf16"},
+    "te": {"layer_spec": "te", "fused_kernels": "off"},
+    "te_fused": {"layer_spec": "te", "fused_kernels": "auto"},
+    "te_fp8_delayed": {"layer_spec": "te", "fused_kernels": "off"},
+    "te_fp8_tensorwise": {"layer_spec": "te", "fused_kernels": "off"},
 }
+TE_FP8 = {
+    "te_fp8_delayed": {"fp8_recipe": "delayed", "fp8_amax_history_len": 1024, "fp8_amax_compute_algo": "max"},
+    "te_fp8_tensorwise": {"fp8_recipe": "tensorwise"},
+}
+"""NeMo's settings of Transformer Engine's FP8, as its recipes for Hopper have them; e4m3 forward, e5m2 backward."""
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -79,6 +94,7 @@ class Measurement:
     mfu: float | None
     peak_gib: float
     losses: list[float]
+    validation: list[float]
 
 
 def main() -> int:
@@ -90,7 +106,8 @@ def main() -> int:
         measured = compare(arguments)
         print(table(measured, arguments, words), end="\n\n", flush=True)
         if arguments.losses:
-            Path(arguments.losses).write_text(json.dumps({path: runs[0].losses for path, runs in measured.items()}))
+            first = {path: dataclasses.asdict(runs[0]) for path, runs in measured.items()}
+            Path(arguments.losses).write_text(json.dumps(first))
     return 0
 
 
@@ -123,12 +140,15 @@ def build_parser() -> argparse.ArgumentParser:
         ("sequence_length", 4096),
         ("micro_batch_size", 4),
         ("global_batch_size", 16),
+        ("seed", 1234),
+        ("val_interval", 0),
         *(("gpus", 1), ("tp", 1), ("pp", 1), ("cp", 1)),
     ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--learning_rate", type=float, default=3e-5, help="reached after a quarter of the steps")
     parser.add_argument("--recompute", default="none", help="as in pretrain.py: auto takes what fits the card")
-    parser.add_argument("--losses", help="write every path's losses of the first round to this JSON file")
+    parser.add_argument("--timeline", help="write the GPU's milliseconds of the last step by kernel to this file")
+    parser.add_argument("--losses", help="write every path's first round to this JSON file, with all losses")
     return parser
 
 
@@ -210,6 +230,11 @@ def train_rank(path: str, arguments: argparse.Namespace, folder: str, rank: int,
         from pretrainkit.run import resume_plan
 
         train.Checkpoints._save = lambda *_, **__: None  # this measures steps, not the disk
+        if arguments.timeline and rank == 0:
+            base = train.FreezeGC
+            train.FreezeGC = lambda: timeline_of_last_step(base, path, arguments)
+        if path in TE_FP8:
+            use_te_fp8(TE_FP8[path])
         run = resolve_run(path, arguments, Path(folder))
         plan = resume_plan.plan_start(run)
         if rank == 0:
@@ -222,6 +247,46 @@ def train_rank(path: str, arguments: argparse.Namespace, folder: str, rank: int,
     os._exit(0)  # what the libraries do at exit is not measured
 
 
+def timeline_of_last_step(base: Any, path: str, arguments: argparse.Namespace) -> Any:
+    """A callback that appends the time of each kernel of the last step to a file."""
+
+    class Timeline(base):  # type: ignore[misc]
+        profiler: Any = None
+
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == arguments.steps - 1:
+                torch.cuda.synchronize()
+                self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+                self.profiler.start()
+                self.began_s = time.perf_counter()
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            if self.profiler is None:
+                return
+            torch.cuda.synchronize()
+            wall_ms = 1000 * (time.perf_counter() - self.began_s)
+            self.profiler.stop()
+            spent: dict[str, list[float]] = {}
+            for event in self.profiler.events():
+                if event.device_type == torch.autograd.DeviceType.CUDA:
+                    spent.setdefault(event.name, []).append(event.device_time_total / 1000)
+            with Path(arguments.timeline).open("a") as out:
+                busy_ms = sum(map(sum, spent.values()))
+                print(f"{path}: {wall_ms:.0f} ms, kernels {busy_ms:.0f} ms (streams may overlap)", file=out)
+                for name, times in sorted(spent.items(), key=lambda item: -sum(item[1])):
+                    print(f"{sum(times):9.2f} ms {len(times):6} x {name}", file=out)
+
+    return Timeline()
+
+
+def use_te_fp8(settings: dict[str, Any]) -> None:
+    """Let NeMo's precision plugin have Transformer Engine's FP8, which pretrain.py has no option for."""
+    from pretrainkit.engine import trainer
+
+    plugin = trainer.nl.MegatronMixedPrecision
+    trainer.nl.MegatronMixedPrecision = lambda **usual: plugin(**usual, fp8="hybrid", **settings)
+
+
 def resolve_run(path: str, arguments: argparse.Namespace, folder: Path) -> Any:
     """The resolved run of one measurement."""
     from pretrainkit.config.resolve import RunFacts, resolve
@@ -232,13 +297,12 @@ def resolve_run(path: str, arguments: argparse.Namespace, folder: Path) -> Any:
     from pretrainkit.run import resource_plan
 
     default, change = RunConfig(), dataclasses.replace
-    layer_spec, fused_kernels = PATHS[path]
     config = change(
         default,
         experiment="experiment",
         experiments_dir=str(folder),
         data=change(
-            default.data, dataset_path=f"{folder}/text", sequence_length=arguments.sequence_length, split="1,0,0"
+            default.data, dataset_path=f"{folder}/text", sequence_length=arguments.sequence_length, split="95,5,0"
         ),
         parallel=change(
             default.parallel,
@@ -252,10 +316,11 @@ def resolve_run(path: str, arguments: argparse.Namespace, folder: Path) -> Any:
             max_steps=arguments.steps,
             micro_batch_size=arguments.micro_batch_size,
             global_batch_size=arguments.global_batch_size,
-            val_interval=0,
-            layer_spec=layer_spec,
-            fused_kernels=fused_kernels,
+            val_interval=arguments.val_interval,
+            seed=arguments.seed,
             recompute=arguments.recompute,
+            fp8_check_interval=0,
+            **PATHS[path],
         ),
         launch=change(default.launch, num_gpus=arguments.gpus, accelerator="gpu"),
     )
@@ -288,6 +353,7 @@ def read_measurement(experiment: Path) -> Measurement:
         mfu=median("mfu") if counted[0].get("mfu") else None,
         peak_gib=max(record["peak_memory_gib"] for record in steps),
         losses=[record["loss"] for record in steps],
+        validation=[record["val_loss"] for record in records if "val_loss" in record],
     )
 
 

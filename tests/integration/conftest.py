@@ -95,7 +95,7 @@ def write_tiny_run_in(dataset_prefix: Path) -> Callable[..., Path]:
                 str(initial_checkpoint), str(initial_checkpoint), None, str(hf_weights) if hf_weights else None
             ),
             accelerator="cpu",
-            precision=settings["precision"],
+            precision={"fp8": "bf16"}.get(settings["precision"], settings["precision"]),
             world_size=world_size,
             data_parallel_size=data_parallel,
             sequence_parallel=sequence_parallel,

@@ -101,7 +101,7 @@ def resolve(config: RunConfig, facts: RunFacts) -> ResolvedRun:
         hf_folder=facts.hf_folder,
         initial_weights=facts.initial_weights,
         accelerator=chosen,
-        precision=precision if precision != "auto" else "bf16" if chosen == "gpu" else "fp32",
+        precision={"auto": "bf16" if chosen == "gpu" else "fp32", "fp8": "bf16"}.get(precision, precision),
         world_size=world_size(config),
         data_parallel_size=world_size(config) // config.parallel.model_parallel_size,
         sequence_parallel=sequence_parallel(config),

@@ -125,6 +125,16 @@ class DatasetFacts:
 
 
 @dataclass(frozen=True)
+class Fp8:
+    """How the layers' matrix products are computed in FP8 (`pretrainkit.megatron.fp8`)."""
+
+    recipe: str = "rowwise"
+    """rowwise, tensorwise or rowwise_wgrad_bf16."""
+    first_last_bf16: int = 0
+    """Layers at each end of the model that stay in bf16."""
+
+
+@dataclass(frozen=True)
 class Recompute:
     """Activations that the backward pass computes again, in Megatron's terms."""
 
@@ -218,7 +228,7 @@ class ResolvedRun:
     accelerator: str
     """cpu or gpu."""
     precision: str
-    """bf16 or fp32."""
+    """bf16 or fp32: of weights and activations, which bf16 has with --precision fp8, too."""
     world_size: int
     data_parallel_size: int
     sequence_parallel: bool
@@ -244,6 +254,17 @@ class ResolvedRun:
     """random, weights or continue: how the newest start began (`pretrainkit.run.resume_plan`)."""
     reset_attention_mask: bool = False
     """Whether attention stays within documents: as asked, or because the dataset has rows of whole documents."""
+
+    @property
+    def fp8(self) -> Fp8 | None:
+        """The layers' products in FP8, if they are."""
+        training = self.config.training
+        return Fp8(training.fp8_recipe, training.fp8_first_last_bf16) if training.precision == "fp8" else None
+
+    @property
+    def precision_text(self) -> str:
+        """The precision as people read it."""
+        return f"{self.precision} with FP8 products ({self.fp8.recipe})" if self.fp8 else self.precision
 
     @property
     def masks_losses(self) -> bool:

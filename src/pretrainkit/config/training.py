@@ -149,7 +149,21 @@ class TrainingConfig:
         3, "refuse to start after this many consecutive restarts without a new step; 0: no limit", range=">= 0"
     )
     precision: str = option(
-        "auto", "auto: bf16 with fp32 master weights on GPU, fp32 on CPU", choices=("auto", "bf16", "fp32")
+        "auto",
+        "auto: bf16 with fp32 master weights on GPU, fp32 on CPU; fp8: bf16 with the layers' matrix products in FP8",
+        choices=("auto", "bf16", "fp32", "fp8"),
+    )
+    fp8_recipe: str = option(
+        "rowwise",
+        "scales of --precision fp8: one a token (rowwise) or a tensor; rowwise_wgrad_bf16: weight gradients in bf16",
+        choices=("rowwise", "tensorwise", "rowwise_wgrad_bf16"),
+    )
+    fp8_first_last_bf16: int = option(0, "layers at each end of the model that stay in bf16", range=">= 0")
+    fp8_check_interval: int = option(
+        100, "compare FP8's loss with bf16's every N steps, and stop where they differ too much; 0: never", range=">= 0"
+    )
+    fp8_emulation: bool = option(
+        False, "compute FP8 products in fp32 where the device has none: to try it, much slower", flag=None
     )
     recompute: str = option(
         "auto",

@@ -15,7 +15,7 @@ from pretrainkit.config.schema import OPTIONS, ModelShape, RunConfig
 from pretrainkit.config.validate_data import data_problems
 from pretrainkit.errors import RequestError
 from pretrainkit.logs import is_secret
-from pretrainkit.machine import SEMAPHORE_BYTES
+from pretrainkit.machine import SEMAPHORE_BYTES, MachineFacts
 from pretrainkit.units import format_bytes, parse_duration
 
 _WORKER_SEMAPHORE_BYTES = 16 * 2**10
@@ -24,6 +24,10 @@ _BATCHES_AHEAD = 3
 """Of a DataLoader's worker: two are prefetched (torch's default), and one is in the rank's hands."""
 _BYTES_PER_TOKEN = 28
 """Of a batch: token, label and position as int64, the loss mask as fp32 (megatron-core's gpt_dataset)."""
+
+
+FP8_MULTIPLE = 16
+"""Of the sizes of matrices in FP8 products."""
 
 
 def problems_of(config: RunConfig, facts: RunFacts) -> list[RequestError]:
@@ -37,6 +41,7 @@ def problems_of(config: RunConfig, facts: RunFacts) -> list[RequestError]:
         *_batch(config),
         *(_model(config, facts.model) if facts.model else ()),
         *(_sequence_length(config, facts.model) if facts.model else ()),
+        *(_fp8(config, facts.model, facts.machine) if facts.model and config.training.precision == "fp8" else ()),
         *data_problems(config, facts),
         *_start_parity(config, facts),
     ]
@@ -265,6 +270,42 @@ def _sequence_length(config: RunConfig, model: ModelShape) -> Iterator[RequestEr
             action=f"use {_nearest(length, unit)}",
             where="--sequence_length",
         )
+
+
+def _fp8(config: RunConfig, model: ModelShape, machine: MachineFacts) -> Iterator[RequestError]:
+    training, tensor = config.training, config.parallel.tensor_model_parallel_size
+    where = "--precision fp8"
+    if resolve.accelerator(config, machine) == "cpu" and not training.fp8_emulation:
+        yield RequestError(
+            "CPUs have no FP8 products",
+            needed="a GPU that has them (Ada, Hopper, Blackwell), or --precision bf16 or fp32",
+            action="to try what FP8 does to a small model, --set training.fp8_emulation=true computes them in fp32",
+            where=where,
+        )
+    if training.layer_spec == "te":
+        yield RequestError(
+            "Transformer Engine's layers",
+            needed="--layer_spec auto or torch",
+            where="--layer_spec with --precision fp8",
+        )
+    if 2 * training.fp8_first_last_bf16 >= model.num_layers:
+        yield RequestError(
+            f"{training.fp8_first_last_bf16} layers at each end of {model.num_layers} stay in bf16",
+            needed="at least one layer in FP8",
+            where="--fp8_first_last_bf16",
+        )
+    qkv = (model.num_attention_heads + 2 * model.num_query_groups) * model.head_dim
+    tokens = training.micro_batch_size * config.data.sequence_length // config.parallel.context_parallel_size
+    for size, what in (
+        (model.hidden_size, "the hidden size"),
+        (qkv // tensor, "the query, key and value rows of a rank"),
+        (model.num_attention_heads * model.head_dim // tensor, "the attention heads' size on a rank"),
+        (model.ffn_hidden_size // tensor, "the MLP's size on a rank"),
+        (tokens, "the tokens of a microbatch on a rank"),
+    ):
+        if size % FP8_MULTIPLE:
+            needed = f"multiples of {FP8_MULTIPLE}: FP8 products have no other sizes"
+            yield RequestError(f"{what}: {size}", needed=needed, where=where)
 
 
 def _nearest(number: int, unit: int) -> str:

@@ -11,12 +11,13 @@ Order of the callbacks, which each hook follows:
 4. `LossGuard`: judges loss and gradient norm between the backward pass and the update
 5. `UseCudaGraphs`: captures the layers
 6. `InitialLossCheck`: only for a start from another model's weights; before steps are timed and signals only noted
-7. `Recording`: numbers of a step, before the save that may follow it, so that saving isn't timed as a step
-8. `StopEarly`: from its start on a signal means to finish the step and save
-9. NeMo's own callbacks
-10. `Evaluations`
-11. `Checkpoints`: saves after what the callbacks above decided, a stop included
-12. `DataLoaderWatchdog`, `FreezeGC`
+7. `Fp8Check`, with FP8: weights are cast once a step; compares the loss with bf16's
+8. `Recording`: numbers of a step, before the save that may follow it, so that saving isn't timed as a step
+9. `StopEarly`: from its start on a signal means to finish the step and save
+10. NeMo's own callbacks
+11. `Evaluations`
+12. `Checkpoints`: saves after what the callbacks above decided, a stop included
+13. `DataLoaderWatchdog`, `FreezeGC`
 
 What is replaced in NeMo, Lightning, Megatron and Python for a run, by the file that does it. `train`, `saving` and
 `trainer` apply rows of the register (`megatron.patches`); the others change single objects, or Python's own:

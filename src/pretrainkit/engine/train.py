@@ -11,6 +11,7 @@ import torch
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.engine.callbacks.before_steps import FreezeGC, OptimizerSettings, UseCudaGraphs, VerifyRestoredState
 from pretrainkit.engine.callbacks.checkpoints import Checkpoints
+from pretrainkit.engine.callbacks.fp8_check import Fp8Check
 from pretrainkit.engine.callbacks.initial_loss_check import InitialLossCheck
 from pretrainkit.engine.callbacks.loader_watchdog import DataLoaderWatchdog
 from pretrainkit.engine.callbacks.loss_guard import LossGuard
@@ -33,6 +34,7 @@ from pretrainkit.engine.trainer import (
 from pretrainkit.logs import get_logger
 from pretrainkit.megatron import patches
 from pretrainkit.megatron.dataset import local_prefixes
+from pretrainkit.megatron.fp8.gemm import check_device
 from pretrainkit.run import progress as records
 from pretrainkit.run.resume_plan import WEIGHTS, StartPlan
 from pretrainkit.run.trackers import uses_trackers
@@ -64,6 +66,8 @@ def train(
     prefixes = local_prefixes(run)
     chosen = run.kernels
     assert chosen, "run_rank refuses a run without kernels"
+    if run.fp8 and run.accelerator == "gpu":
+        check_device(emulates=run.config.training.fp8_emulation)
     patches.apply_kernels(chosen)
     patches.apply_optimizer()
 
@@ -83,6 +87,7 @@ def train(
         guard,
         graphs,
         *loss_checks,
+        *([Fp8Check(run, recorder)] if run.fp8 else []),
         Recording(run, plan, recorder, guard, graphs, by_label),
         StopEarly(requests),
         *trainer.callbacks,

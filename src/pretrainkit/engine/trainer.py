@@ -49,7 +49,10 @@ def build_model(
         setattr(config, name, value)  # Megatron's checks when constructed don't know the kernels that are installed
     if chosen.layer_spec == "torch":
         config.transformer_layer_spec = functools.partial(
-            torch_layer_spec, fused_norm=chosen.norm == "triton", overlaps=chosen.tp_comm_overlap == "copies"
+            torch_layer_spec,
+            fused_norm=chosen.norm == "triton",
+            overlaps=chosen.tp_comm_overlap == "copies",
+            fp8=run.fp8,
         )
     # Else Megatron takes the mean of the microbatches' means: tokens count more where more of their microbatch is
     # masked. Without masks both are the same, and this one reads all gradients once more.
@@ -57,11 +60,13 @@ def build_model(
     config.forward_step_fn = forward_step
     if run.reset_attention_mask:
         config.data_step_fn = with_document_bounds(config.data_step_fn)
+    microbatch_step = config.data_step_fn
     if by_label:
         config.data_step_fn = by_label.data_step(config.data_step_fn)
     config.data_step_fn = wrap_data_step(config.data_step_fn)
     tokenizer = AutoTokenizer(str(readable_folder(Path(run.hf_folder))), use_fast=True)
     model: llm.GPTModel = pkgutil.resolve_name(nemo.model_class)(config, tokenizer=tokenizer)
+    model.microbatch_step = microbatch_step  # a loader's batch as the model gets it
     if by_label:
         model._training_loss_reduction = LabelledLossReduction(by_label)
     return model

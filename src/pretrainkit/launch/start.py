@@ -194,9 +194,10 @@ def summarize(run: ResolvedRun) -> str:
         "weights": run.initial_weights.checkpoint if run.initial_weights else "random",
         "data": f"{format_count(run.dataset.num_tokens)} tokens, {format_count(run.dataset.num_documents)} documents, "
         f"split {config.data.split}, sequences of {config.data.sequence_length}",
-        "ranks": f"{run.world_size} ({run.accelerator}, {run.precision}) = TP {parallel.tensor_model_parallel_size}"
-        f"{' with sequence parallel' if run.sequence_parallel else ''} x PP {parallel.pipeline_model_parallel_size}"
-        f" x CP {parallel.context_parallel_size} x DP {run.data_parallel_size}",
+        "ranks": f"{run.world_size} ({run.accelerator}, {run.precision_text}) = "
+        f"TP {parallel.tensor_model_parallel_size}{' with sequence parallel' if run.sequence_parallel else ''}"
+        f" x PP {parallel.pipeline_model_parallel_size} x CP {parallel.context_parallel_size}"
+        f" x DP {run.data_parallel_size}",
         "batch": f"{training.global_batch_size} samples a step, {training.micro_batch_size} a forward pass, "
         f"{format_count(run.tokens_per_step)} tokens a step",
         "steps": f"{run.max_steps}, a checkpoint every {training.save_interval}; evaluation {evaluation}",

@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor
 
 from pretrainkit.logs import get_logger
+from pretrainkit.megatron.fp8.layers import Fp8Module
 
 log = get_logger(__name__)
 
@@ -108,10 +109,16 @@ class _Layer:
         self._modules = list(module.modules())
 
     def await_weights(self) -> None:
-        """Run Megatron's forward pre-hooks: with overlapped parameter gathering they wait for the layer's weights."""
+        """Run Megatron's forward pre-hooks: with overlapped parameter gathering they wait for the layer's weights.
+
+        Then make the weights' FP8 copies, which the graphs read, where they aren't of this step.
+        """
         for module in self._modules:
             for hook in module._forward_pre_hooks.values():
                 hook(module, ())
+        for module in self._modules:
+            if isinstance(module, Fp8Module):
+                module.update_copies()
 
 
 class GraphedLayers:
@@ -162,7 +169,12 @@ class GraphedLayers:
 
     def _capture(self, hidden: Tensor, rotary: Tensor | None) -> None:
         graphs = CudaGraphs()
-        _warm_up(graphs, self._block.layers[0], hidden, rotary)
+        for module in self._block.modules():
+            if isinstance(module, Fp8Module):
+                module.update_copies()  # of this step from here on: the capture doesn't make them
+        # The first of a kind compiles what all of it need.
+        for layer in {id(type(layer.mlp)): layer for layer in self._block.layers}.values():
+            _warm_up(graphs, layer, hidden, rotary)
         layers, passes = [], []
         with _capturing():
             output = hidden.detach().clone()

@@ -45,7 +45,7 @@ MIN_CHUNK_TOKENS = 8192
 NCCL with chunks of 8,192 tokens; the 8B shape trained 5% slower with chunks of 2,048."""
 
 _FOR_GRAPHS = "torch's layers, TP, PP and CP of 1, no recomputation, no attention within documents"
-MAX_GRAPHED_WORK = 0.7e12
+MAX_GRAPHED_WORK, MAX_GRAPHED_WORK_IN_FP8 = 0.7e12, 1.1e12
 """Parameters of a layer x tokens of a microbatch up to which graphs are used; beyond it the GPU doesn't wait anyway."""
 
 
@@ -64,14 +64,15 @@ def choose_for(run: ResolvedRun, installed: frozenset[str]) -> Kernels:
     can_be_graphed = is_whole and not run.reset_attention_mask
     overlaps = run.sequence_parallel and run.config.launch.num_gpus % parallel.tensor_model_parallel_size == 0
     return choose(
-        # Only our layers have attention within documents.
-        layer_spec="torch" if run.reset_attention_mask else training.layer_spec,
+        # Only our layers have attention within documents, and FP8.
+        layer_spec="torch" if run.reset_attention_mask or run.fp8 else training.layer_spec,
         fused_kernels=training.fused_kernels,
         accelerator=run.accelerator,
         precision=run.precision,
         installed=installed,
-        chunk_tokens=tokens // ranks if overlaps else 0,
+        chunk_tokens=tokens // ranks if overlaps and not run.fp8 else 0,
         layer_work=layer_parameters(run.model) * tokens if can_be_graphed else 0,
+        fp8=run.fp8 is not None,
     )
 
 
@@ -84,18 +85,20 @@ def choose(
     installed: frozenset[str],
     chunk_tokens: int = 0,
     layer_work: float = 0,
+    fp8: bool = False,
 ) -> Kernels:
     """The kernels of a run where these LIBRARIES are installed.
 
     `layer_spec` is auto, te or torch; `fused_kernels` is auto, off, or a comma-separated list of FUSED_KERNELS.
     `chunk_tokens` is the size of the chunks of a layer's input that ranks of one node gather, 0 if there are none;
-    `layer_work` is parameters of a layer x tokens of a microbatch, 0 if graphs can't be used.
+    `layer_work` is parameters of a layer x tokens of a microbatch, 0 if graphs can't be used. `fp8`: the layers'
+    products are in FP8.
     Raises RequestError when something that was asked for by name can't be used.
     """
     fusable = accelerator == "gpu"
     unused = {
         *(("tp_comm_overlap",) if chunk_tokens < MIN_CHUNK_TOKENS else ()),
-        *(("cuda_graphs",) if layer_work > MAX_GRAPHED_WORK else ()),
+        *(("cuda_graphs",) if layer_work > (MAX_GRAPHED_WORK_IN_FP8 if fp8 else MAX_GRAPHED_WORK) else ()),
     }
     faster = tuple(part for part in FUSED_KERNELS if part not in unused)
     asked = {"auto": faster, "off": ()}.get(fused_kernels, kernel_names(fused_kernels))

@@ -6,114 +6,40 @@ checkpoints load with either. Layers with experts, which run one after another (
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import copy
 
-import torch
-import torch.nn.functional as F
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from pretrainkit.config.schema import Fp8
 from pretrainkit.megatron import patches
 from pretrainkit.megatron.attention import ScaledDotProductAttention
-from pretrainkit.megatron.tp_overlap import AllGatherMatmul, MatmulReduceScatter, peer_memory_of
-
-
-def _norm_weight(config: TransformerConfig, size: int) -> torch.nn.Parameter:
-    weight = torch.nn.Parameter(torch.ones(size, dtype=config.params_dtype))
-    # Under sequence parallelism each rank has a chunk of the tokens; Megatron sums these gradients over TP ranks.
-    weight.sequence_parallel = config.sequence_parallel
-    return weight
-
-
-class RMSNorm(torch.nn.Module):
-    """Root-mean-square norm over the last dimension, in fp32 inside (torch's own kernel)."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = _norm_weight(config, hidden_size)
-
-    def get_extra_state(self) -> None:
-        """Nothing: Transformer Engine's norm has this entry and doesn't load a checkpoint without it."""
-
-    def set_extra_state(self, state: Any) -> None:
-        """Nothing to restore."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return F.rms_norm(hidden, hidden.shape[-1:], self.weight, self.eps)
-
-
-class RMSNormColumnParallelLinear(ColumnParallelLinear):
-    """RMSNorm, then a column-parallel linear layer: Transformer Engine's LayerNormColumnParallelLinear."""
-
-    def __init__(
-        self, input_size: int, output_size: int, *, config: TransformerConfig, overlaps: bool = False, **kwargs: Any
-    ) -> None:
-        super().__init__(input_size, output_size, config=config, **kwargs)
-        self.layer_norm_weight = _norm_weight(config, input_size)
-        self._overlaps = overlaps
-
-    def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None, **settings: Any) -> Tensor:
-        if self._overlaps and (memory := peer_memory_of(self.tp_group)):
-            output = AllGatherMatmul.apply(input, weight, memory, self.gradient_accumulation_fusion)
-            return output if bias is None else output + bias
-        return super()._forward_impl(input, weight, bias, **settings)
-
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return super().forward(self._normalize(hidden), *args, **kwargs)
-
-    def _normalize(self, hidden: Tensor) -> Tensor:
-        return F.rms_norm(hidden, hidden.shape[-1:], self.layer_norm_weight, self.config.layernorm_epsilon)
-
-
-class FusedResidualRMSNormColumnParallelLinear(RMSNormColumnParallelLinear):
-    """The same with a norm whose backward also adds the gradient of the skip connection.
-
-    Megatron's layer passes the residual stream to this module and, by another reference, to the sum after the block.
-    So the norm's second output, the skip connection, is attached to the tensor that both get (`add_fused_residual`).
-    """
-
-    def _normalize(self, hidden: Tensor) -> Tensor:
-        from pretrainkit.megatron.triton.rms_norm import rms_norm_with_residual
-
-        normed, residual = rms_norm_with_residual(hidden, self.layer_norm_weight, self.config.layernorm_epsilon)
-        if torch.is_grad_enabled():  # not in a recomputed block's first forward, which the sum isn't part of
-            hidden.residual = residual
-        return normed
-
-
-class OverlappedRowParallelLinear(RowParallelLinear):
-    """A row-parallel linear layer without bias whose reduce-scatter overlaps with its GEMM."""
-
-    def forward(self, input_: Tensor) -> tuple[Tensor, None]:
-        if memory := peer_memory_of(self.tp_group):
-            return MatmulReduceScatter.apply(input_, self.weight, memory, self.gradient_accumulation_fusion), None
-        return super().forward(input_)
-
-
-def add_fused_residual(training: bool, fused: bool) -> Callable[..., Tensor]:
-    """Megatron's bias-dropout-add that takes the skip connection from the block's norm."""
-    bias_dropout_add = get_bias_dropout_add(training, fused)
-
-    def add(output_with_bias: tuple[Tensor, Tensor | None], hidden: Tensor, dropout: float) -> Tensor:
-        return bias_dropout_add(output_with_bias, hidden.__dict__.pop("residual", hidden), dropout)
-
-    return add
+from pretrainkit.megatron.fp8.layers import use_fp8
+from pretrainkit.megatron.linear import (
+    FusedResidualRMSNormColumnParallelLinear,
+    OverlappedRowParallelLinear,
+    RMSNorm,
+    RMSNormColumnParallelLinear,
+    add_fused_residual,
+)
 
 
 def torch_layer_spec(
-    config: TransformerConfig, vp_stage: int | None = None, *, fused_norm: bool = False, overlaps: bool = False
+    config: TransformerConfig,
+    vp_stage: int | None = None,
+    *,
+    fused_norm: bool = False,
+    overlaps: bool = False,
+    fp8: Fp8 | None = None,
 ) -> TransformerBlockSubmodules:
     """The decoder's layers and final norm for an RMSNorm transformer that is dense or has experts in every layer.
 
-    With `overlaps`, tensor-parallel communication overlaps with GEMMs; this needs sequence parallelism and CUDA.
+    With `overlaps`, tensor-parallel communication overlaps with GEMMs; this needs sequence parallelism and CUDA. With
+    `fp8`, the layers' GEMMs are in FP8, except for those layers at both ends that it names.
     """
     if config.normalization != "RMSNorm":
         raise NotImplementedError(f"layers without Transformer Engine have RMSNorm; found {config.normalization}")
@@ -140,5 +66,9 @@ def torch_layer_spec(
     parts.input_layernorm = IdentityOp
     # Megatron's local spec renames separate norms to Transformer Engine's names when saving; ours have those names.
     parts.sharded_state_dict_keys_map = {}
-    num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=RMSNorm)
+    layers = [layer] * get_num_layers_to_build(config, vp_stage=vp_stage)
+    if fp8:
+        in_fp8, first = use_fp8(copy.deepcopy(layer), fp8), get_transformer_layer_offset(config, vp_stage)
+        kept = range(fp8.first_last_bf16, config.num_layers - fp8.first_last_bf16)
+        layers = [in_fp8 if first + number in kept else layer for number in range(len(layers))]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)

@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from pretrainkit.config.schema import Kernels, ModelShape, Recompute, RopeScaling
+from pretrainkit.config.schema import Fp8, Kernels, ModelShape, Recompute, RopeScaling
 from pretrainkit.megatron.kernels import config_fields
 from pretrainkit.megatron.layer_spec import torch_layer_spec
 from pretrainkit.models.megatron_fields import transformer_config_fields
@@ -84,8 +84,12 @@ def build_model(
     sequence_length: int,
     precision: str = "fp32",
     kernels: Kernels | None = None,
+    fp8: Fp8 | None = None,
 ) -> GPTModel:
-    """This rank's part of the model, with random weights; `patches.apply_kernels` has been called for `kernels`."""
+    """This rank's part of the model, with random weights; `patches.apply_kernels` has been called for `kernels`.
+
+    `fp8`: the layers' products are in FP8, with precision bf16.
+    """
     tensor_parallel_size = parallel_state.get_tensor_model_parallel_world_size()
     fields = {**transformer_config_fields(shape), **precision_fields(precision)}
     if shape.num_experts:
@@ -101,7 +105,9 @@ def build_model(
             setattr(config, name, value)
     model = GPTModel(
         config,
-        transformer_layer_spec=torch_layer_spec(config, fused_norm=kernels is not None and kernels.norm == "triton"),
+        transformer_layer_spec=torch_layer_spec(
+            config, fused_norm=kernels is not None and kernels.norm == "triton", fp8=fp8
+        ),
         vocab_size=padded_vocab_size,
         max_sequence_length=sequence_length,
         position_embedding_type="rope",

@@ -6,6 +6,7 @@ Memory is counted from the tensors that live at the peak, the end of a microbatc
 |---|---|
 | a parameter (bf16) | 2 + 4 for its gradient in fp32 + 12 for the fp32 copy and the two moments, these over DP x CP |
 | a parameter (fp32) | 4 + 4 + 8 over DP x CP |
+| a parameter of a layer in FP8 | 2 more: its FP8 copies, as it is and transposed |
 | a token in a layer | what `_layer_elements` lists, split over TP with sequence parallelism or by column |
 | a token at the head | LOGITS_BYTES per row of the vocabulary on this rank |
 
@@ -29,12 +30,14 @@ LOGITS_BYTES = {"fused": 2, "plain": 10}
 """Per logit: bf16 logits that are overwritten by their gradient; or, measured on an H100, with fp32 copies."""
 RESERVE_GIB = {"one GPU": 0.7, "several": 1.5}
 """Memory of CUDA, its libraries, NCCL and communication buffers, outside torch's allocator (assumed)."""
+FP8_COPIES_BYTES = 2
 
-MFU = {"fused": (0.49, 0.51, 0.53), "te": (0.40, 0.45, 0.52), "plain": (0.39, 0.40, 0.41)}
-"""Assumed, from runs on one H100 in bf16, for little, medium and much work per layer and microbatch (WORK)."""
+MFU = {"fused": (0.49, 0.51, 0.53), "te": (0.40, 0.45, 0.52), "plain": (0.39, 0.40, 0.41), "fp8": (0.49, 0.51, 0.72)}
+"""Assumed, from runs on one H100 in bf16, for little, medium and much work per layer and microbatch (WORK). In FP8, of
+the bf16 peak, much is from one H200 (70% for the 1B shape, 80% for the 8B shape); little and medium are bf16's."""
 WORK = (0.3e12, 0.7e12)
 """Limits between them: parameters of a layer on one rank x tokens of a microbatch."""
-TENSOR_PARALLEL_SHARE, DATA_PARALLEL_SHARE = 0.85, 0.98
+TENSOR_PARALLEL_SHARE, DATA_PARALLEL_SHARE, FP8_TENSOR_PARALLEL_SHARE = 0.85, 0.98, 0.4
 """Speed of a GPU among several over that of one, from runs on two; also used for CP and for more GPUs."""
 
 
@@ -95,6 +98,9 @@ def _stage_bytes(run: ResolvedRun, *, is_first: bool) -> tuple[float, float, flo
     shards = run.data_parallel_size * parallel.context_parallel_size if run.config.optimizer.distributed else 1
     bf16 = run.precision == "bf16"
     weights = on_rank * ((6 + 12 / shards) if bf16 else (8 + 8 / shards))
+    if run.fp8:
+        ends = run.fp8.first_last_bf16 * (2 if stages == 1 else 1)
+        weights += FP8_COPIES_BYTES * max(layers - ends, 0) * layer_parameters(shape) / tensor
 
     element, tokens = 2 if bf16 else 4, _tokens(run)
     in_flight = min(stages, run.num_microbatches) if is_first else 1
@@ -128,11 +134,13 @@ def _layer_elements(run: ResolvedRun) -> tuple[float, float, float]:
     )
     # Our attention keeps the keys and values of all CP ranks.
     keys = 2 * groups * (1 if _kernels(run).layer_spec == "te" else run.config.parallel.context_parallel_size)
+    # What a weight's gradient is computed from, in halves of bf16's two bytes.
+    input_ = 0.5 if run.fp8 and run.fp8.recipe != "rowwise_wgrad_bf16" else 1.0
     # Input of the norm; the normed input of qkv; query, key, value; attention's output as computed and as projected;
     # the second norm's input.
-    rest = hidden + (heads + keys) + 2 * heads + hidden
+    rest = input_ * hidden + (heads + keys) + (1 + input_) * heads + hidden
     # Its normed input; gate and up; their product; without a fused kernel the gate's activation.
-    mlp = hidden + 2 * ffn + ffn + (0 if _kernels(run).swiglu != PLAIN else ffn)
+    mlp = input_ * (hidden + ffn) + 2 * ffn + (0 if run.fp8 or _kernels(run).swiglu != PLAIN else ffn)
     return hidden, rest, mlp
 
 
@@ -157,10 +165,18 @@ def _speed(run: ResolvedRun) -> tuple[float | None, float | None]:
     parallel, shape = run.config.parallel, run.model
     work = layer_parameters(shape) / parallel.tensor_model_parallel_size * _tokens(run)
     kernels = _kernels(run)
-    layers = "te" if kernels.layer_spec == "te" else "plain" if kernels.cross_entropy == PLAIN else "fused"
+    layers = (
+        "fp8"
+        if run.fp8
+        else "te"
+        if kernels.layer_spec == "te"
+        else "plain"
+        if kernels.cross_entropy == PLAIN
+        else "fused"
+    )
     mfu = MFU[layers][sum(work > bound for bound in WORK)]
     if parallel.tensor_model_parallel_size * parallel.context_parallel_size > 1:
-        mfu *= TENSOR_PARALLEL_SHARE
+        mfu *= FP8_TENSOR_PARALLEL_SHARE if run.fp8 else TENSOR_PARALLEL_SHARE
     if run.data_parallel_size > 1:
         mfu *= DATA_PARALLEL_SHARE
     stages = parallel.pipeline_model_parallel_size

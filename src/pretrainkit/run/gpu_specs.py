@@ -27,6 +27,11 @@ def peak_flops(device_name: str) -> float | None:
     return _specs(device_name)[0]
 
 
+def lacks_fp8(device_name: str) -> bool:
+    """Whether a GPU of this name is known to have no FP8 products: compute capability below 8.9."""
+    return not {"A100", "A800", "V100", "A40", "A30", "A10"}.isdisjoint(_words(device_name))
+
+
 def memory_gib(device_name: str) -> float | None:
     """A GPU's memory in GiB by its name, such as 'H100' or 'NVIDIA A100-SXM4-40GB'; None when it isn't known."""
     known = _specs(device_name)[1]

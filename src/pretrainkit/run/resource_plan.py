@@ -21,7 +21,7 @@ from pretrainkit.megatron.compiler import check_triton
 from pretrainkit.megatron.kernels import LIBRARIES, choose_for, installed_libraries
 from pretrainkit.run import resume_plan
 from pretrainkit.run.estimates import cheapest_recompute, estimate, fits, gpu_memory
-from pretrainkit.run.gpu_specs import GPUS
+from pretrainkit.run.gpu_specs import GPUS, lacks_fp8
 from pretrainkit.run.process_limits import limit_problems
 
 _NODE_SIZES = (1, 2, 4, 8)
@@ -89,6 +89,13 @@ def _planned(run: ResolvedRun, installed: frozenset[str], *, refuse: bool) -> Re
             needed=", ".join(name for name, (_, memory_gib) in GPUS.items() if memory_gib),
             action="name it with its size, such as 'A100 80GB', or give its memory with --gpu_memory_gib",
             where="--gpu_name",
+        )
+    if refuse and run.fp8 and run.gpu_name and lacks_fp8(run.gpu_name):
+        raise RequestError(
+            f"{run.gpu_name} has no FP8 products",
+            needed="compute capability 8.9 or later (Ada, Hopper, Blackwell)",
+            action="train with --precision bf16; a run can change between bf16 and fp8 whenever it continues",
+            where="--precision fp8",
         )
     run = _recomputing(run)
     run = dataclasses.replace(run, kernels=choose_for(run, installed))  # recomputation rules out some of them

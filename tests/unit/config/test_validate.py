@@ -81,7 +81,26 @@ OF_THE_REQUEST: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "executor": ({"launch__executor": "slrum"}, ["--executor: unknown value 'slrum'", "did you mean slurm?"]),
     "accelerator": ({"launch__accelerator": "cuda"}, ["--accelerator: unknown value 'cuda'", "auto or cpu or gpu"]),
-    "precision": ({"training__precision": "fp16"}, ["--precision: unknown value 'fp16'", "auto or bf16 or fp32"]),
+    "precision": (
+        {"training__precision": "fp16"},
+        ["--precision: unknown value 'fp16'", "auto or bf16 or fp32 or fp8"],
+    ),
+    "FP8 on a CPU": (
+        {"training__precision": "fp8", "launch__accelerator": "cpu"},
+        ["--precision fp8: CPUs have no FP8 products", "--set training.fp8_emulation=true"],
+    ),
+    "FP8 in Transformer Engine's layers": (
+        {"training__precision": "fp8", "training__layer_spec": "te"},
+        ["--layer_spec with --precision fp8: Transformer Engine's layers", "auto or torch"],
+    ),
+    "no layer left for FP8": (
+        {"training__precision": "fp8", "training__fp8_first_last_bf16": 16},
+        ["--fp8_first_last_bf16: 16 layers at each end of 32 stay in bf16", "at least one layer in FP8"],
+    ),
+    "sizes that FP8 products don't have": (
+        {"training__precision": "fp8", "data__sequence_length": 1000},
+        ["--precision fp8: the tokens of a microbatch on a rank: 1000", "multiples of 16"],
+    ),
     "schedule": ({"optimizer__lr_schedule": "cosin"}, ["--lr_schedule", "did you mean cosine?"]),
     "split": ({"data__split": "1,2"}, ["--split: 2 shares in '1,2'", "969,30,1"]),
     "nodes on one machine": ({"launch__num_nodes": 2}, ["--num_nodes: 2 nodes with --executor local"]),

@@ -26,6 +26,7 @@ def chosen(
     precision: str = "bf16",
     chunk_tokens: int = 0,
     layer_work: float = 0,
+    fp8: bool = False,
 ) -> Kernels:
     return choose(
         layer_spec=layers,
@@ -35,6 +36,7 @@ def chosen(
         installed=frozenset(installed),
         chunk_tokens=chunk_tokens,
         layer_work=layer_work,
+        fp8=fp8,
     )
 
 
@@ -67,6 +69,15 @@ def test_layers_of_little_work_are_replayed() -> None:
     assert chosen("triton", "liger_kernel", layer_work=0.71e12, fused="cuda_graphs").cuda_graphs == "graphs"
     assert chosen("triton", "liger_kernel", layer_work=0.1e12, accelerator="cpu") == PLAIN
     assert chosen(layer_work=0.1e12, precision="fp32") == dataclasses.replace(PLAIN, cuda_graphs="graphs")
+
+
+def test_fp8_takes_our_layers_and_replays_larger_ones(make_run: Callable[..., ResolvedRun]) -> None:
+    assert chosen("triton", "liger_kernel", layer_work=1.1e12, fp8=True).cuda_graphs == "graphs"
+    assert chosen("triton", "liger_kernel", layer_work=1.11e12, fp8=True).cuda_graphs == "torch"
+    run = dataclasses.replace(make_run(), accelerator="gpu", precision="bf16")
+    training = dataclasses.replace(run.config.training, precision="fp8")
+    run = dataclasses.replace(run, config=dataclasses.replace(run.config, training=training))
+    assert choose_for(run, frozenset({"transformer_engine"})).layer_spec == "torch"
 
 
 def test_layers_that_cant_be_replayed_are_not() -> None:

@@ -84,6 +84,12 @@ MEASURED = {
     "1B, 1 sequence, layers replayed": (run_of(LLAMA_1B), 27.1),
     "1B, 1 sequence, DP=2, layers replayed": (run_of(LLAMA_1B, data_parallel=2), 20.2),
     "8B, TP=2 with SP, all fused": (run_of(LLAMA_8B, tensor=2), 74.9),
+    "8B with 12 layers, FP8": (run_of(LLAMA_8B, layers=12, precision="fp8"), 74.7),
+    "8B with 12 layers, FP8 but weight gradients": (
+        run_of(LLAMA_8B, layers=12, precision="fp8", fp8_recipe="rowwise_wgrad_bf16"),
+        75.8,
+    ),
+    "1B, 4 sequences, FP8": (run_of(LLAMA_1B, micro_batch_size=4, precision="fp8"), 44.2),
     "1B, CP=2, 32,768 tokens": (run_of(LLAMA_1B, context=2, sequence_length=32768), 37.5),
 }
 

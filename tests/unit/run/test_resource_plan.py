@@ -97,6 +97,14 @@ def test_a_node_decides_by_its_packages_and_gpu(
     assert read_run(log_dir / "run.json").kernels == dataclasses.replace(OURS, swiglu="torch")
 
 
+@pytest.mark.parametrize("name", ["NVIDIA A100-SXM4-80GB", "A100 80GB", "V100"])
+def test_a_card_without_fp8_is_refused(gpu_run: Callable[..., ResolvedRun], name: str) -> None:
+    run = gpu_run({"executor": "slurm", "gpu_memory_gib": 80.0}, precision="fp8")
+    with pytest.raises(RequestError, match=rf"{name} has no FP8 products(.|\n)*--precision bf16"):
+        plan_memory(dataclasses.replace(run, gpu_name=name))
+    plan_memory(dataclasses.replace(run, gpu_name="NVIDIA H200"))
+
+
 def test_a_node_refuses_what_it_can_not_have(gpu_run: Callable[..., ResolvedRun], tmp_path: Path) -> None:
     write_run(tmp_path / "run.json", plan_memory(gpu_run({"executor": "slurm"}, fused_kernels="swiglu")))
     before = json.loads((tmp_path / "run.json").read_text())

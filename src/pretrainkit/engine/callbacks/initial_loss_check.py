@@ -32,6 +32,7 @@ from pretrainkit.errors import CheckpointError
 from pretrainkit.hf_tokenizer import readable_folder
 from pretrainkit.logs import get_logger
 from pretrainkit.machine import available_memory_bytes
+from pretrainkit.megatron.fp8.layers import in_bf16
 from pretrainkit.release import hf_reference, prompts
 from pretrainkit.run.metrics import RunRecorder
 from pretrainkit.units import format_bytes
@@ -228,7 +229,8 @@ def measure(
     def step(_: Any, model: Any) -> tuple[Any, Callable[..., Any]]:
         return forward_step(model, batch), lambda losses, non_loss_data: losses
 
-    with torch.no_grad(), _unchanged_random_state(device), _without_gather_hooks(chunks):
+    # FP8 rounds more than the faults that are looked for change; Fp8Check compares it with bf16.
+    with torch.no_grad(), in_bf16(), unchanged_random_state(device), without_gather_hooks(chunks):
         outputs = get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=[None] * len(chunks) if len(chunks) > 1 else None,
@@ -251,7 +253,8 @@ def measure(
 
 
 @contextmanager
-def _unchanged_random_state(device: torch.device) -> Iterator[None]:
+def unchanged_random_state(device: torch.device) -> Iterator[None]:
+    """Leave torch's and Megatron's random states as they are."""
     tracker = get_cuda_rng_tracker()
     states = tracker.get_states()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -260,7 +263,7 @@ def _unchanged_random_state(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def _without_gather_hooks(chunks: Sequence[Any]) -> Iterator[None]:
+def without_gather_hooks(chunks: Sequence[Any]) -> Iterator[None]:
     """Disable the hooks that gather parameters during the forward pass: they expect an optimizer step before it."""
     modules = [chunk.module for chunk in chunks if getattr(chunk.module, "remove_forward_pre_hook_handles", None)]
     for module in modules:

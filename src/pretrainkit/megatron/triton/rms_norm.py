@@ -89,18 +89,29 @@ class RMSNormWithResidual(torch.autograd.Function):
         if normed_gradient is None:
             return residual_gradient, None, None
         hidden, weight, scales = ctx.saved_tensors
-        columns, rows = hidden.size(-1), scales.numel()
-        block, warps = _sizes(columns)
-        multiprocessors = torch.cuda.get_device_properties(hidden.device).multi_processor_count if hidden.is_cuda else 2
-        programs = min(rows, multiprocessors * max(1, WARPS_PER_MULTIPROCESSOR // warps))
-        hidden_gradient = torch.empty_like(hidden)
-        weight_gradients = hidden.new_empty((programs, columns), dtype=torch.float32)
-        has_residual = residual_gradient is not None
-        residual_gradient = hidden if residual_gradient is None else residual_gradient.contiguous()
-        above = normed_gradient.contiguous(), residual_gradient
-        tensors = hidden, weight, scales, *above, hidden_gradient, weight_gradients
-        _gradients[(programs,)](*tensors, rows, columns, BLOCK=block, HAS_RESIDUAL=has_residual, num_warps=warps)
-        return hidden_gradient, weight_gradients.sum(0).to(weight.dtype), None
+        hidden_gradient, weight_gradient = gradients(hidden, weight, scales, normed_gradient, residual_gradient)
+        return hidden_gradient, weight_gradient, None
+
+
+def gradients(
+    hidden: Tensor, weight: Tensor, scales: Tensor, normed_gradient: Tensor, residual_gradient: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `hidden` [..., h] and `weight` [h], from those of the norm and of the skip connection.
+
+    `scales` are the reciprocals of the rows' root mean squares.
+    """
+    columns, rows = hidden.size(-1), scales.numel()
+    block, warps = _sizes(columns)
+    multiprocessors = torch.cuda.get_device_properties(hidden.device).multi_processor_count if hidden.is_cuda else 2
+    programs = min(rows, multiprocessors * max(1, WARPS_PER_MULTIPROCESSOR // warps))
+    hidden_gradient = torch.empty_like(hidden)
+    weight_gradients = hidden.new_empty((programs, columns), dtype=torch.float32)
+    has_residual = residual_gradient is not None
+    residual_gradient = hidden if residual_gradient is None else residual_gradient.contiguous()
+    above = normed_gradient.contiguous(), residual_gradient
+    tensors = hidden, weight, scales, *above, hidden_gradient, weight_gradients
+    _gradients[(programs,)](*tensors, rows, columns, BLOCK=block, HAS_RESIDUAL=has_residual, num_warps=warps)
+    return hidden_gradient, weight_gradients.sum(0).to(weight.dtype)
 
 
 def _sizes(columns: int) -> tuple[int, int]:
