@@ -80,7 +80,7 @@ def main() -> int:
             step_s = report["speed"]["step_time_s"]["value"]  # type: ignore[index]
             print(
                 f"{plant:<18}{expected:<18}{first['name'] if first else 'none':<18}{interval:<28}{step_s:<12.4g}"
-                f"{report['noise']:<8.1%}{time.monotonic() - begin_s:<8.0f}{'yes' if ok else 'NO'}",
+                f"{report['noise'] or 1:<8.1%}{time.monotonic() - begin_s:<8.0f}{'yes' if ok else 'NO'}",
                 flush=True,
             )
     return int(failures > 0)

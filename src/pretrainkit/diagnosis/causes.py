@@ -34,13 +34,13 @@ class Row:
 
 
 _SMALL = "micro batches are too small for the processor"
-_MADE = "at most, with the batches ready-made: {gain}"
+_MADE = "with the batches ready-made: {gain}"
 CAUSES: dict[str, Row] = {
     "packing": Row(
         "padding",
         "forward, backward",
         "padding is computed",
-        "{padding} of the tokens are padding, in {shapes} different shapes",
+        "{padding} of the tokens are padding, in {shapes} shapes",
         "pack samples into full rows (tools/pack_dataset.py, or .bin/.idx), or batch rows of like length "
         "(Trainer: train_sampling_strategy='group_by_length')",
         "the same tokens without padding: {gain}",
@@ -108,13 +108,6 @@ CAUSES: dict[str, Row] = {
         "TF32 is off",
         "float32 matrix products run without tensor cores",
         'torch.set_float32_matmul_precision("high")',
-    ),
-    "fused_optimizer": Row(
-        "fused optimizer",
-        "optimizer",
-        "the optimizer's step is made of many small ones",
-        "{optimizer_share:.0%} of the time is spent in {detail}.step()",
-        "torch.optim.{detail}(..., fused=True)",
     ),
     "threads": Row(
         "CPU threads",

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import psutil
 
 from pretrainkit.diagnosis.checks import NOTED, Check, rated, warning
 from pretrainkit.errors import DataError, RequestError
 from pretrainkit.units import format_bytes, format_count
 
-LOOKED_AT_DOCUMENTS = 2000
 LOOKED_AT_BYTES = 64 << 20
 SMALL_FILE_BYTES, MANY_FILES, MOST_FILES = 1 << 20, 1000, 200_000
 NETWORK_FILE_SYSTEMS = ("nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p")
@@ -56,7 +52,7 @@ def _format_checks(place: Path) -> list[Check]:
         rows = [Check("amount of data", NOTED, _count_lines(place))] if has_lines else []
         found = f"{place.name}: text, {format_bytes(place.stat().st_size)}; it must be tokenized while training"
         return [*rows, warning("data format", found, "tools/preprocess_data.py makes .bin/.idx of it once")]
-    return _pair_checks(place)
+    return [_pairs(place)]
 
 
 def _count_lines(path: Path) -> str:
@@ -71,45 +67,13 @@ def _count_lines(path: Path) -> str:
     return f"text: about {rows} rows (from its first {format_bytes(len(looked))})"
 
 
-def _pair_checks(place: Path) -> list[Check]:
+def _pairs(place: Path) -> Check:
     from pretrainkit.data.indexed.format import IndexedDataset
-    from pretrainkit.data.indexed.manifest import read_manifest
     from pretrainkit.data.indexed.pair_set import find_pairs
 
-    checks, tokens, documents = [], 0, 0
-    for prefix in find_pairs(place):
-        dataset, manifest = IndexedDataset(prefix), read_manifest(prefix)
-        tokens, documents = tokens + dataset.num_tokens, documents + dataset.num_documents
-        eod = manifest.tokenizer.eod_id if manifest else None
-        bos = manifest.tokenizer.bos_id if manifest else None
-        looked = [dataset.document(int(number)) for number in _spread(dataset.num_documents)]
-        checks += _document_ends(prefix.name, looked, eod, bos)
-    return [_amount(".bin/.idx token ids", documents, "documents", tokens), *checks]
-
-
-def _document_ends(name: str, documents: list[Any], eod: int | None, bos: int | None) -> list[Check]:
-    """Whether documents end with EOD and begin with one BOS at most."""
-    documents = [ids for ids in documents if len(ids)]
-    checks = []
-    ends = [int(ids[-1]) for ids in documents]
-    if eod is not None:
-        missing = sum(end != eod for end in ends)
-        found = f"{name}: {missing} of {len(documents)} documents that were looked at don't end with EOD ({eod})"
-        checks.append(rated("ends of documents", missing, found, "--append-eod"))
-    elif len(set(ends)) != 1:
-        found = f"{name}: documents end with different tokens: no EOD"
-        checks.append(warning("ends of documents", found, "--append-eod"))
-    twice = sum(len(ids) > 1 and bos is not None and int(ids[0]) == int(ids[1]) == bos for ids in documents)
-    if twice:
-        found = f"{name}: {twice} documents begin with two BOS"
-        checks.append(warning("BOS", found, "take BOS out of the text, or --no-bos"))
-    return checks
-
-
-def _spread(count: int) -> Iterable[int]:
-    if not count:
-        return []
-    return np.unique(np.linspace(0, count - 1, min(count, LOOKED_AT_DOCUMENTS)).astype(int)).tolist()
+    pairs = [IndexedDataset(prefix) for prefix in find_pairs(place)]
+    documents = sum(pair.num_documents for pair in pairs)
+    return _amount(".bin/.idx token ids", documents, "documents", sum(pair.num_tokens for pair in pairs))
 
 
 def _amount(form: str, rows: int, unit: str, tokens: int) -> Check:

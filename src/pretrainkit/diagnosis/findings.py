@@ -148,7 +148,6 @@ def _of_switch(shown: Shown, rank: Evidence, detail: str) -> Cause:
         padding=f"{padding['share']:.0%}" if padding else "",
         shapes=padding["distinct_shapes"] if padding else 0,
         loggers="; ".join([*observed["loggers"], *observed["reads"]][:4]) or detail,
-        optimizer_share=observed["phases_s"].get("optimizer", 0.0) / observed["wall_s"],
     )
 
 

@@ -17,7 +17,7 @@ body { font: 16px/1.5 system-ui, sans-serif; margin: 1.5rem auto; max-width: 60r
  overflow-wrap: anywhere; }
 h1 { font-size: 1.5rem; margin: 0; } h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; } .soft { color: #888; }
 .summary { font-size: 1.1rem; border-left: .3rem solid var(--warn); padding-left: .8rem; }
-.numbers { display: grid; grid-template-columns: repeat(auto-fill, minmax(11rem, 1fr)); gap: .7rem; margin: 1rem 0; }
+.numbers { display: grid; grid-template-columns: repeat(auto-fill, minmax(9.5rem, 1fr)); gap: .7rem; margin: 1rem 0; }
 .number { border: 1px solid var(--line); border-radius: .5rem; padding: .5rem .8rem; }
 .number b { display: block; font-size: 1.3rem; } .number small { color: #888; }
 .cause { background: var(--soft); padding: .6rem 1rem; margin: .7rem 0; border-radius: .3rem; }
@@ -122,14 +122,9 @@ def _phases(made: dict[str, Any]) -> str:
     )
     parts = [_strip((name, share, f"{name} {share:.1%}") for name, share in spent.items())]
     parts.append(f'<div class="legend">{legend}</div>')
-    ranks = [item for item in made["timeline"] if item["events"]] if made["speed"]["ranks"] > 1 else []
-    # The clocks of different processes begin anywhere: each rank's line begins with its own first event.
-    longest_s = max((item["events"][-1][2] - item["events"][0][1] for item in ranks), default=1.0)
-    for item in ranks:
-        events = [
-            (name, (end - begin) / longest_s, f"{name} {end - begin:.4g} s") for name, begin, end in item["events"]
-        ]
-        parts.append(f'<p class="soft">rank {item["rank"]}, its last {longest_s:.3g} s</p>{_strip(events)}')
+    for item in made["ranks"] if made["speed"]["ranks"] > 1 else []:
+        strip = _strip((name, share, f"{name} {share:.1%}") for name, share in item["phases"].items())
+        parts.append(f'<p class="soft">rank {item["rank"]}</p>{strip}')
     rows = [[f"{item['share']:.1%}", item["phase"], item["where"]] for item in made["functions"]]
     parts.append(table(["share of the time", "phase", "the program's function"], rows) if rows else "")
     return "".join(parts)

@@ -58,7 +58,6 @@ def build(
             for rank in ranks
         ],
         "profile": first.get("profile"),
-        "timeline": [{"rank": rank.rank["rank"], "events": rank.rank["observed"]["events"]} for rank in ranks],
         "facts": first["facts"],
         "environment": first["environment"],
         "machine": machine,

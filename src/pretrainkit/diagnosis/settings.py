@@ -11,6 +11,9 @@ from pretrainkit.diagnosis.checks import Check, warning
 SHORT_EPOCH_STEPS = 200
 """Workers that start again so often are noticed: a start takes about a second."""
 MANY_SHAPES = 2
+VISIBLE = 0.05
+FUSED_OPTIMIZERS = ("Adam", "AdamW", "SGD")
+"""Of torch; they take fused=True."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,15 @@ SETTINGS = (
         "DataLoader(..., persistent_workers=True) (Trainer: dataloader_persistent_workers=True)",
     ),
     Setting(
+        "fused optimizer",
+        lambda rank, loader: (
+            rank["observed"]["phases_s"].get("optimizer", 0.0) > VISIBLE * rank["observed"]["wall_s"]
+            and any(item["class"] in FUSED_OPTIMIZERS and not item["fused"] for item in rank["facts"]["optimizers"])
+        ),
+        "the optimizer's step is a visible part of the time, and made of many small ones",
+        "fused=True for the optimizer",
+    ),
+    Setting(
         "precision",
         lambda rank, loader: (
             _on_gpu(rank)
@@ -66,12 +78,6 @@ SETTINGS = (
         lambda rank, loader: rank["facts"]["deterministic"],
         "torch.use_deterministic_algorithms is on",
         "turn it off where runs needn't be equal bit by bit",
-    ),
-    Setting(
-        "activation recomputation",
-        lambda rank, loader: rank["facts"]["recomputation"],
-        "activations are computed twice, to save memory",
-        "turn it off, or on for fewer layers, if memory allows",
     ),
     Setting(
         "CPU binding",

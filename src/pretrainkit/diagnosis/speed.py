@@ -27,7 +27,7 @@ def speed_of(evidence: Evidence, run: ResolvedRun | None) -> dict[str, Any]:
         samples, tokens, real_tokens = (
             sum(item[name] for item in seen) * batches for name in ("samples", "tokens", "real_tokens")
         )
-    flops = flops_per_token(rank, run)
+    flops = training_flops_per_token(run.model, run.config.data.sequence_length) if run else None
     peak = peak_flops(rank["facts"]["device"])
     rate = _rate(step_s, real_tokens)
     return {
@@ -46,22 +46,6 @@ def speed_of(evidence: Evidence, run: ResolvedRun | None) -> dict[str, Any]:
         "device": rank["facts"]["device"],
         "timed_windows": [[window["first_step"], window["steps"]] for window in evidence.as_is()],
     }
-
-
-def flops_per_token(rank: dict[str, Any], run: ResolvedRun | None) -> float | None:
-    """Of forward and backward: the run's own formula, or 6 x parameters plus attention where the config tells."""
-    if run is not None:
-        return training_flops_per_token(run.model, run.config.data.sequence_length)
-    model = rank["facts"]["model"]
-    if not model.get("matmul_parameters"):
-        return None
-    flops = 6.0 * model["matmul_parameters"]
-    config, lengths = model["config"], [batch["shape"] for batch in rank["observed"]["batches"] if batch["tokens"]]
-    if lengths and config.get("num_hidden_layers") and config.get("hidden_size"):
-        width = sum(shape[1] for shape in lengths) / len(lengths)
-        heads = config.get("num_attention_heads", 0) * config.get("head_dim", 0) or config["hidden_size"]
-        flops += 6.0 * config["num_hidden_layers"] * heads * width
-    return flops
 
 
 def padding_of(rank: dict[str, Any]) -> dict[str, Any] | None:

@@ -86,13 +86,6 @@ def test_samples_in_memory_are_not_to_be_prepared(dataset: str) -> None:
     assert "tokenize" not in cause.change and "decode" not in cause.change and dataset in cause.change
 
 
-def test_the_optimizer_that_is_used_is_named() -> None:
-    rank = samples.rank_result(np.random.default_rng(0), {"fused_optimizer": 0.2})
-    rank["switches"]["fused_optimizer"]["detail"] = "Adam"
-    (cause,) = findings(rank).causes
-    assert cause.change == "torch.optim.Adam(..., fused=True)"
-
-
 def test_a_saving_of_wall_time_without_cpu_time_is_doubted() -> None:
     rank = samples.rank_result(np.random.default_rng(0), {"attention": 0.3})
     for window in rank["windows"]:
@@ -123,8 +116,8 @@ def test_equal_ranks_have_no_slowest() -> None:
 
 def test_what_does_not_apply_is_not_called_fine() -> None:
     found = findings(samples.rank_result(np.random.default_rng(0)))
-    assert {"what": "TF32", "found": "CUDA only"} in found.not_applicable
-    assert "TF32" not in [item["what"] for item in found.fine]
+    assert {"what": "anomaly detection", "found": "off"} in found.not_applicable
+    assert "anomaly detection" not in [item["what"] for item in found.fine]
 
 
 @pytest.mark.parametrize(("rounds", "is_shown"), [(1, False), (2, True), (4, True)])
@@ -167,9 +160,10 @@ def test_settings_are_advised_and_not_measured() -> None:
     assert check_settings(rank) == []
     rank["facts"]["loader"]["batches"] = 40
     rank["facts"] |= {"deterministic": True, "device": "NVIDIA H200"}
+    rank["facts"]["optimizers"] = [{"class": "Adam", "fused": False}]
     found = check_settings(rank)
     assert {check.what for check in found} == {
-        *("pinned memory", "workers of an epoch", "precision", "deterministic algorithms")
+        *("pinned memory", "workers of an epoch", "precision", "deterministic algorithms", "fused optimizer")
     }
     assert all("wasn't measured" in check.found and check.change for check in found)
 
@@ -177,9 +171,9 @@ def test_settings_are_advised_and_not_measured() -> None:
 def test_a_change_that_may_save_much_is_not_called_fine() -> None:
     rank = samples.rank_result(np.random.default_rng(0))
     for window in rank["windows"]:
-        if window["probe"] == "fused_optimizer":
+        if window["probe"] == "tf32":
             factor = 3.0 if window["round"] % 2 else 0.5
             window["steps_s"] = [step_s * factor for step_s in window["steps_s"]]
     found = findings(rank)
-    assert "fused optimizer" in [item["what"] for item in found.uncertain]
+    assert "TF32" in [item["what"] for item in found.uncertain]
     assert "CPU threads" in [item["what"] for item in found.fine]

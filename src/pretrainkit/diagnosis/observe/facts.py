@@ -44,12 +44,10 @@ def of_program(session: Session) -> dict[str, Any]:
     return {
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
         "memory_gib": torch.cuda.get_device_properties(session.device).total_memory / 2**30 if on_gpu else None,
-        "device_index": torch.cuda.current_device() if on_gpu else None,
         "model": _model(session),
         "optimizers": [_optimizer(item) for item in session.loop.optimizers],
         "loader": None if loader is None else _loader(loader),
         "attention": session.loop.attention,
-        "recomputation": session.loop.checkpoint_calls > 0,
         "tf32": _allows_tf32(),
         "anomaly_detection": torch.is_anomaly_enabled(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
@@ -68,34 +66,11 @@ def _allows_tf32() -> bool | None:
 
 
 def _model(session: Session) -> dict[str, Any]:
-    """Size and shape of what is trained; of several modules the largest."""
-    roots = sorted(session.seen_modules, key=lambda root: -sum(item.numel() for item in root.parameters()))
-    if not roots:
-        return {}
-    root = roots[0]
-    embeddings = {
-        id(module.weight)
-        for module in root.modules()
-        if isinstance(module, torch.nn.Embedding) and module.weight is not None
-    }
-    used_in_products = {id(module.weight) for module in root.modules() if isinstance(module, torch.nn.Linear)}
-    parameters = list(root.parameters())
-    multiplied = sum(
-        item.numel()
-        for item in parameters
-        if item.dim() > 1 and (id(item) not in embeddings or id(item) in used_in_products)
-    )
-    config = getattr(root, "config", None) or getattr(getattr(root, "module", None), "config", None)
-    read = {
-        name: getattr(config, name, None)
-        for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "head_dim", "vocab_size")
-    }
+    """Number and types of the parameters that are trained."""
+    parameters = [item for root in session.seen_modules for item in root.parameters()]
     return {
-        "class": type(root).__name__,
         "parameters": sum(item.numel() for item in parameters),
-        "matmul_parameters": multiplied,
         "dtypes": sorted({str(item.dtype).removeprefix("torch.") for item in parameters}),
-        "config": {name: value for name, value in read.items() if isinstance(value, int)},
     }
 
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed
 import torch.nn.functional as F
-import torch.utils.checkpoint
 import torch.utils.data
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -53,7 +52,6 @@ def install(session: Session) -> None:
     _watch_modules(session)
     _watch_attention(session)
     _watch_reads(session)
-    _watch_recomputation(session)
     if torch.distributed.is_available():
         for name in COLLECTIVES:
             if hasattr(torch.distributed, name):
@@ -237,15 +235,3 @@ def _watched_read(session: Session, read: Callable[..., Any], name: str) -> Call
         return value
 
     return watched
-
-
-def _watch_recomputation(session: Session) -> None:
-    module: Any = torch.utils.checkpoint
-    recompute = module.checkpoint
-
-    @functools.wraps(recompute)
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        session.loop.checkpoint_calls += 1
-        return recompute(*args, **kwargs)
-
-    module.checkpoint = watched

@@ -55,16 +55,12 @@ class Loop:
         self.loader: Any = None
         """The DataLoader whose batches are trained on."""
         self.optimizers: list[Any] = []
-        self.roots: list[Any] = []
-        """Outermost modules that are called in a step, those with parameters."""
         self.attention: dict[str, Any] = {}
         """The first call of scaled_dot_product_attention: shapes, dtype, mask."""
         self.reads: defaultdict[str, int] = defaultdict(int)
         """'what at file:line' -> how often the loop has read a tensor's value or printed there."""
         self.loggers: dict[CodeType, str] = {}
         """Functions called by the loop, whose result it doesn't use, that print or read values: name by code."""
-        self.checkpoint_calls = 0
-        """Calls of torch.utils.checkpoint (activation recomputation)."""
         self._stacks: dict[str, list[CodeType]] = {}
         self._working: set[CodeType] = set()
 

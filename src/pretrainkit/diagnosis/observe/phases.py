@@ -12,9 +12,6 @@ DATA, FORWARD, BACKWARD, OPTIMIZER = "data", "forward", "backward", "optimizer"
 COMMUNICATION, CHECKPOINT, LOGGING, OTHER = "communication", "checkpoint", "logging", "other"
 PHASES = (DATA, FORWARD, BACKWARD, OPTIMIZER, COMMUNICATION, CHECKPOINT, LOGGING, OTHER)
 
-Event = tuple[str, float, float]
-"""Phase, begin and end in seconds."""
-
 
 class PhaseClock:
     """Charges the main thread's time to phases; what is in none of them is OTHER.
@@ -25,8 +22,6 @@ class PhaseClock:
 
     def __init__(self) -> None:
         self.synchronize: Callable[[], None] | None = None
-        self.events: list[Event] | None = None
-        """Set to a list to keep every interval, for the timeline."""
         self._thread = threading.get_ident()
         self._stack: list[str] = []
         self._spent_s: defaultdict[str, float] = defaultdict(float)
@@ -77,6 +72,4 @@ class PhaseClock:
             self.synchronize()
         now_s = time.perf_counter()
         self._spent_s[self.current] += now_s - self._since_s
-        if self.events is not None and now_s - self._since_s > 1e-6:
-            self.events.append((self.current, self._since_s, now_s))
         self._since_s = now_s

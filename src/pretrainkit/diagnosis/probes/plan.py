@@ -109,7 +109,6 @@ class Plan:
         tokenizer = facts.tokenizer() or {}
         session.special_ids = {name: tokenizer.get(f"{name[:3]}_token_id") for name in ("eos_id", "bos_id")}
         session.measure_batches = session.is_watching_reads = True
-        session.clock.events = []
         if session.on_gpu:
             session.clock.synchronize = torch.cuda.synchronize
         recompiled = facts.num_compiled_frames()
@@ -119,14 +118,12 @@ class Plan:
             window = yield from self._measure("observed", 0, steps=steps)
             self._seen, session.recorded = session.recorded, None
         session.clock.synchronize = None
-        events, session.clock.events = session.clock.events, None
         session.observed = {name: seconds / window.wall_s for name, seconds in window.phases_s.items()}
         session.measure_batches = session.is_watching_reads = False
         session.write(
             observed={
                 **asdict(window),
                 "samples": sampler.result(),
-                "events": [(phase, round(begin, 6), round(end, 6)) for phase, begin, end in events[-400:]],
                 "batches": session.batch_facts,
                 "reads": dict(session.loop.reads),
                 "loggers": list(session.loop.loggers.values()),

@@ -21,7 +21,6 @@ WORTH_A_LOOK = 0.02
 """Share of the step that a phase must take for its changes to be tried."""
 LARGEST_MERGED_SHARE = 0.8
 """Of the GPU's memory that a larger micro batch may be expected to take."""
-FUSED_OPTIMIZERS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 KNOWN_LOGGERS = frozenset(["on_train_batch_end", "log", "add_scalar"])
 """Names, in hooks.LATE, of functions that only log."""
 WORKERS = (2, 4, 8)
@@ -63,7 +62,6 @@ def build(session: Session, kept: list[Any], data_share: float) -> tuple[dict[st
         "larger_micro_batch": partial(_merging, session, kept),
         "attention": partial(_attention, session),
         "tf32": partial(_tf32, session),
-        "fused_optimizer": partial(_fused_optimizer, session),
         "threads": partial(_threads, session),
         "logging": partial(_logging, session),
         "anomaly_detection": _anomaly_detection,
@@ -142,33 +140,6 @@ def _tf32(session: Session) -> Built:
         torch.backends.cudnn.allow_tf32 = is_on or cudnn
 
     return Switch(turn, likely=0.3)
-
-
-def _fused_optimizer(session: Session) -> Built:
-    """The optimizer's step in one kernel."""
-    optimizers = [item for item in session.loop.optimizers if type(item) in FUSED_OPTIMIZERS]
-    groups = [group for item in optimizers for group in item.param_groups]
-    share = session.observed.get("optimizer", 1.0)
-    if not groups:
-        return "not one of torch's Adam, AdamW and SGD"
-    if all(group.get("fused") for group in groups):
-        return "on already"
-    if any(group.get("differentiable") or group.get("capturable") for group in groups):
-        return "not with differentiable or capturable"
-    if share < WORTH_A_LOOK:
-        return f"the optimizer takes {share:.1%} of a step"
-    before = [(group.get("fused"), group.get("foreach")) for group in groups]
-
-    def turn(is_on: bool) -> None:
-        of_groups = [(True, False)] * len(groups) if is_on else before
-        on_device = any(fused for fused, _ in of_groups)
-        for parameter, state in [item for optimizer in optimizers for item in optimizer.state.items()]:
-            if torch.is_tensor(state.get("step")):
-                state["step"] = state["step"].to(parameter.device if on_device else "cpu")
-        for group, (fused, foreach) in zip(groups, of_groups, strict=True):
-            group["fused"], group["foreach"] = fused, foreach
-
-    return Switch(turn, likely=share / 2, detail=type(optimizers[0]).__name__)
 
 
 def _threads(session: Session) -> Built:

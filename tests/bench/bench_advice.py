@@ -1,0 +1,72 @@
+"""Does the change that diagnose_speed.py advises give the gain that it states? Three real scripts, changed by hand.
+
+    python tests/bench/bench_advice.py [--scripts padding,decoding,ranks] [--rounds 4]
+
+Each script is diagnosed; then it runs as it is and with the change in turn, without instrumentation, and the share of
+the time that the change saved is compared with the interval of the first cause. Exit code 1 if one lies outside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = [sys.executable, str(Path(__file__).with_name("real_scripts.py"))]
+EXPECTED = {"padding": "packing", "decoding": "workers", "ranks": "slow_rank"}
+
+
+def run(words: list[str], folder: Path) -> str:
+    """What a command prints."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(words, capture_output=True, text=True, cwd=folder, env=environment)
+    if done.returncode:
+        raise SystemExit(f"{shlex.join(words)}: exit code {done.returncode}\n{done.stderr[-2000:]}")
+    return done.stdout
+
+
+def main() -> int:
+    """Diagnose, apply, compare."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scripts", default=",".join(EXPECTED))
+    parser.add_argument("--rounds", type=int, default=4, help="runs of each kind, in turn")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each run")
+    parser.add_argument("--output", type=Path, default=Path("build/advice"))
+    arguments = parser.parse_args()
+    outside = 0
+    for name in arguments.scripts.split(","):
+        folder = (arguments.output / name).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        tool = [sys.executable, str(ROOT / "tools" / "diagnose_speed.py"), "--output", str(folder / "report")]
+        run([*tool, "--script", shlex.join([*SCRIPT, name])], folder)
+        report = json.loads((folder / "report" / "report.json").read_text())
+        cause = (report["causes"] or [{"name": "none", "share": {"value": 0, "low": 0, "high": 0}, "change": ""}])[0]
+        workers = re.search(r"num_workers=(\d+)", cause["change"])
+        applied = ["--applied", *(["--workers", workers[1]] if workers else [])]
+        saved = []
+        for _ in range(arguments.rounds):
+            rates = [
+                float(run([*SCRIPT, name, "--seconds", str(arguments.seconds), *more], folder).split()[-1])
+                for more in ([], applied)
+            ]
+            saved.append(1 - rates[0] / rates[1])
+        share, middle = cause["share"], statistics.median(saved)
+        is_in = cause["name"] == EXPECTED[name] and share["low"] <= middle <= share["high"]
+        outside += not is_in
+        print(
+            f"{name:<10}{cause['name']:<12}stated {share['value']:.1%} [{share['low']:.1%} to {share['high']:.1%}]  "
+            f"by hand {middle:.1%} ({', '.join(f'{item:.1%}' for item in saved)})  {'yes' if is_in else 'NO'}",
+            flush=True,
+        )
+    return int(outside > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
