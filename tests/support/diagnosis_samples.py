@@ -84,13 +84,13 @@ def rank_result(
             "steps": 4,
             "wall_s": 0.37,
             "phases_s": {"data": 0.1, "forward": 0.1, "backward": 0.15, "optimizer": 0.02, "backward_passes": 8},
+            "step_phases_s": [{"data": 0.025, "forward": 0.025, "backward": 0.04, "optimizer": 0.005}] * 4,
             "samples": [
                 {"phase": "data", "where": "decode (<b>/train.py:3)", "is_tokenizer": False, "count": 30},
                 {"phase": "forward", "where": "wait (/home/a/model.py:7)", "is_tokenizer": False, "count": 50},
             ],
             "batches": [batch] * 4,
             "reads": {},
-            "loggers": [],
             "compiled_frames": 0,
         },
         "profile": {

@@ -60,7 +60,7 @@ CAUSES: dict[str, Row] = {
         "batches are made by too few processes ({num_workers} workers)",
         "the loop waits while batches are made, most of all at {where}",
         "{change}",
-        "with {workers} workers: {gain}",
+        "batches made by workers: {gain}",
     ),
     "data": Row(
         "waiting for data",
@@ -120,9 +120,9 @@ CAUSES: dict[str, Row] = {
         "logging and reading values",
         "logging, other",
         "logging holds up every step",
-        "in every step: {loggers}",
+        "the loop prints or reads values of tensors: {where}",
         "log every 10 to 100 steps; keep values on the device (no .item(), no print) until then",
-        "without any of it: {gain}",
+        "the time between optimizer and data that it takes: {gain}",
         AT_MOST,
     ),
     "anomaly_detection": Row(

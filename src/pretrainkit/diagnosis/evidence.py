@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from statistics import stdev
+from statistics import mean, stdev
 from typing import Any
 
+from pretrainkit.diagnosis.observe.phases import PHASES
 from pretrainkit.diagnosis.statistics import (
     MANY,
     Interval,
@@ -88,22 +89,38 @@ class Evidence:
         """All windows of the program as it is, with its own data."""
         return [window for window in self._windows if not window["is_changed"] and window["probe"] != "as_is"]
 
-    def phase_share(self, phase: str) -> float:
-        """Part of the time that a phase took in the look at the program as it is."""
-        observed = self.rank["observed"]
-        return float(observed["phases_s"].get(phase, 0.0) / observed["wall_s"])
+    def phases(self) -> list[dict[str, float]]:
+        """Seconds of each phase, by window of the program as it is; on a GPU by step, with the device waited for."""
+        if self.rank["facts"]["device"] == "cpu" and len(self.as_is()) >= MANY:
+            return [window["phases_s"] for window in self.as_is()]
+        return list(self.rank["observed"]["step_phases_s"])
+
+    def phase_share(self, *names: str) -> Interval:
+        """Part of the time that phases took together."""
+        shares = [
+            sum(spent.get(name, 0.0) for name in names) / sum(spent.get(name, 0.0) for name in PHASES)
+            for spent in self.phases()
+        ]
+        half = 1.96 * stdev(shares) / len(shares) ** 0.5 if len(shares) > 1 else 1.0
+        return Interval(mean(shares), mean(shares) - half, mean(shares) + half).within_bounds()
 
     @property
     def as_is_step_s(self) -> Interval:
         """Seconds of a step as it is."""
         return typical_s([[step_s(window)] for window in self.as_is()])
 
+    def data(self) -> Shown:
+        """What reading the data takes: on a CPU the loop's waiting, on a GPU what ready-made batches save."""
+        shown = self.shown("data")
+        share = self.phase_share("data")
+        return shown or Shown("data", share, None, len(self.phases()), "" if share.low > 0 else "it hardly waits")
+
     @property
     def replay_share(self) -> float:
         """Step time over kept batches as a share of the step time as it is."""
         data = self.windows("data")
         if not data:
-            return 1.0
+            return 1.0 - self.phase_share("data").value
         before, after = self._sides(data)
         return min(1.0, undisturbed_s(after) / undisturbed_s(before))
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from statistics import median_high
 from typing import Any
 
-from pretrainkit.diagnosis.causes import CAUSES, MEASURED, Cause, cause, percent
+from pretrainkit.diagnosis.causes import AT_MOST, CAUSES, MEASURED, Cause, cause, percent
 from pretrainkit.diagnosis.evidence import WORTH_TELLING, Evidence, Shown, step_s
 from pretrainkit.diagnosis.speed import padding_of
 from pretrainkit.diagnosis.statistics import Interval
@@ -73,6 +73,7 @@ def find(ranks: list[Evidence], *, kind: str) -> Findings:
             findings.note(findings.uncertain, name, "not measured: no time was left (--budget_s)")
         else:
             findings.judge(shown, _of_switch(shown, first, switch["detail"]))
+    _logging(findings, first)
     _ranks(findings, ranks)
     for name, why in first.rank.get("why_not", {}).items():
         if why != "left out" and name not in WORKERS:
@@ -82,11 +83,7 @@ def find(ranks: list[Evidence], *, kind: str) -> Findings:
 
 def _data(findings: Findings, rank: Evidence, kind: str) -> None:
     """Time for data, put down to the tokenizer, the workers or reading itself: nothing counts twice."""
-    data = rank.shown("data")
-    if data is None:
-        waited = rank.phase_share("data")
-        findings.note(findings.fine, "data", f"the loop waits for it {waited:.1%} of the time")
-        return
+    data = rank.data()
     if not data.is_certain or data.share.value < WORTH_TELLING:
         findings.judge(data, None)
         return
@@ -102,20 +99,38 @@ def _data(findings: Findings, rank: Evidence, kind: str) -> None:
     tokenizer_share = tokenizing / max(places.total(), 1)
     tried = [shown for shown in map(rank.shown, WORKERS) if shown is not None]
     best = max((shown for shown in tried if shown.is_certain), key=lambda shown: shown.share.value, default=None)
+    more = max(tried, key=lambda shown: shown.share.value, default=None)
     facts = {"where": where, "num_workers": loader.get("num_workers", 0)}
+    is_in_memory = loader.get("dataset") in IN_MEMORY
     if tokenizer_share >= TOKENIZING_SHARE:
         share = data.share.scaled(tokenizer_share)
         findings.add(cause("tokenizing", share, tokenizer_share=tokenizer_share, where=where))
     elif best is not None and best.share.value >= data.share.value / 3:
-        count = best.probe.rpartition("_")[2]
-        change = f"DataLoader(..., num_workers={count}, persistent_workers=True) (Trainer: dataloader_num_workers)"
-        if kind == "experiment":
-            change = f"--num_workers {count}"
-        findings.add(cause("workers", best, MEASURED, workers=count, change=change, **facts))
+        findings.add(cause("workers", best, MEASURED, change=_more_workers(kind, best), **facts))
+    elif not (facts["num_workers"] or is_in_memory) and (more is None or more.share.high > data.share.value / 3):
+        findings.add(cause("workers", data, AT_MOST, change=_more_workers(kind, more), **facts))
     else:
         seen = "; ".join(f"with {shown.probe[-1]} workers {percent(shown.share)} less" for shown in tried)
         change = _cheaper_data(kind, loader)
         findings.add(cause("data", data, tried=f"; {seen}" if seen else "", change=change, **facts))
+
+
+def _more_workers(kind: str, shown: Shown | None) -> str:
+    count = shown.probe.rpartition("_")[2] if shown else 2
+    if kind == "experiment":
+        return f"--num_workers {count}"
+    return f"DataLoader(..., num_workers={count}, persistent_workers=True) (Trainer: dataloader_num_workers)"
+
+
+def _logging(findings: Findings, rank: Evidence) -> None:
+    """What the loop does between the phases, where its own code or a known logger reads values or prints."""
+    observed = rank.rank["observed"]
+    share = rank.phase_share("logging", *(["other"] if observed["reads"] else []))
+    if share.value < WORTH_TELLING:
+        findings.note(findings.fine, "logging", f"takes {percent(share)} of a step")
+        return
+    reads = sorted(observed["reads"], key=lambda where: -observed["reads"][where])
+    findings.add(cause("logging", share, where="; ".join(reads[:3]) or "in the logger of a library"))
 
 
 def _cheaper_data(kind: str, loader: dict[str, Any]) -> str:
@@ -132,7 +147,7 @@ def _cheaper_data(kind: str, loader: dict[str, Any]) -> str:
 
 def _of_switch(shown: Shown, rank: Evidence, detail: str) -> Cause:
     """The cause that a change has shown."""
-    observed, padding = rank.rank["observed"], padding_of(rank.rank)
+    padding = padding_of(rank.rank)
     size, per_step = rank.rank["kept"]["samples"], rank.micro_batches_per_step
     name = shown.probe
     if name == "larger_micro_batch" and per_step < 2:
@@ -147,7 +162,6 @@ def _of_switch(shown: Shown, rank: Evidence, detail: str) -> Cause:
         attention=", ".join((rank.rank.get("profile") or {}).get("attention", {})) or "none",
         padding=f"{padding['share']:.0%}" if padding else "",
         shapes=padding["distinct_shapes"] if padding else 0,
-        loggers="; ".join([*observed["loggers"], *observed["reads"]][:4]) or detail,
     )
 
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 import pretrainkit
 from pretrainkit import files
 from pretrainkit.diagnosis import sandbox
@@ -171,11 +173,17 @@ def _protected(folder: Path) -> list[str]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the program and all that it has started and that is still in its session."""
+    """End the program and all that it has started: launchers give ranks a session of their own."""
+    descendants: list[psutil.Process] = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        descendants = psutil.Process(process.pid).children(recursive=True)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         for number in (signal.SIGTERM, signal.SIGKILL):
             os.killpg(process.pid, number)
             files.wait_until(lambda: process.poll() is not None, timeout_s=GRACE_S, poll_s=0.05)
+    for descendant in descendants:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            descendant.kill()
     process.wait()
 
 

@@ -77,16 +77,10 @@ def summary(findings: Findings) -> str:
 
 
 def _phases(evidence: Evidence) -> dict[str, float]:
-    """Share of each phase in the step.
-
-    On a CPU by all windows as it is, by which the causes were measured, too; on a GPU by the one in which the device
-    was waited for at each border.
-    """
-    on_gpu = evidence.rank["facts"]["device"] != "cpu"
-    windows = [evidence.rank["observed"]] if on_gpu else evidence.as_is() or [evidence.rank["observed"]]
+    """Share of each phase in the step, by the windows that the causes were measured by."""
     spent: Counter[str] = Counter()
-    for window in windows:
-        spent.update({name: seconds for name, seconds in window["phases_s"].items() if name in phases.PHASES})
+    for seconds in evidence.phases():
+        spent.update({name: seconds[name] for name in phases.PHASES if name in seconds})
     total = sum(spent.values()) or math.inf
     return {name: spent[name] / total for name in phases.PHASES if name in spent}
 

@@ -15,7 +15,7 @@ SPEC_VARIABLE = "PRETRAINKIT_DIAGNOSIS"
 """Environment variable with the path of the file; without it the hooks do nothing."""
 
 PROBES = (
-    *("packing", "larger_micro_batch", "attention", "tf32", "threads", "logging"),
+    *("packing", "larger_micro_batch", "attention", "tf32", "threads"),
     *("anomaly_detection", "workers_2", "workers_4", "workers_8", "no_gradient_exchange"),
     *("debug_variables", "micro_batch"),
 )

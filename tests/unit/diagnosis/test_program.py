@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import diagnosis_samples as samples
 import numpy as np
+import psutil
 import pytest
 
-from pretrainkit.diagnosis import program
+from pretrainkit.diagnosis import measure, program
 from pretrainkit.diagnosis.measure import Measured, Starter
 from pretrainkit.diagnosis.spec import SPEED_ONLY
 from pretrainkit.errors import RequestError
+from pretrainkit.files import wait_until
 
 
 def test_a_script_may_set_variables() -> None:
@@ -62,12 +65,12 @@ def test_no_start_is_made_for_what_was_left_out(
     monkeypatch.setenv("PYTHONDEVMODE", "1")
     starts: list[dict[str, Any]] = []
 
-    def measure(self: Starter, **settings: object) -> Measured:
+    def measured(self: Starter, **settings: object) -> Measured:
         starts.append(settings)
         machine = {"cores": 2, "gpus": [], "gpu_processes_of_others": [], "cpu_used_by_others": 0.0}
         return Measured([rank], machine, tmp_path)
 
-    monkeypatch.setattr(Starter, "measure", measure)
+    monkeypatch.setattr(Starter, "measure", measured)
     command = ["--script", "train.py", "--output", str(tmp_path / "report")]
     tool = runpy.run_path(str(Path(__file__).parents[3] / "tools" / "diagnose_speed.py"))
     assert tool["main"]([*command, *words]) == 0
@@ -77,3 +80,13 @@ def test_no_start_is_made_for_what_was_left_out(
     settings = {"plan": SPEED_ONLY, "time_checkpoint": False, "budget_s": 6.0}
     assert settings | {"unset": ("PYTHONDEVMODE",)} in starts
     assert sum(start["budget_s"] for start in starts[1:]) == 60.0
+
+
+def test_ranks_in_a_session_of_their_own_are_ended_with_the_program() -> None:
+    """torchrun and our own launcher start them so; a signal to the program's group doesn't reach them."""
+    words = ["sh", "-c", "setsid sleep 1000 & wait"]
+    process = subprocess.Popen(words, start_new_session=True)
+    assert wait_until(lambda: psutil.Process(process.pid).children(), timeout_s=10)
+    (rank,) = psutil.Process(process.pid).children()
+    measure._end(process)
+    assert wait_until(lambda: not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE, timeout_s=10)

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pretrainkit.diagnosis.observe.loop import place
-
 if TYPE_CHECKING:
     from pretrainkit.diagnosis.observe.session import Session
 
@@ -53,7 +51,6 @@ def of_program(session: Session) -> dict[str, Any]:
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "cpus": session.num_cpus,
         "allocator_retries": torch.cuda.memory_stats().get("num_alloc_retries", 0) if on_gpu else 0,
-        "loop": [place(code) for code in session.loop.stack("optimizer")],
         "tokenizer": tokenizer(),
     }
 

@@ -79,8 +79,6 @@ def _time(session: Session, owner: Any, name: str, phase: str) -> None:
 
     @functools.wraps(original)
     def timed(*args: Any, **kwargs: Any) -> Any:
-        if name in session.silenced:
-            return None
         with session.clock.phase(phase):
             return original(*args, **kwargs)
 
@@ -219,19 +217,11 @@ def _watch_reads(session: Session) -> None:
 
 
 def _watched_read(session: Session, read: Callable[..., Any], name: str) -> Callable[..., Any]:
-    known: dict[str, Any] = {}
-
     @functools.wraps(read)
     def watched(*args: Any, **kwargs: Any) -> Any:
         is_between = session.is_watching_reads and session.clock.current in (phases.OTHER, phases.LOGGING)
-        if not is_between or not session.is_main_thread():
-            return read(*args, **kwargs)
-        where = session.loop.saw_read(name)
-        if session.stale_reads and where in known:
-            return known[where]
-        value = read(*args, **kwargs)
-        if where:
-            known[where] = value
-        return value
+        if is_between and session.is_main_thread():
+            session.loop.saw_read(name)
+        return read(*args, **kwargs)
 
     return watched

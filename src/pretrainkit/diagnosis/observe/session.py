@@ -52,8 +52,6 @@ class Session:
         self.is_watching_reads = False
         # What probes switch:
         self.source: Iterator[Any] | None = None
-        self.silenced: frozenset[str] = frozenset()
-        self.stale_reads = False
         self.attention_context: Callable[[], Any] = contextlib.nullcontext
         # Of the window that is measured:
         self.recorded: list[Any] | None = None
@@ -110,7 +108,6 @@ class Session:
         """An optimizer begins its step."""
         if not any(known is optimizer for known in self.loop.optimizers):
             self.loop.optimizers.append(optimizer)
-        self.loop.saw("optimizer")
 
     def after_optimizer(self, optimizer: Any) -> None:
         """The first optimizer that steps after a backward pass ends a step of the loop."""
@@ -215,5 +212,7 @@ class Session:
         self.write(ended=True, notes=self.notes)
         if not self._ends_by_itself:
             (self._folder / f"ended_{self.rank}_{self.world_size}").touch()
-            while True:
-                time.sleep(60)
+            parent = os.getppid()
+            while os.getppid() == parent:
+                time.sleep(1)
+            os._exit(0)

@@ -98,8 +98,6 @@ class Stream:
         session.last_loader = self.loader
         is_trained_on = session.loop.loader is self.loader
         with session.clock.phase(phases.DATA):
-            if is_trained_on:
-                session.loop.saw("data")
             if is_trained_on and session.source is not None:
                 batch = next(session.source)
             else:

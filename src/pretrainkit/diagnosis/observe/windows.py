@@ -31,6 +31,8 @@ class Window:
     cpu_s: float
     """CPU time of the process, all its threads."""
     phases_s: dict[str, float]
+    step_phases_s: list[dict[str, float]]
+    """The same of each step."""
 
 
 Measuring = Generator[None, dict[str, float], Window]
@@ -44,11 +46,10 @@ def measure(session: Session, probe: str, number: int, is_changed: bool, steps: 
     session.synchronize()
     session.micro_batches = 0
     begin_s, begin_cpu_s, first_step = time.perf_counter(), time.process_time(), session.step + 1
-    spent: dict[str, float] = {}
+    of_steps: list[dict[str, float]] = []
     steps_s, since_s = [], begin_s
     for _ in range(steps):
-        for name, seconds in (yield).items():
-            spent[name] = spent.get(name, 0.0) + seconds
+        of_steps.append((yield))
         now_s = time.perf_counter()
         steps_s.append(now_s - since_s)
         since_s = now_s
@@ -65,7 +66,8 @@ def measure(session: Session, probe: str, number: int, is_changed: bool, steps: 
         wall_s=time.perf_counter() - begin_s,
         steps_s=steps_s,
         cpu_s=time.process_time() - begin_cpu_s,
-        phases_s=spent,
+        phases_s={name: sum(step.get(name, 0.0) for step in of_steps) for name in set().union(*of_steps)},
+        step_phases_s=of_steps,
     )
     return window
 

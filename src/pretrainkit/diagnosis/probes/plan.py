@@ -1,7 +1,7 @@
 """What is measured inside the program, in which order; every rank follows it step by step.
 
 observe   the program as it is: phases, functions, batches; torch.profiler for a step or two
-data      as it is | the same batches again without reading them            alternating
+data      as it is, and on a GPU | the same batches again without reading them
 screen    as it is | one change, for every change in turn, likely ones first, round after round
 confirm   the changes that seemed to save time, with more rounds
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import resource
 import time
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,8 @@ from pretrainkit.diagnosis.statistics import Interval, saved_share, whole
 
 WORTH_CONFIRMING = 0.025
 """Share of the time that a change must seem to save to be measured again."""
+MOST_ROUNDS = 50
+"""Of one change, on a machine that others use."""
 WATCHED_WINDOWS, WATCHED_SLOW_STEPS = 4, 2
 """Length of the look at the program as it is: enough samples of its stack."""
 WORTH_REPLACING = 0.01
@@ -84,12 +86,14 @@ class Plan:
         yield from self._observe()
         yield from profile_steps(session, 1 if self._steps == 1 else 2)
         yield from self._data()
-        share = self._saved("data").high if "data" in self._pairs else 0.0
+        share = self._saved("data").high if "data" in self._pairs else session.observed.get("data", 0.0)
         built, self._why_not = switches.build(session, self._kept, session.agree(share))
         self._switches = {name: built[name] for name in session.agree(list(built)) if name in built}
         yield from self._screen()
-        again = session.agree([name for name in self._switches if self._seems_to_save(name)])
-        yield from self._rounds(again, self._spec.confirming_rounds, 1.0)
+        again = session.agree([name for name in ("data", *self._switches) if self._seems_to_save(name)])
+        while again and self._has_time(again[0], 1.0):
+            yield from self._rounds(again, self._spec.confirming_rounds, 1.0)
+            again = session.agree([name for name in again if self._is_open(name)])
         self._save(peak_memory_gib=_peak_memory_gib(session))
         if self._spec.time_checkpoint and self._spec.source == "experiment":
             session.time_the_checkpoint()
@@ -126,7 +130,6 @@ class Plan:
                 "samples": sampler.result(),
                 "batches": session.batch_facts,
                 "reads": dict(session.loop.reads),
-                "loggers": list(session.loop.loggers.values()),
                 "compiled_frames": facts.num_compiled_frames() - recompiled,
             },
             facts=facts.of_program(session),
@@ -138,25 +141,31 @@ class Plan:
         session = self._session
         if session.loop.loader is None:
             session.notes.append("no DataLoader was seen: what the loop reads its data with can't be replaced")
+        last: list[Any] = []
         for number in range(self._spec.rounds):
             if number and not self._has_time("data", DATA_UNTIL):
                 break
-            self._show("data", number)
-            begin_s = time.perf_counter()
-            session.recorded = []
-            before = yield from self._measure("data", number)
-            recorded, session.recorded = session.recorded, None
-            self._add(before)
-            recorded = recorded[-before.micro_batches :] if before.micro_batches else []
-            self._seen += recorded if batches.num_bytes(self._seen) < session.largest_set_bytes else []
-            self._kept = recorded
-            waits = session.observed.get("data", 0.0) > WORTH_REPLACING
-            if session.loop.loader is not None and session.agree(bool(recorded) and waits):
-                self._add((yield from self._kept_window("data", None, number, is_changed=True)), before=before)
-            self._pair_s["data"] = time.perf_counter() - begin_s
-        if self._kept:
-            self._kept = batches.typical(self._seen, len(self._kept))
+            last = yield from self._data_pair(number)
+            self._seen += last if batches.num_bytes(self._seen) < session.largest_set_bytes else []
+        self._kept = batches.typical(self._seen, len(last)) if last else []
         self._save()
+
+    def _data_pair(self, number: int) -> Generator[None, dict[str, float], list[Any]]:
+        """A window as it is, and where it waits for data one over the same batches; gives the batches."""
+        session = self._session
+        self._show("data", number)
+        begin_s = time.perf_counter()
+        session.recorded = []
+        before = yield from self._measure("data", number)
+        recorded, session.recorded = session.recorded, None
+        self._add(before)
+        recorded = recorded[-before.micro_batches :] if before.micro_batches else []
+        # On a CPU the phase says what waiting costs; on a GPU it may be hidden behind the step before.
+        waits = session.on_gpu and session.observed.get("data", 0.0) > WORTH_REPLACING
+        if session.loop.loader is not None and session.agree(bool(recorded) and waits):
+            self._add((yield from self._kept_window("data", recorded, number, is_changed=True)), before=before)
+        self._pair_s["data"] = time.perf_counter() - begin_s
+        return recorded
 
     def _screen(self) -> Steps:
         """Every change in turn; what can't save anything is dropped on the way."""
@@ -170,7 +179,11 @@ class Plan:
         names = list(names)
         for _ in range(rounds):
             for name in names:
-                if self._has_time(name, until):
+                if not self._has_time(name, until):
+                    continue
+                if name == "data":
+                    yield from self._data_pair(len(self._pairs[name]))
+                else:
                     yield from self._pair(name, self._switches[name])
             self._save()
 
@@ -251,6 +264,11 @@ class Plan:
 
     def _seems_to_save(self, name: str) -> bool:
         return len(self._pairs.get(name, ())) > 0 and self._saved(name).value > WORTH_CONFIRMING
+
+    def _is_open(self, name: str) -> bool:
+        """Whether more rounds may still show that a change saves time."""
+        saved, rounds = self._saved(name), len(self._pairs[name])
+        return rounds < MOST_ROUNDS and saved.value > WORTH_CONFIRMING and saved.low < saved.value / 2
 
     def _may_save(self, name: str) -> bool:
         return len(self._pairs.get(name, ())) < 2 or self._saved(name).high > WORTH_CONFIRMING

@@ -14,15 +14,12 @@ from typing import Any
 import torch
 
 from pretrainkit.diagnosis.observe import batches
-from pretrainkit.diagnosis.observe.loop import Silenced
 from pretrainkit.diagnosis.observe.session import Session
 
 WORTH_A_LOOK = 0.02
 """Share of the step that a phase must take for its changes to be tried."""
 LARGEST_MERGED_SHARE = 0.8
 """Of the GPU's memory that a larger micro batch may be expected to take."""
-KNOWN_LOGGERS = frozenset(["on_train_batch_end", "log", "add_scalar"])
-"""Names, in hooks.LATE, of functions that only log."""
 WORKERS = (2, 4, 8)
 EXCHANGE = "no_gradient_exchange"
 
@@ -63,7 +60,6 @@ def build(session: Session, kept: list[Any], data_share: float) -> tuple[dict[st
         "attention": partial(_attention, session),
         "tf32": partial(_tf32, session),
         "threads": partial(_threads, session),
-        "logging": partial(_logging, session),
         "anomaly_detection": _anomaly_detection,
         **{f"workers_{count}": partial(_workers, session, count, data_share) for count in WORKERS},
         EXCHANGE: partial(_no_gradient_exchange, session),
@@ -148,23 +144,6 @@ def _threads(session: Session) -> Built:
         return f"{now} threads on {cores} cores"
     detail = f"{cores} threads instead of {now}"
     return Switch(lambda is_on: torch.set_num_threads(cores if is_on else now), likely=0.4, detail=detail)
-
-
-def _logging(session: Session) -> Built:
-    functions = Silenced(list(session.loop.loggers))
-    if not session.loop.reads and not session.loop.loggers and session.spec.source != "experiment":
-        return "the loop prints nothing and reads no value of a tensor"
-    spent = session.observed.get("other", 0.0) + session.observed.get("logging", 0.0)
-    if not session.on_gpu and spent < WORTH_A_LOOK:  # on a GPU the time for a read shows elsewhere
-        return f"what the loop does between the phases takes {spent:.1%} of a step"
-
-    def turn(is_on: bool) -> None:
-        session.is_watching_reads = session.stale_reads = is_on
-        session.silenced = KNOWN_LOGGERS if is_on else frozenset()
-        functions.turn(is_on)
-
-    detail = "; ".join([*session.loop.loggers.values(), *session.loop.reads][:5])
-    return Switch(turn, likely=max(spent, 0.05), detail=detail)
 
 
 def _anomaly_detection() -> Built:
