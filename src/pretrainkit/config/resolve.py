@@ -9,7 +9,7 @@ from typing import Any
 
 from pretrainkit.config.schema import DatasetFacts, InitialWeights, ModelShape, Recompute, ResolvedRun, RunConfig
 from pretrainkit.config.split import num_samples
-from pretrainkit.config.training import RENAMED_KERNELS, OptimizerConfig
+from pretrainkit.config.training import RENAMED_KERNELS, OptimizerConfig, cooldown_steps
 from pretrainkit.machine import MachineFacts
 from pretrainkit.units import format_count
 
@@ -21,6 +21,8 @@ every power of two up to 128, and optimizer state can move between them.
 """
 WARMUP_SHARE = 0.01
 MAX_DEFAULT_WARMUP_STEPS = 2000
+COOLDOWN_SCHEDULES = ("wsd", "power")
+"""The schedules that end with a decay of their own length."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,8 @@ def resolve(config: RunConfig, facts: RunFacts) -> ResolvedRun:
     steps = max_steps(config, facts.split_tokens)
     optimizer, precision = config.optimizer, config.training.precision
     decay, warmup = optimizer.lr_decay_steps or steps, optimizer.lr_warmup_steps
+    schedule_steps = decay - (optimizer.lr_rewarm_step or 0)
+    has_cooldown = optimizer.lr_schedule in COOLDOWN_SCHEDULES
     return ResolvedRun(
         config=config,
         model=facts.model,
@@ -106,8 +110,9 @@ def resolve(config: RunConfig, facts: RunFacts) -> ResolvedRun:
         data_parallel_size=world_size(config) // config.parallel.model_parallel_size,
         sequence_parallel=sequence_parallel(config),
         max_steps=steps,
-        lr_warmup_steps=min(MAX_DEFAULT_WARMUP_STEPS, int(WARMUP_SHARE * decay)) if warmup is None else warmup,
+        lr_warmup_steps=min(MAX_DEFAULT_WARMUP_STEPS, int(WARMUP_SHARE * schedule_steps)) if warmup is None else warmup,
         lr_decay_steps=decay,
+        lr_cooldown_steps=cooldown_steps(optimizer.lr_cooldown, schedule_steps) if has_cooldown else 0,
         min_lr=optimizer.lr / 10 if optimizer.min_lr is None else optimizer.min_lr,
         samples_per_epoch=samples_per_epoch(config, facts.split_tokens),
         padded_vocab_size=padded_vocab_size(facts.model.vocab_size, config.parallel.tensor_model_parallel_size),
@@ -190,6 +195,10 @@ def _schedule(run: ResolvedRun) -> Iterator[str]:
         )
     if optimizer.lr_schedule == "constant" and (optimizer.min_lr is not None or optimizer.lr_decay_steps):
         yield "--min_lr and --lr_decay_steps have no effect with the constant schedule"
+    elif optimizer.lr_schedule not in COOLDOWN_SCHEDULES and optimizer.lr_cooldown != OptimizerConfig.lr_cooldown:
+        yield f"--lr_cooldown has no effect with the {optimizer.lr_schedule} schedule, only with wsd and power"
+    elif optimizer.lr_schedule != "power" and optimizer.lr_power_a:
+        yield f"--lr_power_a has no effect with the {optimizer.lr_schedule} schedule"
     elif run.lr_decay_steps > run.max_steps:
         yield f"the learning rate reaches its minimum at step {run.lr_decay_steps}, but the run ends at {run.max_steps}"
     if training.val_interval > run.max_steps:

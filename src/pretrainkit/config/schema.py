@@ -250,6 +250,8 @@ class ResolvedRun:
     """Of each GPU; None where it isn't known."""
     estimates: Estimates | None = None
     """None on CPU."""
+    lr_cooldown_steps: int = 0
+    """Steps of the decay that ends the schedules wsd and power, at lr_decay_steps."""
     start_mode: str | None = None
     """random, weights or continue: how the newest start began (`pretrainkit.run.resume_plan`)."""
     reset_attention_mask: bool = False

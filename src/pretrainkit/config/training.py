@@ -24,6 +24,15 @@ def duration(default: str | None, help: str) -> Any:
     return option(default, help, form="[D-]HH:MM:SS", parse=parse_duration)
 
 
+def cooldown_steps(cooldown: str, schedule_steps: int) -> int:
+    """The steps that a value of --lr_cooldown means in a schedule of `schedule_steps`. Raises ValueError for others."""
+    number = float(cooldown.removesuffix("%"))
+    is_share = cooldown.endswith("%")
+    if not (0 <= number <= 100 if is_share else number >= 0 and number.is_integer()):
+        raise ValueError(f"{cooldown!r}")
+    return round(schedule_steps * number / 100) if is_share else int(number)
+
+
 def kernel_names(fused_kernels: str) -> tuple[str, ...]:
     """The kernels that a value of --fused_kernels names, by their present names. Raises RequestError for others."""
     given = () if fused_kernels in ("auto", "off") else fused_kernels.split(",")
@@ -81,12 +90,37 @@ class OptimizerConfig:
 
     lr: float = option(3e-4, "peak learning rate", range="> 0")
     min_lr: float | None = option(None, "learning rate at the end of the decay", unset="a tenth of --lr", range=">= 0")
-    lr_schedule: str = option("cosine", "schedule after the warmup", choices=("cosine", "linear", "constant"))
+    lr_schedule: str = option(
+        "cosine",
+        "schedule after the warmup; wsd: stable, then the decay of --lr_cooldown; power: a power law, then the same",
+        choices=("cosine", "linear", "constant", "wsd", "power"),
+    )
     lr_warmup_steps: int | None = option(
-        None, "steps of linear warmup", unset="1% of --lr_decay_steps, at most 2000", range=">= 0"
+        None, "steps of linear warmup", unset="1% of the schedule, at most 2000", range=">= 0"
     )
     lr_decay_steps: int | None = option(
         None, "step at which the learning rate reaches --min_lr", unset="--max_steps", range="> 0"
+    )
+    lr_cooldown: str = option(
+        "10%",
+        "length of the decay of wsd and power, which ends at --lr_decay_steps: steps, or a share such as 10%",
+        form="steps, or a share of the schedule's steps such as 10%",
+        parse=lambda text: cooldown_steps(text, 1),
+    )
+    lr_cooldown_style: str = option(
+        "1-sqrt", "shape of the decay of wsd and power", choices=("1-sqrt", "linear", "cosine")
+    )
+    lr_power_a: float | None = option(
+        None,
+        "a of the power schedule, min(lr, batch size x a x tokens^b); the paper's is 4.6",
+        unset="as the law has --lr at the end of the warmup",
+        range="> 0",
+    )
+    lr_power_b: float = option(-0.51, "b of the power schedule", range="< 0")
+    lr_rewarm_step: int | None = option(
+        None,
+        "step at which the schedule starts again, to continue a finished run: warmup from --min_lr to --lr, then decay",
+        range="> 0",
     )
     weight_decay: float = option(0.1, "AdamW weight decay", range=">= 0")
     adam_beta1: float = option(0.9, "AdamW beta1", flag=None, range=">= 0 and < 1")

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pretrainkit.config import resolve
 from pretrainkit.config.resolve import RunFacts
 from pretrainkit.config.schema import OPTIONS, ModelShape, RunConfig
+from pretrainkit.config.training import cooldown_steps
 from pretrainkit.config.validate_data import data_problems
 from pretrainkit.errors import RequestError
 from pretrainkit.logs import is_secret
@@ -169,14 +170,32 @@ def _schedule(config: RunConfig, facts: RunFacts) -> Iterator[RequestError]:
     if optimizer.min_lr is not None and optimizer.min_lr > optimizer.lr:
         yield RequestError(f"{optimizer.min_lr}", needed=f"at most --lr {optimizer.lr}", where="--min_lr")
     steps = resolve.max_steps(config, facts.split_tokens or ())
-    decay, warmup = optimizer.lr_decay_steps or steps, optimizer.lr_warmup_steps
-    if warmup and decay and warmup >= decay:
+    decay, warmup = optimizer.lr_decay_steps or steps, optimizer.lr_warmup_steps or 0
+    begin = optimizer.lr_rewarm_step or 0
+    if not decay:
+        return
+    if begin >= decay:
         yield RequestError(
-            f"{warmup} warmup steps, but the decay ends at step {decay}",
+            f"the schedule starts again at step {begin}, but the decay ends at step {decay}",
             needed=f"less than {decay}",
+            action="increase --max_steps (or --lr_decay_steps) by the steps that are to follow",
+            where="--lr_rewarm_step",
+        )
+    elif warmup and begin + warmup >= decay:
+        yield RequestError(
+            f"{warmup} warmup steps{f' from step {begin}' if begin else ''}, but the decay ends at step {decay}",
+            needed=f"less than {decay - begin}",
             action="shorten the warmup, or increase --lr_decay_steps or --max_steps",
             where="--lr_warmup_steps",
         )
+    elif optimizer.lr_schedule in resolve.COOLDOWN_SCHEDULES:
+        cooldown, longest = cooldown_steps(optimizer.lr_cooldown, decay - begin), decay - begin - warmup
+        if cooldown > longest:
+            yield RequestError(
+                f"a decay of {cooldown} steps after {warmup} warmup steps in a schedule of {decay - begin}",
+                needed=f"at most {longest} steps",
+                where="--lr_cooldown",
+            )
 
 
 def _start_parity(config: RunConfig, facts: RunFacts) -> Iterator[RequestError]:

@@ -29,6 +29,7 @@ from pretrainkit.models.registry import read_shape
 from pretrainkit.run import initial_weights
 from pretrainkit.run.folder import LAUNCHER_LOCK, SOURCE_FILE, RunFolder, locked, wait_for_ranks
 from pretrainkit.run.identity import changes_since_last_start, write_run_file
+from pretrainkit.run.lr_schedule import describe_schedule
 from pretrainkit.run.resource_plan import finalize_run, plan_memory
 from pretrainkit.run.resume_plan import MODES, plan_start
 from pretrainkit.run.source import describe
@@ -162,10 +163,16 @@ def print_plan(config: RunConfig, *, as_json: bool) -> int:
     run = plan_memory(resolve_request(config), refuse=False)
     plan, changes = plan_start(run), changes_since_last_start(run)
     if as_json:
-        found = {"changes": changes, "estimates": run.estimates, "kernels": run.kernels}
+        found = {
+            "schedule": describe_schedule(run),
+            "changes": changes,
+            "estimates": run.estimates,
+            "kernels": run.kernels,
+        }
         print(json.dumps({**dataclasses.asdict(plan), **found}, indent=2, default=dataclasses.asdict))
     else:
         print(plan.describe())
+        print(f"schedule   {describe_schedule(run)}")
         print("\n".join(f"changed    {name}: {old} -> {new}" for name, (old, new) in changes.items()) or "changed    -")
         print(summarize_estimates(run))
     finalize_run(run)
@@ -201,8 +208,7 @@ def summarize(run: ResolvedRun) -> str:
         "batch": f"{training.global_batch_size} samples a step, {training.micro_batch_size} a forward pass, "
         f"{format_count(run.tokens_per_step)} tokens a step",
         "steps": f"{run.max_steps}, a checkpoint every {training.save_interval}; evaluation {evaluation}",
-        "optimizer": f"lr {optimizer.lr:g} -> {run.min_lr:g} {optimizer.lr_schedule}, warm-up {run.lr_warmup_steps}, "
-        f"decay to step {run.lr_decay_steps}, weight decay {optimizer.weight_decay:g}, clip {optimizer.clip_grad:g}",
+        "optimizer": f"{describe_schedule(run)}, weight decay {optimizer.weight_decay:g}, clip {optimizer.clip_grad:g}",
         "seed": str(training.seed),
         "saves": "in the background" if run.async_save else "training waits for them",
         "starts": MODES.get(run.start_mode or "", "not planned"),

@@ -102,7 +102,7 @@ def plan_start(run: ResolvedRun, damaged: Mapping[str, str] = MappingProxyType({
 
     Raises:
         CheckpointError: no checkpoint of those there is complete, or it lacks what must be restored.
-        RequestError: the run can't continue with this batch size or kind of optimizer.
+        RequestError: the run can't continue with this batch size, kind of optimizer or start of the schedule.
     """
     folder = RunFolder.of(run)
     checkpoint: str | None
@@ -115,6 +115,7 @@ def plan_start(run: ResolvedRun, damaged: Mapping[str, str] = MappingProxyType({
         step = consumed_samples = 0
         checkpoint, optimizer_state = run.initial_weights.checkpoint if run.initial_weights else None, "zero"
         mode = WEIGHTS if checkpoint else RANDOM
+    _check_rewarming(run, step)
     epoch, sample = (None, consumed_samples) if run.dataset.weights else divmod(consumed_samples, run.samples_per_epoch)
     return StartPlan(
         mode=mode,
@@ -215,6 +216,20 @@ def _check_batch(run: ResolvedRun, newest: Checkpoint) -> None:
             needed="the number of steps",
             action=f"set it; the rest of this epoch is {steps} steps more, up to step {newest.step + steps}",
             where="--max_steps",
+        )
+
+
+def _check_rewarming(run: ResolvedRun, step: int) -> None:
+    """Refuse a schedule that starts again at a step that is not done: what it is until then isn't known any more."""
+    rewarm_step = run.config.optimizer.lr_rewarm_step
+    if rewarm_step and step < rewarm_step:
+        raise RequestError(
+            f"the schedule starts again at step {rewarm_step}, and {step} steps are done",
+            needed="a step that the run, or the checkpoint it starts from, has reached",
+            action=f"set it to {step} or, to finish the first schedule, leave it out"
+            if step
+            else "leave it out: a run from the weights of --nemo_model starts with a warm-up",
+            where="--lr_rewarm_step",
         )
 
 

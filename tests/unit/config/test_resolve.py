@@ -69,6 +69,16 @@ def test_the_schedule_follows_from_the_steps(
     assert (run.lr_warmup_steps, run.lr_decay_steps) == expected
 
 
+@pytest.mark.parametrize(("cooldown", "steps"), [("10%", 10), ("25", 25), ("0", 0), ("100%", 100)])
+def test_the_decay_is_a_number_of_steps_or_a_share_of_the_schedule(
+    config: RunConfig, facts: RunFacts, cooldown: str, steps: int
+) -> None:
+    asked = {"training__max_steps": 300, "optimizer__lr_rewarm_step": 200, "optimizer__lr_cooldown": cooldown}
+    wsd, cosine = (resolve(changed(config, **asked, optimizer__lr_schedule=name), facts) for name in ("wsd", "cosine"))
+    assert (wsd.lr_cooldown_steps, cosine.lr_cooldown_steps) == (steps, 0)
+    assert wsd.lr_warmup_steps == 1, "1% of the 100 steps from where the schedule starts again"
+
+
 def test_min_lr_is_a_tenth_unless_given(config: RunConfig, facts: RunFacts) -> None:
     assert resolve(config, facts).min_lr == pytest.approx(3e-5)
     assert resolve(changed(config, optimizer__min_lr=0.0), facts).min_lr == 0.0
@@ -88,6 +98,8 @@ def test_the_vocabulary_is_padded_to_one_size_at_every_power_of_two(vocabulary: 
         ({"training__max_steps": 100}, "6.8 epochs of"),
         ({"training__val_interval": 500}, "one evaluation"),
         ({"optimizer__lr_schedule": "constant", "optimizer__min_lr": 0.0}, "no effect with the constant schedule"),
+        ({"optimizer__lr_cooldown": "5"}, "no effect with the cosine schedule"),
+        ({"optimizer__lr_schedule": "wsd", "optimizer__lr_power_a": 4.6}, "no effect with the wsd schedule"),
         ({"optimizer__lr_decay_steps": 1000}, "the run ends at 14"),
         ({"parallel__sequence_parallel": True}, "no effect with one tensor-parallel rank"),
         ({"launch__accelerator": "cpu", "launch__num_gpus": 64}, "64 processes share 8 CPU cores"),

@@ -117,6 +117,16 @@ OF_THE_REQUEST: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"optimizer__lr_warmup_steps": 100},
         ["100 warmup steps, but the decay ends at step 14"],
     ),
+    "decay longer than the schedule": (
+        {"optimizer__lr_schedule": "wsd", "optimizer__lr_cooldown": "14", "optimizer__lr_warmup_steps": 2},
+        ["--lr_cooldown: a decay of 14 steps after 2 warmup steps in a schedule of 14", "at most 12"],
+    ),
+    "decay that is no number": ({"optimizer__lr_cooldown": "half"}, ["--lr_cooldown", "such as 10%"]),
+    "decay of a part of a step": ({"optimizer__lr_cooldown": "0.1"}, ["--lr_cooldown: '0.1'", "such as 10%"]),
+    "schedule that starts again at its end": (
+        {"optimizer__lr_rewarm_step": 14},
+        ["--lr_rewarm_step: the schedule starts again at step 14, but the decay ends at step 14"],
+    ),
     "pyxis without Slurm": (
         {"launch__executor": "sge", "launch__container_runtime": "pyxis"},
         ["--container_runtime with sge: pyxis is a part of Slurm", "apptainer or none"],

@@ -288,6 +288,13 @@ def test_checkpoints_without_a_run_file_are_not_taken_over(run: ResolvedRun) -> 
         write_run_file(run)
 
 
+def save_step(run: ResolvedRun, step: int) -> None:
+    folder = RunFolder.of(run).checkpoint(step)
+    (folder / "weights").mkdir(parents=True)
+    (folder / "weights" / ".metadata").write_bytes(b"optimizer.state.param.")
+    checkpoints.commit(checkpoints.Checkpoint(folder, step=step, consumed_samples=8 * step, global_batch_size=8))
+
+
 def test_more_steps_warn_of_a_jump_of_the_learning_rate(run: ResolvedRun, caplog: pytest.LogCaptureFixture) -> None:
     def resolved(max_steps: int, **optimizer: int) -> ResolvedRun:
         config = other(run, training__max_steps=max_steps).config
@@ -296,10 +303,7 @@ def test_more_steps_warn_of_a_jump_of_the_learning_rate(run: ResolvedRun, caplog
 
     first, longer = resolved(20), resolved(40)
     write_run_file(first)
-    folder = RunFolder.of(run).checkpoint(20)
-    (folder / "weights").mkdir(parents=True)
-    (folder / "weights" / ".metadata").write_bytes(b"optimizer.state.param.")
-    checkpoints.commit(checkpoints.Checkpoint(folder, step=20, consumed_samples=160, global_batch_size=8))
+    save_step(run, 20)
     changes_since_last_start(longer)
     old, new = (f"{learning_rate(one, 20):.3g}" for one in (first, longer))
     assert (
@@ -310,3 +314,17 @@ def test_more_steps_warn_of_a_jump_of_the_learning_rate(run: ResolvedRun, caplog
     kept = resolved(40, lr_decay_steps=20)
     changes_since_last_start(kept)
     assert learning_rate(kept, 20) == learning_rate(first, 20) and not caplog.text
+
+
+@pytest.mark.parametrize(("step", "warns"), [(15, False), (19, True)], ids=["stable", "decay"])
+def test_a_longer_wsd_run_warns_once_the_decay_has_begun(
+    run: ResolvedRun, caplog: pytest.LogCaptureFixture, step: int, warns: bool
+) -> None:
+    wsd = {"optimizer__lr_schedule": "wsd", "optimizer__lr_cooldown": "20%"}
+    configs = [other(run, **wsd, training__max_steps=steps).config for steps in (20, 40)]
+    first, longer = (resolve(config, inspect_inputs(config)[0]) for config in configs)
+    write_run_file(first)
+    save_step(run, step)
+    changes_since_last_start(longer)
+    assert ("--lr_decay_steps 20" in caplog.text) == warns
+    assert (learning_rate(first, step) != learning_rate(longer, step)) == warns

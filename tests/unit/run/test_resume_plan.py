@@ -106,6 +106,20 @@ def test_a_finished_run_has_no_next_step(make_run: MakeRun, save: Save) -> None:
     assert plan.step >= plan.max_steps and plan.learning_rate is None and "none left" in plan.describe()
 
 
+def test_a_schedule_starts_again_at_a_step_that_is_done(make_run: MakeRun, save: Save) -> None:
+    def rewarmed(step: int) -> ResolvedRun:
+        run = make_run()
+        optimizer = replace(run.config.optimizer, lr_rewarm_step=step)
+        return replace(run, config=replace(run.config, optimizer=optimizer))
+
+    with pytest.raises(RequestError, match="--lr_rewarm_step: the schedule starts again at step 6, and 0 steps"):
+        plan_start(rewarmed(6))
+    save(6)
+    assert plan_start(rewarmed(6)).learning_rate == pytest.approx(1e-4 + 9e-4 / 3)
+    with pytest.raises(RequestError, match="set it to 6"):
+        plan_start(rewarmed(7))
+
+
 def test_a_blend_has_no_epochs(make_run: MakeRun, save: Save) -> None:
     save(6)
     plan = plan_start(make_run(blend=True))
