@@ -107,7 +107,7 @@ def test_a_jsonl_file_is_trained_on_and_the_run_diagnosed(
     random = run("jsonl_to_pretrain.sh", WEIGHTS="", **settings)
     assert random.returncode == 2 and "--nemo_model: " in random.stderr and "leaves it to you" in random.stderr
 
-    diagnosed = run("diagnose.sh", "--probes", "logging", "--budget_s", 3, SMALL=1)
+    diagnosed = run("diagnose.sh", "--probes", "threads", "--budget_s", 3, SMALL=1)
     assert diagnosed.returncode == 0, diagnosed.stderr
     assert "4 of 4" in diagnosed.stdout and "report.html" in diagnosed.stdout
     (found,) = (checkout / "diagnosis").glob("llama31_pretraining/*/report.json")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from statistics import mean, stdev
+from statistics import stdev
 from typing import Any
 
 from pretrainkit.diagnosis.observe.phases import PHASES
@@ -97,12 +97,11 @@ class Evidence:
 
     def phase_share(self, *names: str) -> Interval:
         """Part of the time that phases took together."""
-        shares = [
-            sum(spent.get(name, 0.0) for name in names) / sum(spent.get(name, 0.0) for name in PHASES)
-            for spent in self.phases()
-        ]
+        parts = [sum(spent.get(name, 0.0) for name in names) for spent in self.phases()]
+        wholes = [sum(spent.get(name, 0.0) for name in PHASES) for spent in self.phases()]
+        shares, value = [part / total for part, total in zip(parts, wholes, strict=True)], sum(parts) / sum(wholes)
         half = 1.96 * stdev(shares) / len(shares) ** 0.5 if len(shares) > 1 else 1.0
-        return Interval(mean(shares), mean(shares) - half, mean(shares) + half).within_bounds()
+        return Interval(value, value - half, value + half).within_bounds()
 
     @property
     def as_is_step_s(self) -> Interval:
