@@ -136,5 +136,5 @@ def test_a_finished_merge_typed_again_is_there_already(
     code, said = run(*request, "--json")
     assert code == 0 and "already there" in json.loads(said[said.index("{") : said.rindex("}") + 1])["notes"], said
     code, said = run("merge_checkpoints", *parents, tmp_path / "merged")
-    assert code == 2 and "pretrainkit_origin.json states " in said, said
+    assert code == 2 and "pretrainkit_origin.json states another origin: " in said, said
     assert content(tmp_path) == before

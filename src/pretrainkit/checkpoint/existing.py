@@ -24,7 +24,7 @@ from pretrainkit.files import read_object
 
 _VARYING = {"elapsed_s", "target", "workers"}
 """Fields of a report that say nothing of what was asked for; the folder may have been renamed since."""
-_MAX_DIFFERENCES = 4
+_MAX_DIFFERENCES, _MAX_LENGTH = 4, 200
 
 
 def with_files_of(target: Path, options: Options) -> Options:
@@ -44,7 +44,7 @@ def check_weights(target: Path, reader: WeightReader, plan: ConversionPlan, orig
     if there is None:
         _refuse(target, f"it is {found.format} and not {plan.format}")
     if stated != origin:
-        _refuse(target, f"{ORIGIN_NAME} states {stated} and not {origin}")
+        _refuse(target, f"{ORIGIN_NAME} states another origin: {_cut(str(stated))} and not {_cut(str(origin))}")
     _refuse_any(target, _different_tensors(reader, there, plan))
 
 
@@ -96,7 +96,11 @@ def _refuse_any(target: Path, differences: Iterator[str]) -> None:
 
 def _first(differences: list[str]) -> str:
     more = ["and more"] if len(differences) > _MAX_DIFFERENCES else []
-    return "; ".join([f"{each[:200]}…" if len(each) > 200 else each for each in differences[:_MAX_DIFFERENCES]] + more)
+    return "; ".join([*map(_cut, differences[:_MAX_DIFFERENCES]), *more])
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MAX_LENGTH else f"{text[:_MAX_LENGTH]}…"
 
 
 def _refuse(target: Path, difference: str) -> NoReturn:
