@@ -247,6 +247,14 @@ def remove_leftovers(final: Path) -> list[Path]:
     return rest
 
 
+def link_or_copy(source: str, target: str) -> None:
+    """Make `target` a hard link of `source`, or a copy where the file system has no links between the two."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a text file atomically."""
     with atomic_file(path) as temporary:

@@ -33,6 +33,7 @@ from pretrainkit.config.schema import (
 from pretrainkit.data.indexed.inspect import count_epoch
 from pretrainkit.megatron.kernels import choose_for, installed_libraries
 from pretrainkit.models.registry import read_shape
+from pretrainkit.run.branch import link_checkpoint
 from pretrainkit.run.json_lines import read_records
 
 REPOSITORY = Path(__file__).parents[2]
@@ -153,6 +154,7 @@ def train_request() -> Callable[..., list[dict[str, Any]]]:
         run_file = Path(home) / experiment / "run.json"
         if (dry := run_file.with_name("dry_run.json")).exists():  # of an experiment that has begun
             dry.replace(run_file)
+        link_checkpoint(read_run(run_file))
         return train_in_forked_ranks(run_file)
 
     return train

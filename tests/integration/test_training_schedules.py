@@ -1,9 +1,10 @@
-"""Schedules through the command: what --plan says, what the steps have, and a run that is made longer."""
+"""Schedules and branches through the command: what --plan says, what the steps have, what is refused."""
 
 from __future__ import annotations
 
 import json
 import runpy
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,10 @@ from typing import Any
 import pytest
 
 pytestmark = pytest.mark.integration
-pretrain = runpy.run_path(str(Path(__file__).parents[2] / "pretraining" / "pretrain.py"))["main"]
+REPOSITORY = Path(__file__).parents[2]
+pretrain = runpy.run_path(str(REPOSITORY / "pretraining" / "pretrain.py"))["main"]
+inspect_run = runpy.run_path(str(REPOSITORY / "tools" / "inspect_run.py"))["main"]
+WSD = ["--lr_schedule", "wsd", "--lr_cooldown", 2, "--lr_warmup_steps", 1, "--lr_cooldown_style", "linear"]
 
 
 @pytest.fixture(scope="module")
@@ -39,17 +43,14 @@ def test_a_wsd_run_grows_decays_and_warms_up_again(
     tmp_path: Path,
     train_request: Callable[..., list[dict[str, Any]]],
     capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    wsd = ["--lr_schedule", "wsd", "--lr_cooldown", 2, "--lr_warmup_steps", 1, "--lr_cooldown_style", "linear"]
-    train_request(words(tmp_path, "wsd", 3, *wsd, "--lr_decay_steps", 5))
-    caplog.clear()
-    records = train_request(words(tmp_path, "wsd", 6, *wsd))
-    assert "To keep the schedule" not in caplog.text, "still in the stable phase"
+    train_request(words(tmp_path, "wsd", 3, *WSD, "--lr_decay_steps", 5))
+    records = train_request(words(tmp_path, "wsd", 6, *WSD))
+    assert "To keep the schedule" not in capsys.readouterr().err, "still in the stable phase"
     low, high = 1e-4, 1e-3
     assert rates(records) == pytest.approx([high / 2, high, high, high, high, (low + high) / 2])
 
-    again = words(tmp_path, "wsd", 9, *wsd, "--lr_rewarm_step", 6)
+    again = words(tmp_path, "wsd", 9, *WSD, "--lr_rewarm_step", 6)
     capsys.readouterr()
     assert pretrain([*again, "--plan"]) == 0
     plan = capsys.readouterr().out
@@ -58,3 +59,96 @@ def test_a_wsd_run_grows_decays_and_warms_up_again(
     assert pretrain([*again, "--plan", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["schedule"] in plan
     assert rates(train_request(again))[6:] == pytest.approx([(low + high) / 2, high, (low + high) / 2])
+
+
+def losses(records: list[dict[str, Any]]) -> dict[int, tuple[float, float]]:
+    return {record["step"]: (record["loss"], record["grad_norm"]) for record in records if "loss" in record}
+
+
+@pytest.fixture(scope="module")
+def stable(
+    words: Callable[..., list[str]], train_request: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[int, tuple[float, float]]]:
+    """A folder with the experiment `stable`, of 8 steps with a checkpoint of every second, and its losses."""
+    home = tmp_path_factory.mktemp("runs")
+    records = train_request(words(home, "stable", 8, *WSD, "--lr_decay_steps", 50, "--save_interval", 2))
+    return home, losses(records)
+
+
+def test_a_branch_that_changes_nothing_has_the_losses_of_its_parent(
+    words: Callable[..., list[str]],
+    stable: tuple[Path, dict[int, tuple[float, float]]],
+    train_request: Callable[..., Any],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    home, expected = stable
+    command = words(home, "same", 8, *WSD, "--lr_decay_steps", 50, "--save_interval", 2, "--branch_from", "stable:4")
+    assert pretrain([*command, "--plan"]) == 0
+    plan = capsys.readouterr().out
+    assert f"branching from {home / 'stable'}:4" in plan and "changed    -" in plan and "16 samples used" in plan
+    assert not (home / "same").exists()
+    records = train_request(command)
+    assert losses(records) == {step: values for step, values in expected.items() if step > 4}
+
+    point = {"experiment": str(home / "stable"), "step": 4}
+    assert json.loads((home / "same" / "run.json").read_text())["branch"] == point
+    start = json.loads((home / "same" / "attempts.jsonl").read_text().splitlines()[0])
+    assert (start["event"], start["branch"]) == ("start", f"{home / 'stable'}:4")
+    capsys.readouterr()
+    assert inspect_run([str(home / "same")]) == 0
+    assert f"branch     of {home / 'stable'} at step 4" in capsys.readouterr().out
+    ours, theirs = (home / name / "checkpoints" / "step_00000004" for name in ("same", "stable"))
+    files = [path.relative_to(theirs) for path in theirs.rglob("*") if path.is_file()]
+    assert len(files) > 4 and all((ours / name).samefile(theirs / name) for name in files)
+
+
+def test_a_decay_branch_goes_on_without_its_parent(
+    words: Callable[..., list[str]],
+    stable: tuple[Path, dict[int, tuple[float, float]]],
+    train_request: Callable[..., Any],
+    tmp_path: Path,
+) -> None:
+    shutil.copytree(stable[0] / "stable", tmp_path / "stable")
+    command = words(tmp_path, "decay", 8, *WSD, "--branch_from", tmp_path / "stable")  # its newest: step 8
+    assert pretrain([*command, "--plan"]) == 0, "8 of 8 are done"
+    command = words(tmp_path, "decay", 8, *WSD, "--save_interval", 1, "--branch_from", "stable:6")
+    records = train_request([*command, "--max_steps", "7", "--lr_decay_steps", "8"])
+    assert rates(records) == [1e-3]
+    shutil.rmtree(tmp_path / "stable")
+    records = train_request(command)
+    assert rates(records) == pytest.approx([1e-3, 5.5e-4])
+    starts = [record for record in records if record.get("event") == "start"]
+    assert [start["branch"] is None for start in starts] == [False, True]
+
+
+def test_what_a_branch_may_not_change_is_refused(
+    words: Callable[..., list[str]],
+    stable: tuple[Path, dict[int, tuple[float, float]]],
+    make_hf_llama: Callable[..., Path],
+    dataset_prefix: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    home, _ = stable
+
+    def refused(branch_from: object, *more: object, experiment: str = "refused") -> str:
+        assert pretrain([*words(home, experiment, 9, "--branch_from", branch_from, *more), "--plan"]) == 2
+        return capsys.readouterr().err
+
+    message = refused("stable:3")
+    assert "no complete checkpoint of step 3" in message and "one of its steps 2, 4, 6, 8" in message
+    assert "is not an experiment" in refused("unstable")
+    assert "this experiment has checkpoints and is no branch" in refused("stable:4", experiment="stable")
+    assert "config.training.seed was 1234, now 7" in refused("stable:4", "--seed", 7)
+    assert "with 4 samples a step, now 8" in refused("stable:4", "--global_batch_size", 8)
+    assert "model.num_layers" in refused("stable:4", "--hf_model_id", make_hf_llama(num_hidden_layers=1))
+    tokenizer = tmp_path / "model"
+    shutil.copytree(words(home, "x", 1)[1], tokenizer)
+    content = json.loads((tokenizer / "tokenizer.json").read_text())
+    content["added_tokens"] = [*content["added_tokens"]][::-1]
+    (tokenizer / "tokenizer.json").write_text(json.dumps(content, indent=1))
+    for path in map(Path, (f"{dataset_prefix}.bin", f"{dataset_prefix}.idx")):  # without the manifest, which names it
+        shutil.copy(path, tmp_path / path.name)
+    unknown = ["--dataset_path", tmp_path / dataset_prefix.name, "--allow_data_change"]
+    assert "another tokenizer than that of" in refused("stable:4", "--hf_model_id", tokenizer, *unknown)
+    assert "--allow_data_change continues with the new data" in refused("stable:4", *unknown[:2])

@@ -7,7 +7,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from pretrainkit.config.schema import DatasetFacts, InitialWeights, ModelShape, Recompute, ResolvedRun, RunConfig
+from pretrainkit.config.schema import (
+    BranchPoint,
+    DatasetFacts,
+    InitialWeights,
+    ModelShape,
+    Recompute,
+    ResolvedRun,
+    RunConfig,
+)
 from pretrainkit.config.split import num_samples
 from pretrainkit.config.training import RENAMED_KERNELS, OptimizerConfig, cooldown_steps
 from pretrainkit.machine import MachineFacts
@@ -34,6 +42,7 @@ class RunFacts:
     model: ModelShape | None = None
     hf_folder: str = ""
     initial_weights: InitialWeights | None = None
+    branch: BranchPoint | None = None
     tokenizer_sha256: str | None = None
     """Of the model's tokenizer.json."""
     tokenizer_largest_id: int | None = None
@@ -104,6 +113,7 @@ def resolve(config: RunConfig, facts: RunFacts) -> ResolvedRun:
         experiment_dir=facts.experiment_dir,
         hf_folder=facts.hf_folder,
         initial_weights=facts.initial_weights,
+        branch=facts.branch,
         accelerator=chosen,
         precision={"auto": "bf16" if chosen == "gpu" else "fp32", "fp8": "bf16"}.get(precision, precision),
         world_size=world_size(config),

@@ -89,6 +89,11 @@ class RunConfig:
         short="-n",
         unset="random weights",
     )
+    branch_from: str | None = option(
+        None,
+        "EXPERIMENT or EXPERIMENT:STEP: the new experiment starts from that one's newest checkpoint, or that of the "
+        "step, with optimizer state and data position",
+    )
     data: DataConfig = field(default_factory=DataConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -213,6 +218,16 @@ class InitialWeights:
 
 
 @dataclass(frozen=True)
+class BranchPoint:
+    """The checkpoint of another experiment that a run starts from (`pretrainkit.run.branch`)."""
+
+    experiment: str
+    """Absolute folder of that experiment, where it was when the branch started."""
+    step: int
+    """Optimizer steps done."""
+
+
+@dataclass(frozen=True)
 class ResolvedRun:
     """The whole run, as written to run.json and read by every rank: the request and all that follows from it."""
 
@@ -250,6 +265,8 @@ class ResolvedRun:
     """Of each GPU; None where it isn't known."""
     estimates: Estimates | None = None
     """None on CPU."""
+    branch: BranchPoint | None = None
+    """Where the run has branched off another experiment; None: it started from its own first step."""
     lr_cooldown_steps: int = 0
     """Steps of the decay that ends the schedules wsd and power, at lr_decay_steps."""
     start_mode: str | None = None

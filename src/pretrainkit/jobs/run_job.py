@@ -18,7 +18,7 @@ from pretrainkit.jobs.job import Job
 from pretrainkit.jobs.scheduler import Run, runner_of
 from pretrainkit.jobs.scripts import CODE
 from pretrainkit.jobs.secrets import passed_on
-from pretrainkit.run import initial_weights
+from pretrainkit.run import branch, initial_weights
 from pretrainkit.run.checkpoints import newest_committed
 from pretrainkit.run.folder import LAUNCHER_LOCK, OUTCOME_FILE, RANKS_LOCK, RunFolder, locked
 from pretrainkit.run.identity import write_run_file
@@ -122,6 +122,7 @@ def start_job(run: ResolvedRun, *, train_script: Path, command_line: Sequence[st
             run = finalize_run(run)
             initial_weights.provide_for(run)
         write_run_file(run)
+        branch.link_checkpoint(run)
         submitted = submit.submit(job, train_script.resolve(), describe(run, command_line))
     line = live_line(progress, run.max_steps, sys.stderr, before="waiting for the job")
     return watch.announce(submitted, run.config.launch, follows=follow, shown=line)

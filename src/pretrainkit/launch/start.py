@@ -26,7 +26,7 @@ from pretrainkit.logs import get_logger
 from pretrainkit.machine import read_machine
 from pretrainkit.models.megatron_fields import nemo_model
 from pretrainkit.models.registry import read_shape
-from pretrainkit.run import initial_weights
+from pretrainkit.run import branch, initial_weights
 from pretrainkit.run.folder import LAUNCHER_LOCK, SOURCE_FILE, RunFolder, locked, wait_for_ranks
 from pretrainkit.run.identity import changes_since_last_start, write_run_file
 from pretrainkit.run.lr_schedule import describe_schedule
@@ -59,7 +59,7 @@ def inspect_inputs(config: RunConfig) -> tuple[RunFacts, list[RequestError]]:
         machine=read_machine(config.launch.accelerator), experiment_dir=str(experiments_dir / config.experiment)
     )
     problems: list[RequestError] = []
-    for read in (_model, _dataset, _weights):
+    for read in (_model, _dataset, _weights, _branch):
         with RequestError.collected(problems):
             facts = dataclasses.replace(facts, **read(config, facts))
     return facts, problems
@@ -112,6 +112,10 @@ def _weights(config: RunConfig, facts: RunFacts) -> dict[str, Any]:
     return {"initial_weights": recorded if is_same else located}
 
 
+def _branch(config: RunConfig, facts: RunFacts) -> dict[str, Any]:
+    return {"branch": branch.locate(config.branch_from, RunFolder(Path(facts.experiment_dir)))}
+
+
 def start(config: RunConfig, *, train_script: Path, command_line: Sequence[str], follow: bool = False) -> int:
     """Start the run that is asked for, or continue it; gives the exit code.
 
@@ -133,6 +137,7 @@ def start(config: RunConfig, *, train_script: Path, command_line: Sequence[str],
         run = finalize_run(run)
         initial_weights.provide_for(run)
         run_file = write_run_file(run)
+        branch.link_checkpoint(run)
         files.write_text(folder.path / SOURCE_FILE, describe(run, command_line))
         log_dir = folder.new_attempt_folder(run_file, folder.path / SOURCE_FILE)
         log.info("experiment %s, logs in %s", config.experiment, log_dir)

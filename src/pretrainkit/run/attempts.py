@@ -16,7 +16,7 @@ from pretrainkit.run.json_lines import JsonLinesWriter, read_records
 
 EVENTS = START, SAVED, STOPPED = "start", "checkpoint", "stopped"
 """Events of metrics.jsonl that are also in attempts.jsonl."""
-_FIELDS = ("event", "time", "step", "mode", "world_size")
+_FIELDS = ("event", "time", "step", "mode", "world_size", "branch")
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,6 @@ class AttemptLog:
         if event == START and self._last_step is not None:
             self._file.append({"step": self._last_step})
         if event in EVENTS:
-            self._file.append({name: record[name] for name in _FIELDS if name in record})
+            self._file.append({name: record[name] for name in _FIELDS if record.get(name) is not None})
         if isinstance(step, int) and event in (None, *EVENTS):
             self._last_step = step if event == START else max(step, self._last_step or 0)

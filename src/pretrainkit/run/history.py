@@ -43,6 +43,7 @@ class History:
         loss, held_out, rate, mfu = (found[name] for name in ("loss", "val_loss", "tokens_per_second", "mfu"))
         lines = [
             ("experiment", found["experiment"]),
+            *([("branch", "of {experiment} at step {step}".format(**found["branch"]))] if found["branch"] else []),
             ("steps", f"{found['steps_done']} of {found['max_steps'] or 'unknown'}, {_count(found['tokens'])} tokens"),
             ("loss", "none" if loss is None else f"{loss:.4f}"),
             ("held-out", "none" if held_out is None else f"{held_out:.4f} at step {found['val_loss_step']}"),
@@ -98,10 +99,12 @@ def read_history(experiment: Path, *, verify: bool = False) -> History:
     )
     rates = [record["tokens_per_second"] for record in steps[-RATE_STEPS:] if "tokens_per_second" in record]
     last, last_written = steps[-1] if steps else {}, trained[-1] if trained else {}
+    described = files.read_object(folder.run_file)
     summary = {
         "experiment": str(experiment),
         "steps_done": max((attempt.last_step for attempt in attempts), default=last.get("step", 0)),
-        "max_steps": files.read_object(folder.run_file).get("max_steps"),
+        "branch": described.get("branch"),
+        "max_steps": described.get("max_steps"),
         "tokens": last_written.get("tokens"),
         "loss": last.get("loss"),
         "val_loss": validation[-1][1] if validation else None,

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from pretrainkit.config.run_file import read_run, write_run
-from pretrainkit.config.schema import ResolvedRun
+from pretrainkit.config.schema import BranchPoint, ResolvedRun
 from pretrainkit.errors import RequestError
 from pretrainkit.files import same_fingerprint
 from pretrainkit.logs import get_logger
+from pretrainkit.run.branch import check_tokenizer, parent_checkpoint
 from pretrainkit.run.checkpoints import newest_complete, saved_data
 from pretrainkit.run.folder import RUN_FILE, RunFolder
 from pretrainkit.run.lr_schedule import learning_rate
@@ -37,6 +38,8 @@ _NOT_COMPARED = (
     "config.experiments_dir",
     "experiment_dir",
     "initial_weights",
+    "config.branch_from",
+    "branch",
     "dataset.prefixes",
     "start_mode",
     "kernels",
@@ -77,19 +80,22 @@ def write_run_file(run: ResolvedRun, *, is_dry: bool = False) -> Path:
     """
     folder = RunFolder.of(run)
     path = folder.dry_run_file if is_dry and folder.has_started else folder.run_file
+    since = "from the parent" if _is_new_branch(run) else "since the last start"
     for name, (old, new) in changes_since_last_start(run).items():
-        log.info("changed since the last start: %s: %s -> %s", name, old, new)
+        log.info("changed %s: %s: %s -> %s", since, name, old, new)
     write_run(path, run)
     return path
 
 
 def changes_since_last_start(run: ResolvedRun) -> Changes:
-    """Fields of run.json that a start would change; empty before the first start.
+    """Fields of run.json that a start would change; empty before the first start, of a branch those of its parent.
 
     Warns when the learning rate jumps though no option of the schedule changed. Raises RequestError as `write_run_file`
     does.
     """
     folder = RunFolder.of(run)
+    if run.branch and _is_new_branch(run):
+        return _changes_from_parent(run, run.branch)
     if not any(folder.checkpoints.glob("*")):
         try:  # before the first start, run.json is a dry run's
             return changes(read_run(folder.run_file), run) if folder.has_started else {}
@@ -107,7 +113,27 @@ def changes_since_last_start(run: ResolvedRun) -> Changes:
     saved = dataclasses.replace(before, dataset=dataclasses.replace(before.dataset, **data))
     _check_identity(folder, changes(saved, run), allowed=DATA if run.config.data.allow_data_change else ())
     changed = changes(before, run)
-    _warn_of_rate_jump(before, run, changed)
+    if newest := newest_complete(folder.checkpoints):
+        _warn_of_rate_jump(before, run, changed, newest.step)
+    return changed
+
+
+def _is_new_branch(run: ResolvedRun) -> bool:
+    return run.branch is not None and not any(RunFolder.of(run).checkpoints.glob("*"))
+
+
+def _changes_from_parent(run: ResolvedRun, branch: BranchPoint) -> Changes:
+    """Fields in which a branch differs from its parent. Raises RequestError where they make it another run."""
+    folder, checkpoint = RunFolder(Path(branch.experiment)), parent_checkpoint(branch)
+    before = read_run(folder.run_file)
+    saved = dataclasses.replace(before, dataset=dataclasses.replace(before.dataset, **checkpoint.dataset or {}))
+    changed = changes(saved, run)
+    changed.pop("config.experiment", None)
+    if run.config.nemo_model is None:  # the weights are those of the checkpoint
+        changed.pop("config.nemo_model", None)
+    _check_identity(folder, changed, allowed=DATA if run.config.data.allow_data_change else ())
+    check_tokenizer(run, checkpoint)
+    _warn_of_rate_jump(before, run, changed, branch.step)
     return changed
 
 
@@ -118,20 +144,19 @@ def _how_to_restore(folder: RunFolder) -> str:
     return "restore run.json, or choose another --experiment"
 
 
-def _warn_of_rate_jump(before: ResolvedRun, now: ResolvedRun, changed: Changes) -> None:
+def _warn_of_rate_jump(before: ResolvedRun, now: ResolvedRun, changed: Changes, step: int) -> None:
     """Unless they are given, the schedule's lengths follow --max_steps: a longer run would raise the learning rate."""
     derived = sorted({"lr_decay_steps", "lr_warmup_steps"} & changed.keys())
     if not derived or any(name.startswith("config.optimizer.") for name in changed):
         return
-    if newest := newest_complete(RunFolder.of(now).checkpoints):
-        old, new = learning_rate(before, newest.step), learning_rate(now, newest.step)
-        if not math.isclose(old, new, rel_tol=RATE_TOLERANCE):
-            log.warning(
-                "--max_steps %d -> %d moves the schedule: the learning rate of step %d is %.3g instead of %.3g. To "
-                "keep the schedule: %s",
-                *(before.max_steps, now.max_steps, newest.step + 1, new, old),
-                " ".join(f"--{name} {changed[name][0]}" for name in derived),
-            )
+    old, new = learning_rate(before, step), learning_rate(now, step)
+    if not math.isclose(old, new, rel_tol=RATE_TOLERANCE):
+        log.warning(
+            "--max_steps %d -> %d moves the schedule: the learning rate of step %d is %.3g instead of %.3g. To "
+            "keep the schedule: %s",
+            *(before.max_steps, now.max_steps, step + 1, new, old),
+            " ".join(f"--{name} {changed[name][0]}" for name in derived),
+        )
 
 
 def _check_identity(folder: RunFolder, changed: Changes, *, allowed: tuple[str, ...]) -> None:

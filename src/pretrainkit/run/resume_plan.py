@@ -14,6 +14,7 @@ from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import CheckpointError, PretrainkitError, RequestError
 from pretrainkit.logs import get_logger
 from pretrainkit.run import attempts, checkpoints
+from pretrainkit.run.branch import parent_checkpoint
 from pretrainkit.run.checkpoints import START_OVER, Checkpoint
 from pretrainkit.run.folder import COMMIT_MARK, RunFolder, checkpoint_name
 from pretrainkit.run.lr_schedule import learning_rate
@@ -60,6 +61,8 @@ class StartPlan:
     """Restarts in a row, up to now, without a new step."""
     wandb_run: str | None
     """Id of the W&B run that it continues; None: no W&B, or a new run."""
+    branch: str | None = None
+    """EXPERIMENT:STEP where the start is from the checkpoint of another experiment; else None."""
     damaged: Mapping[str, str] = field(default_factory=dict)
     """Names of newer checkpoints whose bytes are not those that were saved, and what is wrong in each."""
 
@@ -85,7 +88,7 @@ class StartPlan:
         where = f"sample {self.sample}" + ("" if self.epoch is None else f" of epoch {self.epoch + 1}")
         rate = "none left" if self.learning_rate is None else f"{self.learning_rate:.6g}"
         lines = {
-            "start": MODES[self.mode],
+            "start": f"branching from {self.branch}" if self.branch else MODES[self.mode],
             "loads": loads,
             "step": self.progress,
             "data": f"{self.consumed_samples} samples used, next is {where}",
@@ -106,12 +109,15 @@ def plan_start(run: ResolvedRun, damaged: Mapping[str, str] = MappingProxyType({
     """
     folder = RunFolder.of(run)
     checkpoint: str | None
-    if newest := checkpoints.newest_complete(folder.checkpoints, damaged):
+    newest = checkpoints.newest_complete(folder.checkpoints, damaged)
+    if newest is None:
+        _refuse_lost_run(folder)
+        newest = parent_checkpoint(run.branch, damaged) if run.branch else None
+    if newest:
         _check_batch(run, newest)
         step, consumed_samples = newest.step, newest.consumed_samples
         mode, checkpoint, optimizer_state = CONTINUE, str(newest.path), _optimizer_state(run, newest)
     else:
-        _refuse_lost_run(folder)
         step = consumed_samples = 0
         checkpoint, optimizer_state = run.initial_weights.checkpoint if run.initial_weights else None, "zero"
         mode = WEIGHTS if checkpoint else RANDOM
@@ -129,6 +135,7 @@ def plan_start(run: ResolvedRun, damaged: Mapping[str, str] = MappingProxyType({
         learning_rate=learning_rate(run, step) if step < run.max_steps else None,
         idle_restarts=attempts.restarts_without_progress(attempts.read_attempts(folder)),
         wandb_run=wandb_run_id(run),
+        branch=f"{run.branch.experiment}:{step}" if run.branch and step == run.branch.step else None,
         damaged=dict(damaged),
     )
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 import pickle
 import shutil
 from pathlib import Path
@@ -115,7 +114,7 @@ def _write_without_optimizer(folder: Path, smaller: Path) -> checksums.Checksums
     def left_out(parent: str, names: list[str]) -> set[str]:
         return changed if Path(parent) == weights else {COMMIT_MARK} & set(names)
 
-    shutil.copytree(folder, smaller, copy_function=_link, ignore=left_out)
+    shutil.copytree(folder, smaller, copy_function=files.link_or_copy, ignore=left_out)
     for name in changed:
         sums.pop(f"weights/{name}", None)
     for name in changed & chunks.keys():
@@ -146,13 +145,6 @@ def _index_of(index: Any, kept: dict[Any, Any]) -> Any:
         if isinstance(getattr(index, name, None), dict):
             changes[name] = without(getattr(index, name))
     return dataclasses.replace(index, **changes)
-
-
-def _link(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # a file system without hard links
-        shutil.copy2(source, target)
 
 
 def remove_leftovers(checkpoints: Path) -> None:
