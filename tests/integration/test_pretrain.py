@@ -78,6 +78,7 @@ def test_a_run_starts_and_continues_and_nothing_shows_the_token(words: list[str]
     assert planned.returncode == 0, planned.stderr
     plan = json.loads(planned.stdout)
     assert plan.pop("estimates") is None  # there is none on CPU
+    assert "warm-up" in plan.pop("schedule")
     assert plan.pop("changes") == {
         "config.training.max_steps": [2, 4],
         "max_steps": [2, 4],
