@@ -152,3 +152,26 @@ def test_what_a_branch_may_not_change_is_refused(
     unknown = ["--dataset_path", tmp_path / dataset_prefix.name, "--allow_data_change"]
     assert "another tokenizer than that of" in refused("stable:4", "--hf_model_id", tokenizer, *unknown)
     assert "--allow_data_change continues with the new data" in refused("stable:4", *unknown[:2])
+
+
+def test_a_batch_size_warmup_counts_samples_exactly_across_a_resume(
+    words: Callable[..., list[str]],
+    tmp_path: Path,
+    train_request: Callable[..., Any],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    warmup = ["--global_batch_size", 8, "--rampup_batch_size", "2 2 12", "--lr_warmup_steps", 1]
+    warmup += ["--lr_decay_steps", 9, "--val_interval", 2, "--val_steps", 1]
+    whole = train_request(words(tmp_path, "whole", 6, *warmup))
+    used = {record["step"]: record["tokens"] // 128 for record in whole if "tokens" in record}
+    assert [used[step] for step in range(1, 7)] == [2, 4, 8, 14, 22, 30]
+    train_request(words(tmp_path, "resumed", 3, *warmup))
+    resumed = train_request(words(tmp_path, "resumed", 6, *warmup))
+    assert losses(resumed) == losses(whole)
+    assert [each["tokens"] // 128 for each in resumed if "tokens" in each] == list(used.values())
+    assert [each["val_loss"] for each in whole if "val_loss" in each][-2:] == [
+        each["val_loss"] for each in resumed if "val_loss" in each
+    ][-2:]
+    train_request(words(tmp_path, "cut", 2, *warmup))
+    assert pretrain([*words(tmp_path, "cut", 6, *warmup, "--rampup_batch_size", "2 2 24"), "--plan"]) == 2
+    assert "another batch size warm-up: 2 2 12 before, now 2 2 24" in capsys.readouterr().err

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from pretrainkit.config.batch_size import samples_after, steps_within
 from pretrainkit.config.schema import (
     BranchPoint,
     DatasetFacts,
@@ -88,7 +89,7 @@ def max_steps(config: RunConfig, split_tokens: tuple[tuple[int, int, int], ...])
     """Optimizer steps of the run: as asked, or one epoch without its last incomplete batch."""
     if config.training.max_steps is not None:
         return config.training.max_steps
-    return samples_per_epoch(config, split_tokens) // config.training.global_batch_size
+    return steps_within(config.training, samples_per_epoch(config, split_tokens))
 
 
 def padded_vocab_size(vocab_size: int, tensor_model_parallel_size: int) -> int:
@@ -182,7 +183,7 @@ def _ranks(run: ResolvedRun, facts: RunFacts) -> Iterator[str]:
 
 def _data(run: ResolvedRun, facts: RunFacts) -> Iterator[str]:
     samples = samples_per_epoch(run.config, facts.split_tokens or ())
-    wanted = run.max_steps * run.config.training.global_batch_size
+    wanted = samples_after(run.config.training, run.max_steps)
     if samples and wanted > samples:
         epochs = f"{wanted / samples:.1f} epochs of the {format_count(samples)} in the dataset"
         yield f"{format_count(wanted)} training samples are {epochs}"

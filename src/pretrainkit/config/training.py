@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from pretrainkit.config.batch_size import parse_rampup
 from pretrainkit.config.option import option
 from pretrainkit.config.split import parse_split
 from pretrainkit.errors import RequestError
@@ -137,6 +138,13 @@ class TrainingConfig:
     max_steps: int | None = option(None, "optimizer steps in total", unset="one epoch of the dataset", range="> 0")
     global_batch_size: int = option(
         2048, "samples per step, a multiple of micro batch size x data-parallel size", short="-g", range="> 0"
+    )
+    rampup_batch_size: str | None = option(
+        None,
+        "batch size warmup, as 'START INCREMENT SAMPLES': from START by INCREMENT to --global_batch_size, in equal "
+        "shares of SAMPLES",
+        form="'START INCREMENT SAMPLES', integers > 0",
+        parse=parse_rampup,
     )
     micro_batch_size: int = option(1, "samples per forward pass of a data-parallel rank", short="-m", range="> 0")
     save_interval: int = option(500, "save a checkpoint every N steps; the last step is always saved", range="> 0")

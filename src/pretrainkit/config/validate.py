@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 
 from pretrainkit.config import resolve
+from pretrainkit.config.batch_size import parse_rampup
 from pretrainkit.config.resolve import RunFacts
 from pretrainkit.config.schema import OPTIONS, ModelShape, RunConfig
 from pretrainkit.config.training import cooldown_steps
@@ -235,6 +236,21 @@ def _batch(config: RunConfig) -> Iterator[RequestError]:
             action=f"use {_nearest(training.global_batch_size, unit)}",
             where="--global_batch_size",
         )
+    elif training.rampup_batch_size:
+        start, increment, _ = parse_rampup(training.rampup_batch_size)
+        if start >= training.global_batch_size or (training.global_batch_size - start) % increment:
+            yield RequestError(
+                f"from {start} by {increment} doesn't lead to {training.global_batch_size}",
+                needed="a START below --global_batch_size, and a difference that is a multiple of INCREMENT",
+                where="--rampup_batch_size",
+            )
+        elif start % unit or increment % unit:
+            yield RequestError(
+                f"{start} or {increment} is not a multiple of micro batch size {training.micro_batch_size} x "
+                f"data-parallel size {data_parallel} = {unit}",
+                needed=f"multiples of {unit}",
+                where="--rampup_batch_size",
+            )
 
 
 def _model(config: RunConfig, model: ModelShape) -> Iterator[RequestError]:

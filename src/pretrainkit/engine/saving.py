@@ -136,6 +136,7 @@ class Saver:
             step=trainer.global_step,
             consumed_samples=trainer.datamodule.state_dict()["consumed_samples"],
             global_batch_size=training.global_batch_size,
+            rampup_batch_size=training.rampup_batch_size,
             optimizer_was_reset=training.reset_optimizer,
             dataset={"weights": dataset.weights, "data_hash": dataset.data_hash},
         )

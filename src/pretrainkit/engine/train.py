@@ -9,7 +9,13 @@ import lightning.pytorch as pl
 import torch
 
 from pretrainkit.config.schema import ResolvedRun
-from pretrainkit.engine.callbacks.before_steps import FreezeGC, OptimizerSettings, UseCudaGraphs, VerifyRestoredState
+from pretrainkit.engine.callbacks.before_steps import (
+    BatchSizeWarmup,
+    FreezeGC,
+    OptimizerSettings,
+    UseCudaGraphs,
+    VerifyRestoredState,
+)
 from pretrainkit.engine.callbacks.checkpoints import Checkpoints
 from pretrainkit.engine.callbacks.fp8_check import Fp8Check
 from pretrainkit.engine.callbacks.initial_loss_check import InitialLossCheck
@@ -84,6 +90,7 @@ def train(
         ReportProgress(run, progress),
         VerifyRestoredState(plan),
         OptimizerSettings(run),
+        *([BatchSizeWarmup(run)] if run.config.training.rampup_batch_size else []),
         guard,
         graphs,
         *loss_checks,

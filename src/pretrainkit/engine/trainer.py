@@ -13,6 +13,7 @@ from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 
+from pretrainkit.config.batch_size import samples_after
 from pretrainkit.config.schema import Kernels, ResolvedRun
 from pretrainkit.data.shards.urls import names_shards
 from pretrainkit.engine.loss_by_label import LabelledLossReduction, LossByLabel
@@ -221,10 +222,16 @@ def data_module(
         # Megatron names its index after the settings, not the data: each dataset gets its own folder.
         index_mapping_dir=str(RunFolder.of(run).dataset_index / dataset.data_hash[:16]),
     )
+    # NeMo's own warm-up stops the trainer at each growth and counts only the samples since the last one.
+    data.data_sampler.compute_consumed_samples = functools.partial(_consumed_samples, run, plan)
     if known != list(prefixes):
         data.build_kwargs["blend"] = [list(prefixes), list(dataset.weights) or None]
     data.create_attention_mask = False  # without Transformer Engine NeMo adds a mask of S x S to every sample
     return data
+
+
+def _consumed_samples(run: ResolvedRun, plan: StartPlan, steps_since_resume: int = 0) -> int:
+    return samples_after(run.config.training, steps_since_resume, plan.consumed_samples)
 
 
 def _blend(prefixes: list[str], weights: tuple[float, ...]) -> list[str]:

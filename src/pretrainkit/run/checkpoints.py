@@ -48,6 +48,8 @@ class Checkpoint:
     """Training samples used so far; the next step reads on from there."""
     global_batch_size: int | None = None
     """Batch size of the attempt that saved it; None in marks of older versions."""
+    rampup_batch_size: str | None = None
+    """Its batch size warm-up, as --rampup_batch_size has it."""
     optimizer_was_reset: bool = False
     """Whether that attempt was asked to drop the optimizer's moments, and has done so."""
     has_optimizer_state: bool = True

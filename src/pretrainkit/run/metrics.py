@@ -48,13 +48,15 @@ class RunRecorder:
         self._padded: list[Any] = []
         self._last_time_s = time.monotonic()
         self._last_step: int | None = None
+        self._last_samples = 0
         self._step_times_s = deque[float](maxlen=_ETA_RECORDS)
         self._first_step = 1
         self._line_at_s, self._line_steps, self._line_time_s = self._last_time_s, 0, 0.0
         """The last step that was logged, and the steps since then with their time."""
 
-    def start(self, step: int) -> None:
-        """Start timing; `step` optimizer steps are done."""
+    def start(self, step: int, consumed_samples: int = 0) -> None:
+        """Start timing; `step` optimizer steps are done, with so many samples."""
+        self._last_samples = consumed_samples
         self._last_time_s, self._last_step = time.monotonic(), step
         self._line_at_s, self._first_step = self._last_time_s, step + 1
 
@@ -87,7 +89,9 @@ class RunRecorder:
         step_time_s = (now_s - self._last_time_s) / max(steps, 1)
         self._last_time_s, self._last_step = now_s, step
         self._step_times_s.append(step_time_s)
-        tokens_per_second = run.tokens_per_step / step_time_s
+        samples = (consumed_samples - self._last_samples) / max(steps, 1)
+        self._last_samples = consumed_samples
+        tokens_per_second = samples * run.config.data.sequence_length / step_time_s
         flops_per_token = training_flops_per_token(run.model, run.config.data.sequence_length)
         flops_per_rank = tokens_per_second * flops_per_token / run.world_size
         data_wait_share = self._data_wait_s / max(steps * step_time_s, 1e-9)

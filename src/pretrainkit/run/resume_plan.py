@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
+from pretrainkit.config.batch_size import parse_rampup, samples_after
 from pretrainkit.config.run_file import write_run
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import CheckpointError, PretrainkitError, RequestError
@@ -68,7 +69,7 @@ class StartPlan:
 
     def last_sample(self, run: ResolvedRun) -> int:
         """Training samples used when all steps are done; earlier steps may have had another batch size."""
-        return self.consumed_samples + max(0, self.max_steps - self.step) * run.config.training.global_batch_size
+        return samples_after(run.config.training, max(0, self.max_steps - self.step), self.consumed_samples)
 
     @property
     def is_done(self) -> bool:
@@ -207,15 +208,25 @@ def _check_batch(run: ResolvedRun, newest: Checkpoint) -> None:
     """Refuse another batch size without --allow_batch_change, and an epoch that can't be counted in steps."""
     training = run.config.training
     size, saved_size = training.global_batch_size, newest.global_batch_size
+    advice = "revert the change, or add --allow_batch_change: steps and used samples continue to count, and the "
+    advice += "learning rate still follows the steps"
     if saved_size not in (None, size) and not training.allow_batch_change:
         raise RequestError(
             f"the checkpoint of step {newest.step} was trained with {saved_size} samples a step, now {size}",
             needed=f"{saved_size}, to continue as before",
-            action="revert the change, or add --allow_batch_change: steps and used samples continue to count, and the "
-            "learning rate still follows the steps",
+            action=advice,
             where="--global_batch_size",
         )
-    if training.max_steps is None and newest.consumed_samples != newest.step * size:
+    rampups = newest.rampup_batch_size, training.rampup_batch_size
+    longest = max((parse_rampup(rampup)[2] for rampup in rampups if rampup), default=0)
+    if rampups[0] != rampups[1] and newest.consumed_samples < longest and not training.allow_batch_change:
+        raise RequestError(
+            f"another batch size warm-up: {rampups[0]} before, now {rampups[1]}",
+            needed="the same until it is over, to continue as before",
+            action=advice,
+            where="--rampup_batch_size",
+        )
+    if training.max_steps is None and newest.consumed_samples != samples_after(training, newest.step):
         steps = (run.samples_per_epoch - newest.consumed_samples % run.samples_per_epoch) // size
         raise RequestError(
             f"one epoch can't be counted in steps: {newest.consumed_samples} samples were used in {newest.step} steps, "

@@ -127,6 +127,15 @@ OF_THE_REQUEST: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"optimizer__lr_rewarm_step": 14},
         ["--lr_rewarm_step: the schedule starts again at step 14, but the decay ends at step 14"],
     ),
+    "batch size warm-up past the batch": (
+        {"training__rampup_batch_size": "16 32 1000"},
+        ["--rampup_batch_size: from 16 by 32 doesn't lead to 64"],
+    ),
+    "batch size warm-up in other units": (
+        {"training__rampup_batch_size": "4 4 1000"},
+        ["--rampup_batch_size: 4 or 4 is not a multiple of micro batch size 1 x data-parallel size 8 = 8"],
+    ),
+    "batch size warm-up of two numbers": ({"training__rampup_batch_size": "4,4"}, ["'START INCREMENT SAMPLES'"]),
     "pyxis without Slurm": (
         {"launch__executor": "sge", "launch__container_runtime": "pyxis"},
         ["--container_runtime with sge: pyxis is a part of Slurm", "apptainer or none"],

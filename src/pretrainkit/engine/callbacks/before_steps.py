@@ -7,7 +7,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from megatron.core.num_microbatches_calculator import (
+    get_current_global_batch_size,
+    reconfigure_num_microbatches_calculator,
+)
 
+from pretrainkit.config.batch_size import batch_size_at
 from pretrainkit.config.schema import Kernels, ResolvedRun
 from pretrainkit.engine.agreement import all_ranks_any
 from pretrainkit.errors import CheckpointError
@@ -79,6 +84,24 @@ class OptimizerSettings(pl.Callback):
                 group["lr"], group["eps"] = rate, settings.adam_eps
                 group["betas"] = (settings.adam_beta1, settings.adam_beta2)
                 group["weight_decay"] = settings.weight_decay * group.get("pre_wd_mult", 1.0)
+
+
+class BatchSizeWarmup(pl.Callback):
+    """Sets the microbatches of each step by the samples that are used; evaluations have full batches."""
+
+    def __init__(self, run: ResolvedRun) -> None:
+        self._run = run
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._set(batch_size_at(self._run.config.training, trainer.datamodule.state_dict()["consumed_samples"]))
+
+    def on_validation_start(self, *_: Any) -> None:
+        self._set(self._run.config.training.global_batch_size)
+
+    def _set(self, batch_size: int) -> None:
+        if batch_size != get_current_global_batch_size():
+            micro_batch_size, data_parallel = self._run.config.training.micro_batch_size, self._run.data_parallel_size
+            reconfigure_num_microbatches_calculator(0, None, batch_size, micro_batch_size, data_parallel)
 
 
 class UseCudaGraphs(pl.Callback):

@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import torch
 from megatron.core import parallel_state
 
+from pretrainkit.config.batch_size import batch_size_at
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.engine.agreement import all_ranks_any
 from pretrainkit.engine.loss_by_label import LossByLabel
@@ -124,7 +125,7 @@ class LossGuard(pl.Callback):
         if not self._recorder:
             return
         first = trainer.datamodule.state_dict()["consumed_samples"]
-        samples = range(first, first + self._run.config.training.global_batch_size)
+        samples = range(first, first + batch_size_at(self._run.config.training, first))
         documents = documents_of_samples(trainer.datamodule._train_ds, samples)
         step = trainer.global_step + 1
         shown = "; ".join(f"{prefix}: {', '.join(map(str, ids[:20]))}" for prefix, ids in documents.items())

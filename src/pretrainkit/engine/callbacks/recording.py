@@ -90,7 +90,7 @@ class Recording(pl.Callback):
             evaluations = trainer.fit_loop.epoch_loop.val_loop
             evaluations.run = functools.partial(self._untimed, evaluations.run, self._recorder)
             self._record_mixture(trainer, self._recorder)
-            self._recorder.start(trainer.global_step)
+            self._recorder.start(trainer.global_step, self._plan.consumed_samples)
 
     def _untimed(self, evaluate: Callable[[], Any], recorder: RunRecorder) -> Any:
         """Evaluate, with that time kept out of the steps' time; the first one also starts DataLoader workers."""
