@@ -78,6 +78,16 @@ class ParallelConfig:
     sequence_parallel: bool | None = option(
         None, "split activations along the sequence between TP ranks", flag=None, unset="on with TP > 1"
     )
+    expert_model_parallel_size: int = option(1, "EP: ranks that share each layer's experts", range="> 0")
+    expert_tensor_parallel_size: int | None = option(
+        None, "ETP: ranks that share each expert's matrices", unset="TP without, 1 with EP", range="> 0"
+    )
+
+    @property
+    def expert_tensor_parallel(self) -> int:
+        """ETP, as asked or by default."""
+        default = self.tensor_model_parallel_size if self.expert_model_parallel_size == 1 else 1
+        return self.expert_tensor_parallel_size or default
 
     @property
     def model_parallel_size(self) -> int:

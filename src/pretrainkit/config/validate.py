@@ -256,16 +256,18 @@ def _batch(config: RunConfig) -> Iterator[RequestError]:
 def _model(config: RunConfig, model: ModelShape) -> Iterator[RequestError]:
     tensor = config.parallel.tensor_model_parallel_size
     pipeline = config.parallel.pipeline_model_parallel_size
-    if model.num_experts:
-        yield RequestError(
-            f"a model with {model.num_experts} experts per layer ({model.family})",
-            needed="a dense model: MoE training is not supported yet (conversion only)",
-            where="--hf_model_id",
-        )
+    yield from _experts(config, model)
     for count, what, size, flag in (
         (model.num_attention_heads, "attention heads", tensor, "--tensor_model_parallel_size"),
         (model.num_query_groups, "key/value heads", tensor, "--tensor_model_parallel_size"),
-        (model.ffn_hidden_size, "MLP rows", tensor, "--tensor_model_parallel_size"),
+        (0 if model.num_experts else model.ffn_hidden_size, "MLP rows", tensor, "--tensor_model_parallel_size"),
+        (model.num_experts, "experts", config.parallel.expert_model_parallel_size, "--expert_model_parallel_size"),
+        (
+            model.expert_ffn_hidden_size,
+            "rows of an expert",
+            config.parallel.expert_tensor_parallel,
+            "--expert_tensor_parallel_size",
+        ),
         (model.num_layers, "layers", pipeline, "--pipeline_model_parallel_size"),
     ):
         if count % size:
@@ -281,6 +283,39 @@ def _model(config: RunConfig, model: ModelShape) -> Iterator[RequestError]:
             f"{training.recompute_layers} layers with --recompute {training.recompute}",
             needed=f"--recompute full, and at most the {layers} layers of a pipeline stage",
             where="--recompute_layers",
+        )
+
+
+def _experts(config: RunConfig, model: ModelShape) -> Iterator[RequestError]:
+    """What doesn't fit a model with experts, or without."""
+    parallel = config.parallel
+    expert, expert_tensor = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel
+    if not model.num_experts:
+        for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
+            if (getattr(parallel, name) or 1) > 1:
+                yield RequestError("the model has no experts", needed="1, or leave it out", where=f"--{name}")
+        return
+    if config.launch.accelerator != "cpu":
+        yield RequestError(
+            f"a model with {model.num_experts} experts per layer ({model.family})",
+            needed="a dense model, or --accelerator cpu: training with experts was not tried on GPUs yet",
+            where="--hf_model_id",
+        )
+    unit, ranks = parallel.pipeline_model_parallel_size * expert * expert_tensor, resolve.world_size(config)
+    if ranks % unit:
+        yield RequestError(
+            f"{ranks} ranks are not divisible by PP {parallel.pipeline_model_parallel_size} x EP {expert} x "
+            f"ETP {expert_tensor} = {unit}",
+            needed=f"a multiple of {unit} ranks: EP and ETP share out the ranks that TP, CP and DP do",
+            where="--expert_model_parallel_size",
+        )
+    if parallel.tensor_model_parallel_size > 1 and not resolve.sequence_parallel(config):
+        yield RequestError(
+            "off, for a model with experts", needed="true: Megatron requires it", where="parallel.sequence_parallel"
+        )
+    if config.training.recompute == "selective":
+        yield RequestError(
+            "selective, for a model with experts", needed="none, full or auto: MLPs are recomputed", where="--recompute"
         )
 
 

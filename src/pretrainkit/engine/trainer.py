@@ -24,7 +24,7 @@ from pretrainkit.megatron import kernels, patches
 from pretrainkit.megatron.attention import with_document_bounds
 from pretrainkit.megatron.dataset import EpochDataset
 from pretrainkit.megatron.layer_spec import torch_layer_spec
-from pretrainkit.megatron.model import precision_fields, recompute_fields
+from pretrainkit.megatron.model import expert_fields, precision_fields, recompute_fields
 from pretrainkit.models.megatron_fields import nemo_model
 from pretrainkit.run.folder import RunFolder
 from pretrainkit.run.resume_plan import CONTINUE, WEIGHTS, StartPlan
@@ -41,6 +41,11 @@ def build_model(
     fields: dict[str, Any] = {
         **nemo.fields,
         **precision_fields(run.precision),
+        **expert_fields(
+            run.model,
+            expert=run.config.parallel.expert_model_parallel_size,
+            expert_tensor=run.config.parallel.expert_tensor_parallel,
+        ),
         "seq_length": run.config.data.sequence_length,
         "vocab_size": run.padded_vocab_size,
     }
@@ -96,6 +101,8 @@ def build_trainer(run: ResolvedRun, plan: StartPlan, *, local_world_size: int) -
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         context_parallel_size=parallel.context_parallel_size,
+        expert_model_parallel_size=parallel.expert_model_parallel_size,
+        expert_tensor_parallel_size=parallel.expert_tensor_parallel,
         sequence_parallel=run.sequence_parallel,
         pipeline_dtype=dtype,
         process_group_backend="nccl" if run.accelerator == "gpu" else "gloo",

@@ -72,8 +72,7 @@ def _model(config: RunConfig, _: RunFacts) -> dict[str, Any]:
     tokenizer = load_tokenizer(folder)
     shape = read_shape(folder)
     try:
-        if not shape.num_experts:  # experts are refused with the layout
-            nemo_model(shape)
+        nemo_model(shape)
     except RequestError as error:
         needed = "a model that NeMo can train; of other families than llama, none with llama3 rope scaling"
         raise RequestError(error.found, needed=needed, where="--hf_model_id") from None

@@ -66,11 +66,25 @@ class Stream:
     def _do_nothing(self, *_: Any, **__: Any) -> None:
         pass
 
-    synchronize = wait_stream = wait_event = record_event = record = wait = _do_nothing
+    synchronize = wait_stream = wait_event = record = wait = _do_nothing
+
+    def record_event(self, *_: Any) -> Event:
+        """An event that has happened."""
+        return Event()
 
 
 class Event(Stream):
     """torch.cuda.Event's interface."""
+
+
+def counts_on_host(present: Any) -> Any:
+    """Megatron's function that brings counts of tokens to the host; it leaves tensors that are there as they are."""
+
+    def move(tensor: Any, as_numpy: bool = False, **settings: Any) -> Any:
+        moved = present(tensor, as_numpy=as_numpy, **settings)
+        return moved.numpy() if as_numpy and isinstance(moved, torch.Tensor) else moved
+
+    return move
 
 
 def rng_tracker(_: Any) -> Any:

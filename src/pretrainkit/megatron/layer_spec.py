@@ -1,7 +1,7 @@
 """Megatron's transformer layer from torch modules, without Transformer Engine.
 
 Parameter names are those of Transformer Engine's spec (a norm's weight belongs to the linear layer after it), so that
-checkpoints load with either. Layers with experts, which run one after another (SequentialMLP), are for evaluation.
+checkpoints load with either. Layers with experts are for evaluation.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from pretrainkit.config.schema import Fp8
 from pretrainkit.megatron import patches
 from pretrainkit.megatron.attention import ScaledDotProductAttention
+from pretrainkit.megatron.experts import GroupedExperts
 from pretrainkit.megatron.fp8.layers import use_fp8
 from pretrainkit.megatron.linear import (
     FusedResidualRMSNormColumnParallelLinear,
@@ -55,6 +56,7 @@ def torch_layer_spec(
     attention.linear_qkv = ModuleSpec(module=linear, params={"overlaps": overlaps})
     if config.num_moe_experts:
         parts.pre_mlp_layernorm = RMSNorm
+        parts.mlp.submodules.experts = GroupedExperts
     else:
         parts.mlp.submodules.linear_fc1, parts.pre_mlp_layernorm = attention.linear_qkv, IdentityOp
     if overlaps:

@@ -43,6 +43,24 @@ def precision_fields(precision: str) -> dict[str, Any]:
     }
 
 
+def expert_fields(shape: ModelShape, *, expert: int, expert_tensor: int) -> dict[str, Any]:
+    """The fields of TransformerConfig that depend on how a model's experts are spread over ranks; none without experts.
+
+    Tokens are never dropped, the router computes in fp32, and all-to-all sends a token to its experts' ranks only.
+    """
+    if not shape.num_experts:
+        return {}
+    return {
+        "expert_model_parallel_size": expert,
+        "expert_tensor_parallel_size": expert_tensor,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": False,  # what Megatron calls so is Transformer Engine's, or another package's
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_permute_fusion": False,
+    }
+
+
 def recompute_fields(recompute: Recompute) -> dict[str, Any]:
     """The fields of TransformerConfig that say which activations the backward pass computes again."""
     if recompute.granularity == "full":
@@ -92,13 +110,13 @@ def build_model(
     """
     tensor_parallel_size = parallel_state.get_tensor_model_parallel_world_size()
     fields = {**transformer_config_fields(shape), **precision_fields(precision)}
+    fields |= expert_fields(
+        shape,
+        expert=parallel_state.get_expert_model_parallel_world_size(),
+        expert_tensor=parallel_state.get_expert_tensor_parallel_world_size(),
+    )
     if shape.num_experts:
-        fields |= {
-            "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
-            "moe_token_dispatcher_type": "allgather",  # the one that needs no CUDA
-            "moe_grouped_gemm": False,
-            "sequence_parallel": tensor_parallel_size > 1,  # Megatron requires it with experts
-        }
+        fields["sequence_parallel"] = tensor_parallel_size > 1  # Megatron requires it
     config = TransformerConfig(**fields, tensor_model_parallel_size=tensor_parallel_size)
     if kernels:
         for name, value in config_fields(kernels, qk_norm=shape.qk_norm).items():

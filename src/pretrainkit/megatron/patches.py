@@ -230,6 +230,11 @@ EXPERTS = (
         "without Transformer Engine the router reads this name, which its failed import has left undefined",
         may_be_undefined=True,
     ),
+    Patch(
+        "megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu",
+        wrapped_by("cpu:counts_on_host"),
+        "on the CPU it gives tensors, where all-to-all takes numbers",
+    ),
 )
 INDEX_FILES = (
     Patch(

@@ -281,12 +281,46 @@ def test_sequence_parallel_can_be_switched_off_for_odd_lengths(config: RunConfig
     assert not told(changed(odd, parallel__sequence_parallel=False), facts)
 
 
-def test_training_with_experts_is_refused(config: RunConfig, facts: RunFacts) -> None:
+EXPERTS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "on GPUs": (
+        {"launch__accelerator": "gpu"},
+        ["--hf_model_id: a model with 8 experts per layer (mixtral)", "--accelerator cpu"],
+    ),
+    "experts not divisible": (
+        {"parallel__expert_model_parallel_size": 3, "launch__num_gpus": 3},
+        ["--expert_model_parallel_size: 8 experts of the model are not divisible by 3", "1, 2, 4, 8"],
+    ),
+    "rows of an expert": (
+        {"parallel__expert_tensor_parallel_size": 3, "launch__num_gpus": 3},
+        ["--expert_tensor_parallel_size: 128 rows of an expert of the model are not divisible by 3"],
+    ),
+    "more experts' ranks than ranks": (
+        {"parallel__expert_model_parallel_size": 8, "parallel__pipeline_model_parallel_size": 2},
+        ["--expert_model_parallel_size: 8 ranks are not divisible by PP 2 x EP 8 x ETP 1 = 16"],
+    ),
+    "TP without sequence parallelism": (
+        {"parallel__tensor_model_parallel_size": 2, "parallel__sequence_parallel": False},
+        ["parallel.sequence_parallel: off, for a model with experts"],
+    ),
+    "selective recomputation": ({"training__recompute": "selective"}, ["--recompute: selective, for a model with"]),
+}
+
+
+@pytest.mark.parametrize("case", EXPERTS)
+def test_what_experts_need_is_said(config: RunConfig, facts: RunFacts, case: str) -> None:
+    changes, expected = EXPERTS[case]
     assert facts.model
-    experts = dataclasses.replace(facts.model, family="mixtral", num_experts=8, experts_per_token=2)
-    assert "--hf_model_id: a model with 8 experts per layer (mixtral)" in told(
-        config, dataclasses.replace(facts, model=experts)
-    )
+    mixture = {"family": "mixtral", "num_experts": 8, "experts_per_token": 2, "expert_ffn_hidden_size": 128}
+    facts = dataclasses.replace(facts, model=dataclasses.replace(facts.model, **mixture))
+    on_cpu = {"launch__accelerator": "cpu", "training__precision": "fp32"}
+    assert told(changed(config, **on_cpu), facts) == ""
+    message = told(changed(config, **on_cpu | changes), facts)
+    assert [part for part in expected if part not in message] == []
+
+
+def test_a_dense_model_has_no_experts_to_share(config: RunConfig, facts: RunFacts) -> None:
+    message = told(changed(config, parallel__expert_model_parallel_size=2), facts)
+    assert "--expert_model_parallel_size: the model has no experts" in message
 
 
 def test_parity_at_start_can_be_required_only_where_there_is_something_to_compare(

@@ -1,0 +1,163 @@
+"""A rank's experts of a layer in grouped GEMMs, without Transformer Engine.
+
+Megatron's router and dispatcher send a rank the tokens of its experts, sorted by expert. All of them are multiplied in
+three GEMMs, forward and backward, whose groups are the experts (torch's `grouped_mm`). Megatron's SequentialMLP, its
+choice without Transformer Engine, has three for each expert.
+
+A layer's experts are one parameter [experts, out, in] per GEMM. In checkpoints they are what Transformer Engine's
+TEGroupedMLP and SequentialMLP make of theirs: a tensor for each expert, with gate and up apart, so that each loads the
+others' at any expert and tensor parallel size.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
+from torch import Tensor
+
+
+class GroupedLinear(torch.nn.Module):
+    """One matrix for each of a rank's experts: rows [t, in], sorted by expert, to [t, out]."""
+
+    def __init__(self, shape: tuple[int, int, int], config: TransformerConfig, *, split_dim: int, init: Any) -> None:
+        """`shape`: experts, out, in of this rank; expert tensor parallelism splits the matrices along `split_dim`."""
+        super().__init__()
+        self.split_dim = split_dim
+        self.weight = torch.nn.Parameter(
+            torch.empty(shape, dtype=config.params_dtype, device=torch.cuda.current_device())
+        )
+        set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=1 + split_dim, stride=1)
+        # Megatron gives such parameters an optimizer of their own, with the ranks that have the same experts. They are
+        # such at any EP: a checkpoint of two optimizers can't be loaded by one.
+        self.weight.allreduce = False
+        if config.perform_initialization:
+            with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()), torch.no_grad():
+                for expert in self.weight:
+                    init(expert)
+
+    def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
+        """`ends` [experts] int32: where each expert's rows end."""
+        return _GroupedMatmul.apply(rows, self.weight, ends)
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Take Transformer Engine's names too: weight0, weight1, ...; its extra states are without content."""
+        for name in [name for name in state if name.startswith(f"{prefix}_extra_state")]:
+            del state[name]
+        if f"{prefix}weight0" in state:
+            found = [state.pop(f"{prefix}weight{number}") for number in range(len(self.weight))]
+            state[f"{prefix}weight"] = torch.stack(found)
+        super()._load_from_state_dict(state, prefix, *args)
+
+
+class _GroupedMatmul(torch.autograd.Function):
+    """rows [t, k] times the transpose of their expert's matrix [e, n, k]; groups end at `ends` [e]."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Any, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, ends)
+        ctx.weight = weight
+        return F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        (rows, ends), weight = ctx.saved_tensors, ctx.weight
+        gradient = gradient.contiguous()
+        of_rows = F.grouped_mm(gradient, weight, offs=ends)
+        of_weight = F.grouped_mm(gradient.t(), rows, offs=ends)
+        main_grad = getattr(weight, "main_grad", None)
+        if main_grad is None or not hasattr(weight, "grad_added_to_main_grad"):
+            return of_rows, of_weight, None
+        main_grad.add_(of_weight)
+        weight.grad_added_to_main_grad = True
+        return of_rows, torch.empty_like(weight), None
+
+
+class GroupedExperts(MegatronModule):
+    """The experts of a layer on one rank: SwiGLU MLPs whose outputs are multiplied by the router's probabilities."""
+
+    def __init__(
+        self, num_local_experts: int, config: TransformerConfig, pg_collection: ProcessGroupCollection
+    ) -> None:
+        super().__init__(config=config)
+        assert config.gated_linear_unit and config.activation_func is F.silu and not config.add_bias_linear
+        self.num_local_experts = num_local_experts
+        self._ep_group, self._tp_group, self._dp_group = pg_collection.ep, pg_collection.expt_tp, pg_collection.expt_dp
+        hidden, ffn = config.hidden_size, config.moe_ffn_hidden_size // self._tp_group.size()
+        self.linear_fc1 = GroupedLinear(
+            (num_local_experts, 2 * ffn, hidden), config, split_dim=0, init=config.init_method
+        )
+        self.linear_fc2 = GroupedLinear(
+            (num_local_experts, hidden, ffn), config, split_dim=1, init=config.output_layer_init_method
+        )
+
+    def forward(self, rows: Tensor, tokens_per_expert: Tensor, probabilities: Tensor) -> tuple[Tensor, None]:
+        """rows [t, h] sorted by expert, how many each has, and the router's probability of each: to [t, h]."""
+        ends = tokens_per_expert.to(device=rows.device).cumsum(0).to(torch.int32)
+        gate, up = self.linear_fc1(rows, ends).chunk(2, dim=-1)
+        # In fp32, as Megatron's fused function for experts has it.
+        inner = (F.silu(gate.float()) * up.float() * probabilities.float()[:, None]).to(rows.dtype)
+        return self.linear_fc2(inner, ends), None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Tensors by expert, as those of SequentialMLP and TEGroupedMLP."""
+        state: dict[str, Any] = {}
+        for name in ("linear_fc1", "linear_fc2"):
+            linear: GroupedLinear = getattr(self, name)
+            build = partial(self._split, linear.split_dim, sharded_offsets)
+            replica = (0, 0, self._dp_group.rank())
+            key = f"{prefix}experts.{name}.weight"
+            state[f"{prefix}{name}.weight"] = ShardedTensorFactory(key, linear.weight, build, _joined, replica)
+            for number, offsets in self._expert_offsets(sharded_offsets):
+                # Transformer Engine's layers have these, without content, and don't load a checkpoint without them.
+                state[f"{prefix}{name}._extra_state{number}"] = make_sharded_object_for_checkpoint(
+                    None, f"{prefix}experts.{name}._extra_state", offsets, (0, self._tp_group.rank(), replica[2])
+                )
+        return state
+
+    def _expert_offsets(self, sharded_offsets: tuple[Any, ...]) -> list[tuple[int, tuple[Any, ...]]]:
+        """Of each expert of this rank: its number, and where its tensors are among those of all layers and experts."""
+        first, count = self._ep_group.rank() * self.num_local_experts, self._ep_group.size() * self.num_local_experts
+        axis = len(sharded_offsets)
+        numbers = range(first, first + self.num_local_experts)
+        return [(number, (*sharded_offsets, (axis, number, count))) for number in numbers]
+
+    @torch.no_grad()
+    def _split(
+        self, split_dim: int, sharded_offsets: tuple[Any, ...], key: str, weight: Tensor, replica: Any, _: Any
+    ) -> list[list[ShardedTensor]]:
+        """Of each expert's matrix its tensors in a checkpoint: two where gate and up are one matrix."""
+        rank, size = self._tp_group.rank(), self._tp_group.size()
+        parts = 2 if split_dim == 0 else 1  # gate and up
+        return [
+            [
+                ShardedTensor.from_rank_offsets(
+                    key,
+                    tensor,
+                    *offsets,
+                    (len(offsets) + split_dim, part * size + rank, parts * size),
+                    replica_id=replica,
+                    prepend_axis_num=len(offsets),
+                )
+                for part, tensor in enumerate(matrix.chunk(parts))
+            ]
+            for (_, offsets), matrix in zip(self._expert_offsets(sharded_offsets), weight, strict=True)
+        ]
+
+
+@torch.no_grad()
+def _joined(experts: list[list[Tensor]]) -> Tensor:
+    """The parameter, of what `_split` made of it."""
+    return torch.stack([torch.cat(parts) for parts in experts])

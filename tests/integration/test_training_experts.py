@@ -1,0 +1,116 @@
+"""Mixtures of experts: the losses of every layout are those of one rank, and so are the released weights."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hf_models import save_random_model
+from safetensors.torch import load_file
+
+from pretrainkit.checkpoint.convert import convert
+
+pytestmark = pytest.mark.integration
+VOCAB_SIZE = 320  # the tokenizer's
+
+
+def losses(records: list[dict[str, Any]]) -> list[float]:
+    return [record["loss"] for record in records if "loss" in record]
+
+
+@pytest.fixture(scope="module")
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path) -> Path:
+    folder = tmp_path_factory.mktemp(request.param) / "hf"
+    sizes = {"vocab_size": VOCAB_SIZE, "num_hidden_layers": 2}
+    save_random_model(request.param, folder, seed=0, dtype="float32", max_shard_size="1GB", **sizes)
+    for path in tokenizer_folder.iterdir():
+        if not (folder / path.name).exists():
+            shutil.copy(path, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("start") / "nemo"
+    convert(model, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def train(
+    model: Path, start: Path, train_tiny_in: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., list[dict[str, Any]]]:
+    """Train and get the metrics records; each run is made once."""
+
+    @functools.cache
+    def trained(settings: tuple[tuple[str, Any], ...]) -> list[dict[str, Any]]:
+        return train_tiny_in(tmp_path_factory.mktemp("runs"), model, "run", initial_checkpoint=start, **dict(settings))
+
+    return lambda **settings: trained(tuple(settings.items()))
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "EP=2": {"data_parallel": 2, "expert": 2},
+    "EP=4": {"data_parallel": 4, "expert": 4},
+    "EP=2, DP=4": {"data_parallel": 4, "expert": 2},
+    "DP=2": {"data_parallel": 2},
+    "PP=2": {"pipeline": 2},
+    "TP=2": {"tensor": 2, "sequence_parallel": True},
+    "TP=2, EP=2": {"tensor": 2, "sequence_parallel": True, "expert": 2},
+    "TP=2, ETP=1": {"tensor": 2, "sequence_parallel": True, "expert_tensor": 1},
+    "CP=2, EP=2": {"context": 2, "expert": 2},
+}
+
+
+RUNS = [*(("qwen3-moe", name) for name in LAYOUTS), ("mixtral", "EP=2"), ("mixtral", "TP=2, EP=2")]
+
+
+@pytest.mark.parametrize(("model", "name"), RUNS, indirect=["model"], ids=[" ".join(run) for run in RUNS])
+def test_losses_of_layouts_are_those_of_one_rank(name: str, train: Callable[..., Any]) -> None:
+    one_rank, found = train(), train(**LAYOUTS[name])
+    assert losses(found) == pytest.approx(losses(one_rank), abs=2e-6)
+    norms = [[record["grad_norm"] for record in records if "loss" in record] for records in (found, one_rank)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+    assert 0.1 < norms[1][0] < 10
+
+
+@pytest.mark.parametrize("model", ["qwen3-moe"], indirect=True)
+def test_a_run_continues_at_another_layout(
+    model: Path, start: Path, train: Callable[..., Any], train_tiny: Callable[..., Any], tmp_path: Path
+) -> None:
+    settings = {"initial_checkpoint": start, "hf_weights": model, "save_interval": 1}
+    train_tiny(model, "run", max_steps=1, **settings, **LAYOUTS["EP=2"])
+    train_tiny(model, "run", max_steps=2, **settings, **LAYOUTS["TP=2"])
+    records = train_tiny(model, "run", max_steps=4, **settings, **LAYOUTS["EP=2"])
+    assert losses(records) == pytest.approx(losses(train()), abs=2e-6)
+    (parity,) = [record for record in records if record.get("event") == "start_parity"]
+    assert parity["result"] == "passed"
+
+
+@pytest.mark.parametrize("model", ["qwen3-moe"], indirect=True)
+def test_a_run_at_one_layout_continues_exactly(
+    model: Path, start: Path, train: Callable[..., Any], train_tiny: Callable[..., Any]
+) -> None:
+    train_tiny(model, "run", initial_checkpoint=start, max_steps=2, **LAYOUTS["EP=2"])
+    records = train_tiny(model, "run", initial_checkpoint=start, max_steps=4, **LAYOUTS["EP=2"])
+    assert losses(records) == losses(train(**LAYOUTS["EP=2"]))
+
+
+@pytest.mark.parametrize("model", ["qwen3-moe"], indirect=True)
+def test_trained_experts_are_released(model: Path, start: Path, train_tiny: Callable[..., Any], tmp_path: Path) -> None:
+    """Every expert is in its place: the weights of a run at EP=2 are those of a run on one rank."""
+    found = {}
+    for name, layout in (("one", {}), ("spread", LAYOUTS["EP=2"])):
+        train_tiny(model, name, initial_checkpoint=start, max_steps=4, **layout)
+        convert(tmp_path / name / "checkpoints" / "step_00000004", tmp_path / f"hf_{name}")
+        found[name] = load_file(tmp_path / f"hf_{name}" / "model.safetensors")
+    before = load_file(model / "model.safetensors")
+    assert found["one"].keys() == found["spread"].keys() == before.keys()
+    for name, tensor in before.items():
+        change = (found["one"][name] - tensor).abs().max()
+        assert change > 1e-4, name
+        assert (found["spread"][name] - found["one"][name]).abs().max() < 0.02 * change, name
