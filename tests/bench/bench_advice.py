@@ -23,6 +23,13 @@ SCRIPT = [sys.executable, str(Path(__file__).with_name("real_scripts.py"))]
 EXPECTED = {"padding": "packing", "decoding": "workers", "ranks": "slow_rank"}
 
 
+def work_per_second(words: list[str], folder: Path) -> float:
+    """What a script prints at its end."""
+    found = re.search(r"work per second: (\S+)", run(words, folder))
+    assert found
+    return float(found[1])
+
+
 def run(words: list[str], folder: Path) -> str:
     """What a command prints."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
@@ -53,7 +60,7 @@ def main() -> int:
         saved = []
         for _ in range(arguments.rounds):
             rates = [
-                float(run([*SCRIPT, name, "--seconds", str(arguments.seconds), *more], folder).split()[-1])
+                work_per_second([*SCRIPT, name, "--seconds", str(arguments.seconds), *more], folder)
                 for more in ([], applied)
             ]
             saved.append(1 - rates[0] / rates[1])

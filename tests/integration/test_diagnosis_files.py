@@ -104,6 +104,9 @@ def main():
 
 if __name__ == "__main__":
     main()
+    if "wait" in sys.argv:
+        import time
+        time.sleep(600)
     sys.path.insert(0, ".")
     import loop
     loop.train()
@@ -177,7 +180,7 @@ def test_a_program_writes_and_deletes_and_everything_is_as_before(folder: Path) 
 def test_an_interrupted_diagnosis_leaves_nothing(folder: Path) -> None:
     before = state(folder)
     process = subprocess.Popen(
-        [*TOOL, "--script", f"{sys.executable} ways.py fork", "--output", str(folder.parent / "report")],
+        [*TOOL, "--script", f"{sys.executable} ways.py fork wait", "--output", str(folder.parent / "report")],
         cwd=folder,
         stderr=subprocess.PIPE,
         text=True,

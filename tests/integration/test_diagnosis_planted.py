@@ -67,7 +67,7 @@ def test_the_planted_mistake_is_ranked_first(plant: str, expected: str, probes: 
     assert first["change"] in text
     if plant == "slow_rank":
         assert "rank 1" in first["title"]
-        assert "wait_for_a_disk" in first["why"]
+        assert "wait_for_a_disk" in first["seen"]
         assert [item["rank"] for item in report["ranks"]] == [0, 1]
 
 

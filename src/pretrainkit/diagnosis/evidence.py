@@ -112,7 +112,8 @@ class Evidence:
         """What reading the data takes: on a CPU the loop's waiting, on a GPU what ready-made batches save."""
         shown = self.shown("data")
         share = self.phase_share("data")
-        return shown or Shown("data", share, None, len(self.phases()), "" if share.low > 0 else "it hardly waits")
+        doubt = "" if share.low >= WORTH_TELLING else "the windows don't agree that it waits"
+        return shown or Shown("data", share, None, len(self.phases()), doubt)
 
     @property
     def replay_share(self) -> float:

@@ -111,7 +111,7 @@ def _data(findings: Findings, rank: Evidence, kind: str) -> None:
         findings.add(cause("workers", data, AT_MOST, change=_more_workers(kind, more), **facts))
     else:
         seen = "; ".join(f"with {shown.probe[-1]} workers {percent(shown.share)} less" for shown in tried)
-        change = _cheaper_data(kind, loader)
+        change = _cheaper_data(kind, loader, bool(tried))
         findings.add(cause("data", data, tried=f"; {seen}" if seen else "", change=change, **facts))
 
 
@@ -126,14 +126,15 @@ def _logging(findings: Findings, rank: Evidence) -> None:
     """What the loop does between the phases, where its own code or a known logger reads values or prints."""
     observed = rank.rank["observed"]
     share = rank.phase_share("logging", *(["other"] if observed["reads"] else []))
-    if share.value < WORTH_TELLING:
-        findings.note(findings.fine, "logging", f"takes {percent(share)} of a step")
+    if share.low < WORTH_TELLING:
+        listed = findings.fine if share.high < LITTLE else findings.uncertain
+        findings.note(listed, "logging", f"takes {percent(share)} of a step")
         return
     reads = sorted(observed["reads"], key=lambda where: -observed["reads"][where])
     findings.add(cause("logging", share, where="; ".join(reads[:3]) or "in the logger of a library"))
 
 
-def _cheaper_data(kind: str, loader: dict[str, Any]) -> str:
+def _cheaper_data(kind: str, loader: dict[str, Any], has_tried_workers: bool) -> str:
     """What can be done about slow data, by what it is."""
     if kind == "experiment":
         return "--num_workers; .bin/.idx or shards on a local or striped file system"
@@ -141,7 +142,7 @@ def _cheaper_data(kind: str, loader: dict[str, Any]) -> str:
         return (
             f"take a whole batch out of the {loader['dataset']} at once (index with a list), without collating samples"
         )
-    more = "" if loader.get("num_workers") else "num_workers in DataLoader; "
+    more = "" if loader.get("num_workers") or has_tried_workers else "num_workers in DataLoader; "
     return f"{more}make samples cheaper to read: decode and clean once, before training, and store the result locally"
 
 
@@ -179,7 +180,7 @@ def _ranks(findings: Findings, ranks: list[Evidence]) -> None:
     others = [times for rank, times in enumerate(own) if rank != slowest]
     # In each round, behind the middle one of the others.
     rows = zip(own[slowest], *others, strict=False)
-    behind = sorted((slow_s - median_high(others_s)) / as_is_s for slow_s, *others_s in rows)
+    behind = sorted((slow_s - median_high(others_s)) / max(as_is_s, slow_s) for slow_s, *others_s in rows)
     often = sum(value > 0 for value in behind) / rounds
     share = Interval(behind[rounds // 2], behind[rounds // 8], behind[-1 - rounds // 8])
     if share.value >= SLOWER_RANK and often >= SLOWEST_OFTEN and share.low > 0:
