@@ -79,6 +79,24 @@ def test_losses_of_layouts_are_those_of_one_rank(name: str, train: Callable[...,
 
 
 @pytest.mark.parametrize("model", ["qwen3-moe"], indirect=True)
+@pytest.mark.parametrize("name", ["EP=2", "PP=2", "TP=2", "CP=2, EP=2"])
+def test_the_load_of_experts_is_recorded(name: str, train: Callable[..., Any]) -> None:
+    def found(records: list[dict[str, Any]]) -> tuple[list[dict[str, float]], list[dict[str, Any]]]:
+        steps = [record["router"] for record in records if "loss" in record]
+        return steps, [record for record in records if record.get("event") == "expert_load"]
+
+    (one_rank, (whole,)), (steps, (spread,)) = found(train()), found(train(**LAYOUTS[name]))
+    assert len(steps) == 4
+    for ours, theirs in zip(steps, one_rank, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-5)
+        assert 0 <= ours["smallest_load"] < 1 < ours["largest_load"] <= 4  # two of eight experts for every token
+        assert 0.5 < ours["balance"] < 1 and 0.9 < ours["aux_loss"] < 2  # of even loads it is 1
+    assert spread["step"] == 4 and spread["layers"] == whole["layers"]
+    assert [len(layer) for layer in whole["layers"]] == [8, 8]
+    assert [sum(layer) for layer in whole["layers"]] == pytest.approx([8, 8], abs=0.01)
+
+
+@pytest.mark.parametrize("model", ["qwen3-moe"], indirect=True)
 def test_a_run_continues_at_another_layout(
     model: Path, start: Path, train: Callable[..., Any], train_tiny: Callable[..., Any], tmp_path: Path
 ) -> None:

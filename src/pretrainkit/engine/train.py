@@ -29,6 +29,7 @@ from pretrainkit.engine.loss_by_label import LossByLabel
 from pretrainkit.engine.nemo import llm
 from pretrainkit.engine.nemo import logging as nemo_logging
 from pretrainkit.engine.progress import Progress
+from pretrainkit.engine.router_load import RouterLoad
 from pretrainkit.engine.trainer import (
     build_logger,
     build_model,
@@ -85,7 +86,8 @@ def train(
     by_label = LossByLabel(run.dataset.labels, run.accelerator) if run.dataset.labels else None
     model = build_model(run, chosen, wrap_data_step=watchdog.data_step, by_label=by_label)
     trainer = build_trainer(run, plan, local_world_size=local_world_size)
-    guard, graphs = LossGuard(run, recorder, by_label), UseCudaGraphs(chosen)
+    router_load = RouterLoad(run) if run.model.num_experts else None
+    guard, graphs = LossGuard(run, recorder, by_label, router_load), UseCudaGraphs(chosen)
     trainer.callbacks = [
         ReportProgress(run, progress),
         VerifyRestoredState(plan),
@@ -95,7 +97,7 @@ def train(
         graphs,
         *loss_checks,
         *([Fp8Check(run, recorder)] if run.fp8 else []),
-        Recording(run, plan, recorder, guard, graphs, by_label),
+        Recording(run, plan, recorder, guard, graphs, by_label, router_load),
         StopEarly(requests),
         *trainer.callbacks,
         Evaluations(run),

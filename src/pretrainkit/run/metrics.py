@@ -78,10 +78,12 @@ class RunRecorder:
         grad_norm: float | None,
         peak_memory_gib: float | None = None,
         by_label: tuple[dict[str, float], dict[str, int]] | None = None,
+        router: dict[str, float] | None = None,
     ) -> None:
         """Record optimizer step number `step` (the first is 1); rates are means since the last record.
 
-        `by_label`: the loss and the tokens of each label of documents since the last record.
+        `by_label`: the loss and the tokens of each label of documents since the last record; `router`: how the routers
+        shared out the tokens since then.
         MFU (model FLOPs use) is a rank's model FLOP/s over its device's dense bf16 peak, where that is known.
         """
         run, now_s = self._run, time.monotonic()
@@ -113,6 +115,7 @@ class RunRecorder:
             padding_share=padding_share and round(padding_share, 6),
             peak_memory_gib=peak_memory_gib and round(peak_memory_gib, 3),
             **({} if by_label is None else {"loss_by_label": by_label[0], "tokens_by_label": by_label[1]}),
+            **({} if router is None else {"router": {name: round(value, 6) for name, value in router.items()}}),
         )
         self._line_steps += steps
         self._line_time_s += steps * step_time_s

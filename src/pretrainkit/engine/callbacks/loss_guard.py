@@ -15,6 +15,7 @@ from pretrainkit.config.batch_size import batch_size_at
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.engine.agreement import all_ranks_any
 from pretrainkit.engine.loss_by_label import LossByLabel
+from pretrainkit.engine.router_load import RouterLoad
 from pretrainkit.errors import PretrainkitError
 from pretrainkit.logs import get_logger
 from pretrainkit.megatron.dataset import documents_of_samples
@@ -55,8 +56,15 @@ class LossGuard(pl.Callback):
     grad_norm = 0.0
     """Gradient norm of the last step, before clipping."""
 
-    def __init__(self, run: ResolvedRun, recorder: RunRecorder | None, by_label: LossByLabel | None = None) -> None:
-        self._run, self._recorder, self._by_label = run, recorder, by_label
+    def __init__(
+        self,
+        run: ResolvedRun,
+        recorder: RunRecorder | None,
+        by_label: LossByLabel | None = None,
+        router_load: RouterLoad | None = None,
+    ) -> None:
+        self._run, self._recorder = run, recorder
+        self._by_label, self._router_load = by_label, router_load
         self._losses = deque[float](maxlen=WINDOW_STEPS)
         """Of the last steps that changed the weights."""
         self._output: Any = None
@@ -73,6 +81,8 @@ class LossGuard(pl.Callback):
             return output
 
         strategy.training_step = noted_training_step
+        if self._router_load:
+            self._router_load.count(strategy.megatron_parallel)
         for optimizer in strategy.optimizers:
             self._guard(optimizer.mcore_optimizer, trainer)
 
@@ -85,6 +95,8 @@ class LossGuard(pl.Callback):
             self._is_good = self._judged(trainer)
             if self._by_label:
                 self._by_label.finish_step()
+            if self._router_load:
+                self._router_load.finish_step(trainer.strategy.root_device)
             return norm
 
         def guarded_step() -> bool:

@@ -18,6 +18,7 @@ from pretrainkit.config.schema import Kernels, ResolvedRun
 from pretrainkit.engine.callbacks.before_steps import UseCudaGraphs
 from pretrainkit.engine.callbacks.loss_guard import LossGuard
 from pretrainkit.engine.loss_by_label import LossByLabel
+from pretrainkit.engine.router_load import WINDOW_STEPS, RouterLoad
 from pretrainkit.logs import get_logger
 from pretrainkit.megatron.attention_kernels import attention_kernel
 from pretrainkit.megatron.dataset import shares_drawn
@@ -73,9 +74,10 @@ class Recording(pl.Callback):
         guard: LossGuard,
         graphs: UseCudaGraphs,
         by_label: LossByLabel | None = None,
+        router_load: RouterLoad | None = None,
     ) -> None:
         self._run, self._plan, self._recorder, self._guard, self._graphs = run, plan, recorder, guard, graphs
-        self._by_label = by_label
+        self._by_label, self._router_load = by_label, router_load
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         log_metric = pl_module.log
@@ -130,7 +132,10 @@ class Recording(pl.Callback):
             grad_norm=self._guard.grad_norm,
             peak_memory_gib=peak_bytes / 2**30 + self._graphs.uncounted_gib,
             by_label=self._by_label.take() if self._by_label else None,
+            router=self._router_load.take() if self._router_load else None,
         )
+        if self._router_load and (step % WINDOW_STEPS == 0 or step == self._run.max_steps):
+            self._recorder.event("expert_load", step=step, layers=self._router_load.take_window())
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._recorder and not trainer.should_stop:  # a stop cuts the evaluation short
