@@ -8,7 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fused_ranks
 import pytest
+import ranks
 from safetensors.torch import load_file, save_file
 
 from pretrainkit.checkpoint.convert import convert
@@ -105,6 +107,16 @@ def test_gathering_fp8_is_casting_what_was_gathered(train: Callable[..., Any]) -
     """With sequence parallelism FP8 is sent, without it every rank casts all rows."""
     with_sp, without = (losses(train(**FP8, **LAYOUTS[name])) for name in ("TP=2 with SP", "TP=2"))
     assert with_sp == pytest.approx(without, abs=1e-4)  # sums over ranks are rounded to bf16 in another order
+
+
+def test_weights_are_gathered_before_they_are_cast(
+    train: Callable[..., Any], tiny: Path, start: Path, write_tiny_run: Callable[..., Path]
+) -> None:
+    """DP ranks gather weights while they compute; a layer's own hook waits for those of its linear layers."""
+    run_file = write_tiny_run(tiny, "gathering", initial_checkpoint=start, **FP8, **LAYOUTS["DP=2"])
+    ranks.run_ranks(fused_ranks.train_gathering, 2, run_file.parent, run_file=run_file)
+    gathering = read_records(run_file.with_name("metrics.jsonl"))
+    assert losses(gathering) == losses(train(**FP8, **LAYOUTS["DP=2"]))
 
 
 def test_a_run_continues_exactly_and_may_change_its_precision(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -70,6 +71,13 @@ def train_replaying(rank: int, world_size: int, *, run_file: Path, fused: bool =
     trainer.overlaps_data_parallel = lambda run: overlaps
     ranks.train_rank(rank, world_size, run_file=run_file)
     print("replays:", Again.count)
+
+
+def train_gathering(rank: int, world_size: int, *, run_file: Path) -> None:
+    """`ranks.train_rank` where each parameter has a bucket of its own, which is gathered while others compute."""
+    trainer.overlaps_data_parallel = lambda run: True
+    trainer.DistributedDataParallelConfig = functools.partial(trainer.DistributedDataParallelConfig, bucket_size=1)
+    ranks.train_rank(rank, world_size, run_file=run_file)
 
 
 def use_fused_kernels() -> None:

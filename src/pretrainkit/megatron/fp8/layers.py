@@ -248,6 +248,7 @@ class Fp8MLP(MLP, Fp8Module):
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         if _in_bf16:
             return super().forward(hidden_states, *args, **kwargs)
+        self._await_weights()
         self.update_copies()
         norm, eps = self.linear_fc1.layer_norm_weight, self.config.layernorm_epsilon
         weights = self.linear_fc1.weight, self.linear_fc2.weight
@@ -255,3 +256,9 @@ class Fp8MLP(MLP, Fp8Module):
         if torch.is_grad_enabled():
             hidden_states.residual = residual
         return output, None
+
+    def _await_weights(self) -> None:
+        """Run the linear layers' forward pre-hooks: with overlapped parameter gathering they wait for the weights."""
+        for linear in (self.linear_fc1, self.linear_fc2):
+            for hook in linear._forward_pre_hooks.values():
+                hook(linear, ())
