@@ -146,6 +146,24 @@ def train_rank_whose_forks_stand_still(rank: int, world_size: int, *, run_file: 
     train_rank(rank, world_size, run_file=run_file)
 
 
+def train_rank_until_rollback(rank: int, world_size: int, *, run_file: Path) -> None:
+    """The same; where a rank would replace its process by a new one after a bad step, it ends."""
+    from pretrainkit.engine.callbacks import rollback
+
+    rollback.start_again = lambda: os._exit(0)
+    train_rank(rank, world_size, run_file=run_file)
+
+
+def train_rank_without_samples(rank: int, world_size: int, *, run_file: Path, left_out: list[int]) -> None:
+    """The same on data whose order never had some samples."""
+    from pretrainkit.megatron.dataset import EpochDataset
+
+    read = EpochDataset.__getitem__
+    order = [sample for sample in range(500) if sample not in left_out]
+    EpochDataset.__getitem__ = lambda dataset, index: read(dataset, order[index])
+    train_rank(rank, world_size, run_file=run_file)
+
+
 DELAY_S = 8.0
 SAMPLES_READ = 2
 

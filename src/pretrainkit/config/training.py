@@ -187,8 +187,12 @@ class TrainingConfig:
     allow_batch_change: bool = option(False, "continue with another --global_batch_size; samples count on")
     reset_optimizer: bool = option(False, "continue without the optimizer's moments; done once")
     on_bad_loss: str = option(
-        "stop", "stop, or skip the update, at a non-finite loss or gradient or a loss spike", choices=("stop", "skip")
+        "stop",
+        "at a non-finite loss or gradient or a loss spike: stop; skip the update; or roll back to the last checkpoint "
+        "and leave the step's samples out",
+        choices=("stop", "skip", "rollback"),
     )
+    max_rollbacks: int = option(5, "rollbacks of the whole run after which a bad loss stops it", range=">= 0")
     max_loss_spike: float | None = option(
         None, "largest loss of a step, as a multiple of the mean of the last 32", unset="no limit", range="> 1"
     )

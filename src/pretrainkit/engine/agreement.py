@@ -20,6 +20,15 @@ def all_ranks_any(flag: bool) -> bool:
     return bool(flags.item())
 
 
+def share_number(number: int) -> int:
+    """The largest of all ranks' numbers. All ranks call it together."""
+    if torch.distributed.get_world_size() == 1:
+        return number
+    numbers = torch.tensor([number], dtype=torch.int64)
+    torch.distributed.all_reduce(numbers, op=torch.distributed.ReduceOp.MAX, group=_cpu_group())
+    return int(numbers.item())
+
+
 COLLECTIVE_MARGIN = timedelta(minutes=5)
 """A collective's error names a rank that waits; the watch over the ranks, which knows better, speaks before it."""
 

@@ -6,7 +6,9 @@ store of torchrun: the process group comes with NeMo's trainer, which is built f
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import json
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +21,7 @@ from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import CheckpointError
 from pretrainkit.logs import get_logger
 from pretrainkit.run.resume_plan import CONTINUE, StartPlan, plan_start
+from pretrainkit.run.skipped_samples import SkippedSamples
 from pretrainkit.units import format_bytes, format_duration, parse_duration
 
 log = get_logger(__name__)
@@ -46,6 +49,17 @@ def intact_plan(run: ResolvedRun, plan: StartPlan, *, rank: int, world_size: int
             raise CheckpointError(problem, action="restore it from a backup, or start from another", where=str(folder))
         plan = plan_start(run, {**plan.damaged, folder.name: problem})
     return plan
+
+
+def with_skipped_of_first_rank(plan: StartPlan, *, rank: int, world_size: int) -> StartPlan:
+    """The plan with the first rank's skipped samples: after a rollback another node may still see the file before."""
+    if world_size == 1:
+        return plan
+    if rank == 0:
+        _store().set("skipped samples", json.dumps([plan.skipped.ranges, plan.skipped.num_rollbacks]))
+    ranges, num_rollbacks = json.loads(_store().get("skipped samples"))
+    skipped = SkippedSamples(tuple((first, last) for first, last in ranges), num_rollbacks)
+    return dataclasses.replace(plan, skipped=skipped)
 
 
 _THREADS = 2

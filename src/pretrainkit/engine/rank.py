@@ -65,8 +65,9 @@ def run_rank(run_file: Path) -> int:
             from pretrainkit.megatron import cpu
 
             cpu.bridge()
-        from pretrainkit.engine.intact import intact_plan
+        from pretrainkit.engine.intact import intact_plan, with_skipped_of_first_rank
     plan = intact_plan(run, plan, rank=rank, world_size=world_size)
+    plan = with_skipped_of_first_rank(plan, rank=rank, world_size=world_size)
     if rank == 0:
         resume_plan.prepare(run, plan)
     with heavy_imports():

@@ -23,6 +23,7 @@ from pretrainkit.engine.callbacks.loader_watchdog import DataLoaderWatchdog
 from pretrainkit.engine.callbacks.loss_guard import LossGuard
 from pretrainkit.engine.callbacks.progress import ReportProgress
 from pretrainkit.engine.callbacks.recording import Recording, begin_recorder
+from pretrainkit.engine.callbacks.rollback import RollBack
 from pretrainkit.engine.callbacks.stop import Evaluations, StopEarly
 from pretrainkit.engine.child_processes import kill_children, use_fork_timeout
 from pretrainkit.engine.loss_by_label import LossByLabel
@@ -87,7 +88,7 @@ def train(
     model = build_model(run, chosen, wrap_data_step=watchdog.data_step, by_label=by_label)
     trainer = build_trainer(run, plan, local_world_size=local_world_size)
     router_load = RouterLoad(run) if run.model.num_experts else None
-    guard, graphs = LossGuard(run, recorder, by_label, router_load), UseCudaGraphs(chosen)
+    guard, graphs = LossGuard(run, recorder, by_label, router_load, plan.skipped), UseCudaGraphs(chosen)
     trainer.callbacks = [
         ReportProgress(run, progress),
         VerifyRestoredState(plan),
@@ -104,6 +105,7 @@ def train(
         Checkpoints(run, recorder, progress, saved_step=plan.step),
         watchdog,
         FreezeGC(),
+        RollBack(recorder),
     ]
     # NeMo takes the limit of the first process group from it: while the dataset is indexed, other ranks wait.
     os.environ.setdefault("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", str(int(records.START_LIMIT_S)))

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
+from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 
@@ -28,6 +29,7 @@ from pretrainkit.megatron.model import expert_fields, precision_fields, recomput
 from pretrainkit.models.megatron_fields import nemo_model
 from pretrainkit.run.folder import RunFolder
 from pretrainkit.run.resume_plan import CONTINUE, WEIGHTS, StartPlan
+from pretrainkit.run.skipped_samples import SkippedSamples
 
 
 def build_model(
@@ -221,7 +223,8 @@ def data_module(
         tokenizer=tokenizer,
         split=run.config.data.split,
         # NeMo refuses fewer than steps x batch size, which are too few after steps with a larger batch.
-        num_train_samples=max(run.max_steps * run.config.training.global_batch_size, plan.last_sample(run)),
+        num_train_samples=max(run.max_steps * run.config.training.global_batch_size, plan.last_sample(run))
+        + plan.skipped.count,
         seed=run.config.training.seed,
         dataset_cls=EpochDataset,
         reset_attention_mask=run.config.data.reset_attention_mask,
@@ -231,6 +234,11 @@ def data_module(
     )
     # NeMo's own warm-up stops the trainer at each growth and counts only the samples since the last one.
     data.data_sampler.compute_consumed_samples = functools.partial(_consumed_samples, run, plan)
+    if plan.skipped.count:
+        create = data._create_dataloader
+        data._create_dataloader = lambda dataset, mode, **settings: create(
+            WithoutSamples(dataset, plan.skipped) if mode == "train" else dataset, mode, **settings
+        )
     if known != list(prefixes):
         data.build_kwargs["blend"] = [list(prefixes), list(dataset.weights) or None]
     data.create_attention_mask = False  # without Transformer Engine NeMo adds a mask of S x S to every sample
@@ -239,6 +247,20 @@ def data_module(
 
 def _consumed_samples(run: ResolvedRun, plan: StartPlan, steps_since_resume: int = 0) -> int:
     return samples_after(run.config.training, steps_since_resume, plan.consumed_samples)
+
+
+class WithoutSamples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """A run's samples without those that rollbacks leave out."""
+
+    def __init__(self, dataset: EpochDataset | BlendedDataset, skipped: SkippedSamples) -> None:
+        self._dataset, self._skipped = dataset, skipped
+
+    def __len__(self) -> int:
+        return len(self._dataset) - self._skipped.count
+
+    def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
+        sample: dict[str, torch.Tensor] = self._dataset[None if idx is None else self._skipped.place(int(idx))]
+        return sample
 
 
 def _blend(prefixes: list[str], weights: tuple[float, ...]) -> list[str]:

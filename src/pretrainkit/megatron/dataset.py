@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -187,7 +187,7 @@ def local_prefixes(run: ResolvedRun) -> tuple[str, ...]:
     return tuple(local_shards(prefix, cache) for prefix in run.dataset.prefixes)
 
 
-def documents_of_samples(dataset: EpochDataset | BlendedDataset, samples: range) -> dict[str, list[int]]:
+def documents_of_samples(dataset: EpochDataset | BlendedDataset, samples: Iterable[int]) -> dict[str, list[int]]:
     """The numbers of the documents in some samples of a run, by .bin/.idx prefix."""
     documents: dict[str, set[int]] = {}
     for sample in samples:

@@ -14,7 +14,7 @@ from typing import Any
 from pretrainkit.run.folder import RunFolder
 from pretrainkit.run.json_lines import JsonLinesWriter, read_records
 
-EVENTS = START, SAVED, STOPPED = "start", "checkpoint", "stopped"
+EVENTS = START, SAVED, STOPPED, ROLLED_BACK = "start", "checkpoint", "stopped", "rollback"
 """Events of metrics.jsonl that are also in attempts.jsonl."""
 _FIELDS = ("event", "time", "step", "mode", "world_size", "branch")
 
@@ -28,7 +28,7 @@ class Attempt:
     last_step: int
     """The last step it recorded or saved; start_step when there is none."""
     was_stopped: bool = False
-    """Whether it ended on a signal or at its time limit."""
+    """Whether it ended on a signal, at its time limit or by a rollback."""
     time: str = ""
     mode: str | None = None
     """As `pretrainkit.run.resume_plan` names it."""
@@ -50,9 +50,9 @@ def read_attempts(folder: RunFolder) -> list[Attempt]:
         if event == START:
             fields = {name: record[name] for name in ("time", "mode", "world_size") if name in record}
             attempts.append(Attempt(step, step, **fields))
-        elif attempts and event in (None, SAVED, STOPPED):
+        elif attempts and event in (None, SAVED, STOPPED, ROLLED_BACK):
             last = attempts[-1]
-            reached, was_stopped = max(last.last_step, step), last.was_stopped or event == STOPPED
+            reached, was_stopped = max(last.last_step, step), last.was_stopped or event in (STOPPED, ROLLED_BACK)
             attempts[-1] = replace(last, last_step=reached, was_stopped=was_stopped)
     return attempts
 

@@ -111,6 +111,9 @@ def link_checkpoint(run: ResolvedRun) -> None:
     if run.branch is None or newest_committed(folder.checkpoints):
         return
     parent = parent_checkpoint(run.branch)
+    skipped = RunFolder(Path(run.branch.experiment)).skipped_samples
+    if skipped.exists():
+        files.write_text(folder.skipped_samples, skipped.read_text(encoding="utf-8"))
     try:
         with files.atomic_folder(folder.checkpoint(run.branch.step)) as temporary:
             shutil.copytree(parent.path, temporary, copy_function=files.link_or_copy, dirs_exist_ok=True)

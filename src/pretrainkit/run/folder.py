@@ -4,6 +4,7 @@ experiments/EXPERIMENT/
   run.json  dry_run.json        the resolved run of the last start, which ranks read, and of a later dry run
   source.txt                    code, packages, data and command of the last start
   metrics.jsonl                 records of all attempts: steps, evaluations, events
+  skipped_samples.json          samples that are left out since a rollback (`pretrainkit.run.skipped_samples`)
   attempts.jsonl                their starts, saves and stops alone
   checkpoints/step_00000500/    weights/, context/ and, written last, the commit mark complete.json
   logs/attempt_1/               run.json, source.txt, outcome.json, node.log, node.pid, job.json, progress_0.json, logs
@@ -53,6 +54,7 @@ class RunFolder:
         self.path = path
         self.run_file, self.dry_run_file = path / RUN_FILE, path / "dry_run.json"
         self.metrics, self.attempts = path / "metrics.jsonl", path / "attempts.jsonl"
+        self.skipped_samples = path / "skipped_samples.json"
         self.checkpoints, self.logs, self.jobs = path / "checkpoints", path / "logs", path / "jobs"
         self.dataset_index = path / "index"
         self.wandb_id, self.mlflow_id = path / "wandb_id.txt", path / "mlflow_id.txt"

@@ -60,6 +60,7 @@ class History:
             lines.append(("start", f"{each.time}  {each.mode or ''}  {steps}  {each.world_size or '?'} ranks"))
         lines += [
             ("bad steps", ", ".join(map(str, found["bad_steps"])) or "none"),
+            *([("rollbacks", f"after steps {', '.join(map(str, found['rollbacks']))}")] if found["rollbacks"] else []),
             ("no save", ", ".join(map(str, found["missed_saves"])) or "none"),
             ("checkpoint", found["newest_checkpoint"] or found["checkpoint_problem"] or "none"),
             ("", f"{found['complete_checkpoints']} complete, {found['with_optimizer_state']} with optimizer state"),
@@ -122,6 +123,7 @@ def read_history(experiment: Path, *, verify: bool = False) -> History:
         "idle_restarts": restarts_without_progress(attempts),
         "replayed_steps": len(trained) - len(by_step),
         "bad_steps": _steps_of("bad_loss", records),
+        "rollbacks": _steps_of("rollback", records),
         "missed_saves": _steps_of("missed_save", records),
         **_checkpoints(folder),
         **({"damaged_checkpoints": _damaged(folder)} if verify else {}),

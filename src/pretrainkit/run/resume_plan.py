@@ -20,6 +20,7 @@ from pretrainkit.run.checkpoints import START_OVER, Checkpoint
 from pretrainkit.run.folder import COMMIT_MARK, RunFolder, checkpoint_name
 from pretrainkit.run.lr_schedule import learning_rate
 from pretrainkit.run.retention import apply_retention, remove_leftovers
+from pretrainkit.run.skipped_samples import NOTHING_SKIPPED, SkippedSamples, read_skipped
 from pretrainkit.run.trackers import check_trackers, wandb_run_id
 
 RANDOM, WEIGHTS, CONTINUE = "random", "weights", "continue"
@@ -64,6 +65,8 @@ class StartPlan:
     """Id of the W&B run that it continues; None: no W&B, or a new run."""
     branch: str | None = None
     """EXPERIMENT:STEP where the start is from the checkpoint of another experiment; else None."""
+    skipped: SkippedSamples = NOTHING_SKIPPED
+    """Samples that rollbacks leave out; `consumed_samples` doesn't count them."""
     damaged: Mapping[str, str] = field(default_factory=dict)
     """Names of newer checkpoints whose bytes are not those that were saved, and what is wrong in each."""
 
@@ -96,6 +99,7 @@ class StartPlan:
             "optimizer": moments[self.optimizer_state],
             "next lr": rate,
             "restarts": f"{self.idle_restarts} in a row without a new step",
+            **({"skipped": f"{self.skipped.count} samples"} if self.skipped.count else {}),
             **({"W&B run": self.wandb_run} if self.wandb_run else {}),
         }
         return "\n".join(f"{name:<10} {value}" for name, value in lines.items())
@@ -123,7 +127,9 @@ def plan_start(run: ResolvedRun, damaged: Mapping[str, str] = MappingProxyType({
         checkpoint, optimizer_state = run.initial_weights.checkpoint if run.initial_weights else None, "zero"
         mode = WEIGHTS if checkpoint else RANDOM
     _check_rewarming(run, step)
-    epoch, sample = (None, consumed_samples) if run.dataset.weights else divmod(consumed_samples, run.samples_per_epoch)
+    skipped = read_skipped(run)
+    next_sample = skipped.place(consumed_samples)
+    epoch, sample = (None, next_sample) if run.dataset.weights else divmod(next_sample, run.samples_per_epoch)
     return StartPlan(
         mode=mode,
         checkpoint=checkpoint,
@@ -137,6 +143,7 @@ def plan_start(run: ResolvedRun, damaged: Mapping[str, str] = MappingProxyType({
         idle_restarts=attempts.restarts_without_progress(attempts.read_attempts(folder)),
         wandb_run=wandb_run_id(run),
         branch=f"{run.branch.experiment}:{step}" if run.branch and step == run.branch.step else None,
+        skipped=skipped,
         damaged=dict(damaged),
     )
 

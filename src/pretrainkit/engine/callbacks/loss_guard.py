@@ -14,12 +14,14 @@ from megatron.core import parallel_state
 from pretrainkit.config.batch_size import batch_size_at
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.engine.agreement import all_ranks_any
+from pretrainkit.engine.callbacks.rollback import RollbackError
 from pretrainkit.engine.loss_by_label import LossByLabel
 from pretrainkit.engine.router_load import RouterLoad
 from pretrainkit.errors import PretrainkitError
 from pretrainkit.logs import get_logger
 from pretrainkit.megatron.dataset import documents_of_samples
 from pretrainkit.run.metrics import RunRecorder
+from pretrainkit.run.skipped_samples import NOTHING_SKIPPED, SkippedSamples, add_skipped
 
 MAX_SKIPPED_IN_A_ROW = 10
 """Consecutive bad steps that are skipped before the run stops: by then the weights are the cause, not the data."""
@@ -27,6 +29,8 @@ WINDOW_STEPS = 32
 """Steps whose mean loss a new one is compared with."""
 MIN_STEPS = 8
 """Steps in the window before a spike can be detected; every start begins with an empty window."""
+
+_WORDS = {"stop": "stopping", "skip": "skipped", "rollback": "going back to the last checkpoint, without its samples"}
 
 log = get_logger(__name__)
 
@@ -62,8 +66,9 @@ class LossGuard(pl.Callback):
         recorder: RunRecorder | None,
         by_label: LossByLabel | None = None,
         router_load: RouterLoad | None = None,
+        skipped: SkippedSamples = NOTHING_SKIPPED,
     ) -> None:
-        self._run, self._recorder = run, recorder
+        self._run, self._recorder, self._skipped = run, recorder, skipped
         self._by_label, self._router_load = by_label, router_load
         self._losses = deque[float](maxlen=WINDOW_STEPS)
         """Of the last steps that changed the weights."""
@@ -121,29 +126,35 @@ class LossGuard(pl.Callback):
         what = bad_loss or problem_of(loss, self._losses, max_spike) or bad_norm or "a bad loss on another rank"
         self._skipped_in_a_row += 1
         give_up = self._skipped_in_a_row > MAX_SKIPPED_IN_A_ROW
-        stop = give_up or self._run.config.training.on_bad_loss == "stop"
-        self._report(trainer, what, loss, stop=stop)
-        if stop:
+        action, most = self._run.config.training.on_bad_loss, self._run.config.training.max_rollbacks
+        is_last_rollback = action == "rollback" and self._skipped.num_rollbacks >= most
+        if give_up or is_last_rollback:
+            action = "stop"
+        self._report(trainer, what, loss, action)
+        if action == "rollback":
+            raise RollbackError(f"step {trainer.global_step + 1}: {what}")
+        if action == "stop":
+            after = f", after {most} rollbacks (--max_rollbacks)" if is_last_rollback else ""
             raise PretrainkitError(
-                f"step {trainer.global_step + 1}: {what}" + (", as in the steps before" if give_up else ""),
+                f"step {trainer.global_step + 1}: {what}" + (", as in the steps before" if give_up else after),
                 needed="a finite loss" + (", no spike" if max_spike else ""),
                 action="look at the documents of this batch, named in metrics.jsonl (event bad_loss); "
-                "--on_bad_loss skip leaves such steps out",
+                "--on_bad_loss skip leaves such steps out, rollback their samples",
                 where=self._run.experiment_dir,
             )
         return False
 
-    def _report(self, trainer: pl.Trainer, what: str, loss: float, *, stop: bool) -> None:
+    def _report(self, trainer: pl.Trainer, what: str, loss: float, action: str) -> None:
         if not self._recorder:
             return
         first = trainer.datamodule.state_dict()["consumed_samples"]
-        samples = range(first, first + batch_size_at(self._run.config.training, first))
+        batch_size = batch_size_at(self._run.config.training, first)
+        samples = self._skipped.places(range(first, first + batch_size))
         documents = documents_of_samples(trainer.datamodule._train_ds, samples)
         step = trainer.global_step + 1
         shown = "; ".join(f"{prefix}: {', '.join(map(str, ids[:20]))}" for prefix, ids in documents.items())
         log.warning(
-            f"step {step}: {what}; {'stopping' if stop else 'skipped'}. "
-            f"Samples {samples.start} to {samples.stop - 1}, documents of {shown}"
+            f"step {step}: {what}; {_WORDS[action]}. Samples {samples[0]} to {samples[-1]}, documents of {shown}"
         )
         self._recorder.event(
             "bad_loss",
@@ -151,8 +162,14 @@ class LossGuard(pl.Callback):
             problem=what,
             batch_loss=loss,
             grad_norm=self.grad_norm,
-            first_sample=samples.start,
-            last_sample=samples.stop - 1,
+            first_sample=samples[0],
+            last_sample=samples[-1],
             documents=documents,
-            skipped=not stop,
+            skipped=action == "skip",
         )
+        if action == "rollback":
+            add_skipped(self._run, samples, step=step)
+            details = {"first_sample": samples[0], "last_sample": samples[-1]}
+            self._recorder.event(
+                "rollback", step=trainer.global_step, number=self._skipped.num_rollbacks + 1, **details
+            )

@@ -106,7 +106,8 @@ class Recording(pl.Callback):
     def _record_mixture(self, trainer: pl.Trainer, recorder: RunRecorder) -> None:
         """Record the share of each dataset among the remaining samples, and the share asked for."""
         dataset = trainer.datamodule._train_ds
-        samples = range(self._plan.consumed_samples, self._plan.last_sample(self._run))
+        place = self._plan.skipped.place
+        samples = range(place(self._plan.consumed_samples), place(self._plan.last_sample(self._run)))
         if not isinstance(dataset, BlendedDataset) or not samples:
             return
         drawn, asked = shares_drawn(dataset, samples), self._run.dataset.weights
