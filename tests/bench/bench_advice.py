@@ -45,6 +45,7 @@ def main() -> int:
     parser.add_argument("--scripts", default=",".join(EXPECTED))
     parser.add_argument("--rounds", type=int, default=4, help="runs of each kind, in turn")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each run")
+    parser.add_argument("--cpu_time", action="store_true", help="compare padding by CPU time: the machine is busy")
     parser.add_argument("--output", type=Path, default=Path("build/advice"))
     arguments = parser.parse_args()
     outside = 0
@@ -56,13 +57,11 @@ def main() -> int:
         report = json.loads((folder / "report" / "report.json").read_text())
         cause = (report["causes"] or [{"name": "none", "share": {"value": 0, "low": 0, "high": 0}, "change": ""}])[0]
         workers = re.search(r"num_workers=(\d+)", cause["change"])
+        seconds = ["--seconds", str(arguments.seconds), *(["--cpu_time"] if arguments.cpu_time else [])]
         applied = ["--applied", *(["--workers", workers[1]] if workers else [])]
         saved = []
         for _ in range(arguments.rounds):
-            rates = [
-                work_per_second([*SCRIPT, name, "--seconds", str(arguments.seconds), *more], folder)
-                for more in ([], applied)
-            ]
+            rates = [work_per_second([*SCRIPT, name, *seconds, *more], folder) for more in ([], applied)]
             saved.append(1 - rates[0] / rates[1])
         share, middle = cause["share"], statistics.median(saved)
         is_in = cause["name"] == EXPECTED[name] and share["low"] <= middle <= share["high"]

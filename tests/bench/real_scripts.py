@@ -13,6 +13,7 @@ import argparse
 import tempfile
 import time
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,17 +27,17 @@ WARM_UP_STEPS = 5
 class Meter:
     """Useful work a second, without the first steps; ends the program after its time."""
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds, self.steps, self.work, self.begin_s = seconds, 0, 0.0, 0.0
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.seconds, self.clock, self.steps, self.work, self.begin_s = seconds, clock, 0, 0.0, 0.0
 
     def step(self, work: float) -> bool:
         """Count a step; False when the time is over."""
         self.steps += 1
         if self.steps <= WARM_UP_STEPS:
-            self.begin_s = time.perf_counter()
+            self.begin_s = self.clock()
             return True
         self.work += work
-        elapsed_s = time.perf_counter() - self.begin_s
+        elapsed_s = self.clock() - self.begin_s
         if self.seconds and elapsed_s > self.seconds:
             print(f"work per second: {self.work / elapsed_s:.6g}", flush=True)
             return False
@@ -70,14 +71,16 @@ def padding(applied: bool, meter: Meter) -> None:
     """transformers.Trainer on a tiny Llama; packed, a step has as many real tokens in fewer rows."""
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-    rows = Texts(applied)
-    mean_tokens = float(rows.lengths.mean()) * BATCH
-    batch = max(1, round(mean_tokens / LONGEST)) if applied else BATCH
-    work = batch * LONGEST if applied else mean_tokens
+    rows, tokens = Texts(applied), [0]
+    batch = max(1, round(float(rows.lengths.mean()) * BATCH / LONGEST)) if applied else BATCH
+
+    def collate(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        tokens[0] = sum(len(sample["input_ids"]) for sample in samples)
+        return pad(samples)
 
     class Count(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            control.should_training_stop = not meter.step(work)
+            control.should_training_stop = not meter.step(tokens[0])
 
     config = LlamaConfig(
         hidden_size=128,
@@ -88,13 +91,13 @@ def padding(applied: bool, meter: Meter) -> None:
         max_position_embeddings=LONGEST,
     )
     arguments = TrainingArguments(
-        output_dir="out", per_device_train_batch_size=batch, max_steps=100_000, save_steps=50, report_to=[]
+        output_dir="out", per_device_train_batch_size=batch, max_steps=100_000, save_strategy="no", report_to=[]
     )
     Trainer(
         model=LlamaForCausalLM(config),
         args=arguments,
         train_dataset=rows,
-        data_collator=pad,
+        data_collator=collate,
         callbacks=[Count()] if meter.seconds else [],
     ).train()
 
@@ -177,11 +180,13 @@ def main() -> None:
     parser.add_argument("script", choices=["padding", "decoding", "ranks"])
     parser.add_argument("--applied", action="store_true", help="with what the diagnosis advises")
     parser.add_argument("--workers", type=int, default=2, help="of the loader, where they are advised")
+    parser.add_argument("--cpu_time", action="store_true", help="of padding: seconds are those of the process")
     parser.add_argument("--seconds", type=float, default=0.0)
     arguments = parser.parse_args()
     torch.manual_seed(0)
     if arguments.script == "padding":
-        padding(arguments.applied, Meter(arguments.seconds))
+        clock = time.process_time if arguments.cpu_time else time.perf_counter
+        padding(arguments.applied, Meter(arguments.seconds, clock))
     elif arguments.script == "decoding":
         decoding(arguments.applied, Meter(arguments.seconds), arguments.workers)
     else:
