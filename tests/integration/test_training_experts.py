@@ -132,3 +132,18 @@ def test_trained_experts_are_released(model: Path, start: Path, train_tiny: Call
         change = (found["one"][name] - tensor).abs().max()
         assert change > 1e-4, name
         assert (found["spread"][name] - found["one"][name]).abs().max() < 0.02 * change, name
+
+
+@pytest.mark.parametrize("model", ["qwen3-moe"], indirect=True)
+def test_ranks_start_from_random_parts_that_differ(model: Path, train_tiny: Callable[..., Any], tmp_path: Path) -> None:
+    """Equal parts of a matrix would have equal gradients, and stay equal."""
+    train_tiny(model, "random", max_steps=1, save_interval=1, **LAYOUTS["TP=2, EP=2"])
+    convert(tmp_path / "random" / "checkpoints" / "step_00000001", tmp_path / "hf")
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        experts = [found[f"model.layers.0.mlp.experts.{number}.{name}.weight"] for number in range(8)]
+        for number, expert in enumerate(experts):
+            assert all((expert - other).abs().max() > 0.01 for other in experts[:number]), (name, number)
+    for name, dim in (("q_proj", 0), ("o_proj", 1)):
+        first, second = found[f"model.layers.0.self_attn.{name}.weight"].chunk(2, dim)
+        assert (first - second).abs().max() > 0.01, name

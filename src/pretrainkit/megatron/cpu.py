@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -88,12 +89,32 @@ def counts_on_host(present: Any) -> Any:
 
 
 def rng_tracker(_: Any) -> Any:
-    """A tracker of no forked generators: dropout is off and initial weights come from the default generator."""
-    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    """A tracker whose forks make the parts of a matrix different on the ranks that share it, and else change nothing.
+
+    Without it TP ranks would start from equal parts, whose gradients are equal, too: they would stay equal for good.
+    Megatron's seeds are set on CUDA alone. A fork takes its seed from the default generator, which is the same on these
+    ranks.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_expert_parallel_rng_tracker_name
+
+    def part(name: str) -> int:
+        """This rank's part of matrices that are initialized under this name."""
+        if name == get_expert_parallel_rng_tracker_name():
+            expert, tensor = (
+                parallel_state.get_expert_model_parallel_rank,
+                parallel_state.get_expert_tensor_parallel_rank,
+            )
+            return expert() * parallel_state.get_expert_tensor_parallel_world_size() + tensor()
+        return parallel_state.get_tensor_model_parallel_rank()
 
     class CpuRngTracker(CudaRNGStatesTracker):
-        def fork(self, name: str = "") -> Any:
-            return contextlib.nullcontext()
+        @contextlib.contextmanager
+        def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
+            seed = int(torch.randint(2**31, ()))
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed + part(name))
+                yield
 
         def add(self, name: str, seed: int) -> None:
             pass
