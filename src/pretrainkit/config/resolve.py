@@ -18,7 +18,7 @@ from pretrainkit.config.schema import (
     RunConfig,
 )
 from pretrainkit.config.split import num_samples
-from pretrainkit.config.training import RENAMED_KERNELS, OptimizerConfig, cooldown_steps
+from pretrainkit.config.training import RENAMED_KERNELS, OptimizerConfig, TrainingConfig, cooldown_steps
 from pretrainkit.machine import MachineFacts
 from pretrainkit.units import format_count
 
@@ -156,7 +156,7 @@ def _gpu(config: RunConfig, machine: MachineFacts, chosen_accelerator: str) -> d
 
 def warnings_of(run: ResolvedRun, facts: RunFacts) -> list[str]:
     """Warnings about a run that passed every check: what is valid and may have unexpected effects."""
-    return [*_renamed(run), *_ranks(run, facts), *_data(run, facts), *_schedule(run)]
+    return [*_renamed(run), *_ranks(run, facts), *_data(run, facts), *_schedule(run), *_fp8(run)]
 
 
 def _renamed(run: ResolvedRun) -> Iterator[str]:
@@ -214,3 +214,11 @@ def _schedule(run: ResolvedRun) -> Iterator[str]:
         yield f"the learning rate reaches its minimum at step {run.lr_decay_steps}, but the run ends at {run.max_steps}"
     if training.val_interval > run.max_steps:
         yield f"only one evaluation: --val_interval {training.val_interval} is larger than --max_steps {run.max_steps}"
+
+
+def _fp8(run: ResolvedRun) -> Iterator[str]:
+    training = run.config.training
+    names = ("fp8_recipe", "fp8_first_last_bf16", "fp8_check_interval")
+    changed = [f"--{name}" for name in names if getattr(training, name) != getattr(TrainingConfig, name)]
+    if changed and not run.fp8:
+        yield f"only --precision fp8 uses {', '.join(changed)}"

@@ -41,7 +41,7 @@ def problems_of(config: RunConfig, facts: RunFacts) -> list[RequestError]:
         *_machine(config, facts),
         *_schedule(config, facts),
         *_batch(config),
-        *(_model(config, facts.model) if facts.model else ()),
+        *(_model(config, facts.model, facts.machine) if facts.model else ()),
         *(_sequence_length(config, facts.model) if facts.model else ()),
         *(_fp8(config, facts.model, facts.machine) if facts.model and config.training.precision == "fp8" else ()),
         *data_problems(config, facts),
@@ -253,10 +253,10 @@ def _batch(config: RunConfig) -> Iterator[RequestError]:
             )
 
 
-def _model(config: RunConfig, model: ModelShape) -> Iterator[RequestError]:
+def _model(config: RunConfig, model: ModelShape, machine: MachineFacts) -> Iterator[RequestError]:
     tensor = config.parallel.tensor_model_parallel_size
     pipeline = config.parallel.pipeline_model_parallel_size
-    yield from _experts(config, model)
+    yield from _experts(config, model, machine)
     for count, what, size, flag in (
         (model.num_attention_heads, "attention heads", tensor, "--tensor_model_parallel_size"),
         (model.num_query_groups, "key/value heads", tensor, "--tensor_model_parallel_size"),
@@ -286,7 +286,7 @@ def _model(config: RunConfig, model: ModelShape) -> Iterator[RequestError]:
         )
 
 
-def _experts(config: RunConfig, model: ModelShape) -> Iterator[RequestError]:
+def _experts(config: RunConfig, model: ModelShape, machine: MachineFacts) -> Iterator[RequestError]:
     """What doesn't fit a model with experts, or without."""
     parallel = config.parallel
     expert, expert_tensor = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel
@@ -295,7 +295,7 @@ def _experts(config: RunConfig, model: ModelShape) -> Iterator[RequestError]:
             if (getattr(parallel, name) or 1) > 1:
                 yield RequestError("the model has no experts", needed="1, or leave it out", where=f"--{name}")
         return
-    if config.launch.accelerator != "cpu":
+    if resolve.accelerator(config, machine) != "cpu":
         yield RequestError(
             f"a model with {model.num_experts} experts per layer ({model.family})",
             needed="a dense model, or --accelerator cpu: training with experts was not tried on GPUs yet",

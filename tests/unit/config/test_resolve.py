@@ -107,6 +107,7 @@ def test_the_vocabulary_is_padded_to_one_size_at_every_power_of_two(vocabulary: 
             {"parallel__pipeline_model_parallel_size": 8, "training__micro_batch_size": 16},
             "4 micro batches per step in 8 pipeline stages",
         ),
+        ({"training__fp8_first_last_bf16": 1}, "only --precision fp8 uses --fp8_first_last_bf16"),
         ({"training__fused_kernels": "norm,launches"}, "launches is now --fused_kernels cuda_graphs"),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, dict) else "",

@@ -318,6 +318,17 @@ def test_what_experts_need_is_said(config: RunConfig, facts: RunFacts, case: str
     assert [part for part in expected if part not in message] == []
 
 
+def test_experts_are_trained_where_no_gpu_is_found(config: RunConfig, facts: RunFacts) -> None:
+    assert facts.model
+    mixture = {"family": "mixtral", "num_experts": 8, "experts_per_token": 2, "expert_ffn_hidden_size": 128}
+    model = dataclasses.replace(facts.model, **mixture)
+    config = changed(config, launch__accelerator="auto", launch__executor="local", launch__num_gpus=1)
+    for num_gpus, is_refused in ((0, False), (1, True)):
+        machine = dataclasses.replace(facts.machine, num_gpus=num_gpus)
+        message = told(config, dataclasses.replace(facts, model=model, machine=machine))
+        assert ("a model with 8 experts per layer" in message) == is_refused
+
+
 def test_a_dense_model_has_no_experts_to_share(config: RunConfig, facts: RunFacts) -> None:
     message = told(changed(config, parallel__expert_model_parallel_size=2), facts)
     assert "--expert_model_parallel_size: the model has no experts" in message
