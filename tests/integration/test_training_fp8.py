@@ -153,4 +153,5 @@ def test_fp8_that_loses_too_much_stops_the_run(tiny: Path, tmp_path: Path, train
         train_tiny(spoiled, "fp8", initial_checkpoint=tmp_path / "nemo", **FP8)
     (check,) = checks(read_records(tmp_path / "fp8" / "metrics.jsonl"))
     assert abs(check["fp8_loss"] - check["bf16_loss"]) > 0.1
+    assert max(range_["underflow"] for range_ in check["tensors"].values()) > 0.5
     assert not losses(read_records(tmp_path / "fp8" / "metrics.jsonl"))

@@ -1,7 +1,7 @@
 """Megatron's transformer layer from torch modules, without Transformer Engine.
 
 Parameter names are those of Transformer Engine's spec (a norm's weight belongs to the linear layer after it), so that
-checkpoints load with either. Layers with experts are for evaluation.
+checkpoints load with either.
 """
 
 from __future__ import annotations

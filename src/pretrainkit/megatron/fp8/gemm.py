@@ -12,8 +12,6 @@ from pretrainkit.logs import get_logger
 from pretrainkit.megatron.fp8.quantize import FIRST_CAPABILITY, Fp8Tensor, on_fp8_unit
 from pretrainkit.megatron.wgrad import WgradGemm
 
-MULTIPLE = 16
-"""Sizes of all matrices are multiples of this."""
 FAST_FORWARD, FAST_BACKWARD = True, True
 """Whether tensor cores sum with fewer bits (`use_fast_accum`)."""
 

@@ -70,7 +70,7 @@ class _NormLinear(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, norm: Tensor, weight: Tensor, eps: float, p: Fp8Products) -> Any:
         rows = hidden.contiguous().flatten(0, 1)
         normed, exact, reciprocals = p.scaling.normalize(
-            rows, norm, eps, keep=p.keeps_bf16, stats=p.note("input", rows), group=p.parallel.gathers
+            rows, norm, eps, keep=p.keeps_bf16, stats=p.stats.of("input", rows), group=p.parallel.gathers
         )
         output = p.forward(p.parallel.gather(normed)())
         ctx.p, ctx.weight = p, weight
@@ -83,7 +83,7 @@ class _NormLinear(torch.autograd.Function):
         hidden, norm, reciprocals, *kept = ctx.saved_tensors
         gathered = p.gather(tuple(kept))
         gradient = gradient.contiguous().flatten(0, 1)
-        small = p.scaling.cast(gradient, GRADIENT, p.note("output gradient", gradient))
+        small = p.scaling.cast(gradient, GRADIENT, p.stats.of("output gradient", gradient))
         reduced = p.parallel.reduce(p.input_gradient(small))
         of_weight = p.weight_gradient(weight, small, gradient, gathered())
         of_hidden, of_norm = norm_gradients(hidden, norm, reciprocals, reduced().view_as(hidden), residual_gradient)
@@ -96,7 +96,7 @@ class _RowLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, p: Fp8Products) -> Tensor:
         rows = inputs.contiguous().flatten(0, 1)
-        small = p.scaling.cast(rows, FORWARD, p.note("input", rows))
+        small = p.scaling.cast(rows, FORWARD, p.stats.of("input", rows))
         output = p.parallel.reduce(p.forward(small))()
         ctx.p, ctx.weight, ctx.shape = p, weight, inputs.shape
         ctx.save_for_backward(*p.keep(small, rows if p.keeps_bf16 else None))
@@ -129,11 +129,11 @@ class _Mlp(torch.autograd.Function):
     ) -> Any:
         rows = hidden.contiguous().flatten(0, 1)
         normed, exact, reciprocals = p.scaling.normalize(
-            rows, norm, eps, keep=p.keeps_bf16, stats=p.note("input", rows), group=p.parallel.gathers
+            rows, norm, eps, keep=p.keeps_bf16, stats=p.stats.of("input", rows), group=p.parallel.gathers
         )
         gate_up = p.forward(p.parallel.gather(normed)())
         half = gate_up[:, : gate_up.shape[1] // 2]
-        inner, exact_inner = q.scaling.swiglu(gate_up, keep=q.keeps_bf16, stats=q.note("input", half))
+        inner, exact_inner = q.scaling.swiglu(gate_up, keep=q.keeps_bf16, stats=q.stats.of("input", half))
         output = q.parallel.reduce(q.forward(inner))()
         ctx.p, ctx.q, ctx.weights = p, q, (first, second)
         kept = p.keep(normed, exact, is_part=True)
@@ -149,7 +149,7 @@ class _Mlp(torch.autograd.Function):
         small, exact = _gathered_gradient(q, gradient)
         inner = q.input_gradient(small)
         of_gate_up, exact_gate_up = p.scaling.swiglu_gradient(
-            inner, gate_up, keep=p.keeps_bf16, stats=p.note("output gradient", gate_up)
+            inner, gate_up, keep=p.keeps_bf16, stats=p.stats.of("output gradient", gate_up)
         )
         reduced = p.parallel.reduce(p.input_gradient(of_gate_up))
         of_second = q.weight_gradient(second, small, exact, tuple(kept[ctx.split :]))
@@ -161,7 +161,7 @@ class _Mlp(torch.autograd.Function):
 def _gathered_gradient(p: Fp8Products, gradient: Tensor) -> tuple[Fp8Tensor, Tensor | None]:
     """The gradient of a row-parallel output, of all ranks' rows, in FP8 and, if it is needed, in bf16."""
     rows = gradient.contiguous().flatten(0, 1)
-    small = p.scaling.cast(rows, GRADIENT, p.note("output gradient", rows), group=p.parallel.gathers)
+    small = p.scaling.cast(rows, GRADIENT, p.stats.of("output gradient", rows), group=p.parallel.gathers)
     exact = p.parallel.gather_rows(rows)() if p.keeps_bf16 else None
     return p.parallel.gather(small)(), exact
 
@@ -186,7 +186,7 @@ class Fp8RMSNormColumnParallelLinear(RMSNormColumnParallelLinear, Fp8Module):
         self.products = Fp8Products(fp8, TensorParallel(self.tp_group, self.sequence_parallel))
 
     def update_copies(self) -> None:
-        self.products.update(self.weight, is_training=self.training)
+        self.products.update(self.weight)
 
     def parts(self) -> dict[str, Fp8Products]:
         return {"qkv": self.products}
@@ -212,7 +212,7 @@ class Fp8RowParallelLinear(RowParallelLinear, Fp8Module):
         self.products = Fp8Products(fp8, TensorParallel(self.tp_group, self.sequence_parallel))
 
     def update_copies(self) -> None:
-        self.products.update(self.weight, is_training=self.training)
+        self.products.update(self.weight)
 
     def parts(self) -> dict[str, Fp8Products]:
         return {"proj": self.products}
@@ -239,8 +239,8 @@ class Fp8MLP(MLP, Fp8Module):
         )
 
     def update_copies(self) -> None:
-        self.first.update(self.linear_fc1.weight, is_training=self.training)
-        self.second.update(self.linear_fc2.weight, is_training=self.training)
+        self.first.update(self.linear_fc1.weight)
+        self.second.update(self.linear_fc2.weight)
 
     def parts(self) -> dict[str, Fp8Products]:
         return {"fc1": self.first, "fc2": self.second}

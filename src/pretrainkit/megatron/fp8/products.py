@@ -25,17 +25,13 @@ class Fp8Products:
         """Whether the weight's gradient is computed in bf16."""
         self.parallel = parallel
         self.stats = Stats()
-        self._is_training = self._has_backward = True
+        self._has_backward = True
         self.copies = Fp8Weight(self.scaling)
 
-    def update(self, weight: Tensor, *, is_training: bool) -> None:
+    def update(self, weight: Tensor) -> None:
         """Before the forward pass: make the weight's FP8 copies where they aren't of this step."""
-        self._is_training, self._has_backward = is_training, torch.is_grad_enabled()
-        self.copies.update(weight, always=not is_training)
-
-    def note(self, kind: str, like: Tensor) -> Tensor | None:
-        """Where a cast of this kind of tensor notes its scales; evaluations don't."""
-        return self.stats.of(kind, like) if self._is_training else None
+        self._has_backward = torch.is_grad_enabled()
+        self.copies.update(weight)
 
     def forward(self, inputs: Fp8Tensor) -> Tensor:
         """inputs [t, k] times the transpose of the weight [n, k], in bf16 [t, n]."""

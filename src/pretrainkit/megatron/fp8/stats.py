@@ -1,4 +1,4 @@
-"""What the casts of a layer's training note: scales, and values lost to underflow, of the last microbatch."""
+"""What the casts of a layer note: scales, and values lost to underflow, of the last microbatch."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A weight changes through the optimizer, whose parameters may arrive just before a layer's forward pass, through loading,
 and through nothing else during a step. So the engine calls `expire` before each step and each evaluation, and a copy
-is made again when its layer runs next; a layer in evaluation mode never uses an earlier one.
+is made again when its layer runs next.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Fp8Weight:
         """[k, n], for the gradient of the input."""
 
     @torch.no_grad()
-    def update(self, weight: Tensor, *, always: bool = False) -> None:
+    def update(self, weight: Tensor) -> None:
         """Make the copies of `weight`, unless they were made since the last `expire`."""
-        if self._made_in == _epoch and not always:
+        if self._made_in == _epoch:
             return
         exists = self._made_in >= 0
         self.rows = self._scaling.cast(weight.detach(), FORWARD, into=self.rows if exists else None)
