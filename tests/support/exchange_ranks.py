@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pretrainkit.megatron import layer_spec
+from pretrainkit.megatron import linear
 from pretrainkit.megatron.tp_overlap import NUM_BUFFERS, AllGatherMatmul, MatmulReduceScatter, PeerMemory
 from pretrainkit.megatron.wgrad import WgradGemm
 
@@ -104,6 +104,6 @@ def train(rank: int, world_size: int, *, run_file: Path, shared: Path) -> None:
         return memories.setdefault(group, LatePeerMemory(group, shared))
 
     fused_ranks.use_kernels(tp_comm_overlap="copies")
-    layer_spec.peer_memory_of = peer_memory_of
+    linear.peer_memory_of = peer_memory_of
     ranks.train_until_stopped(rank, world_size, run_file=run_file)
     assert memories
