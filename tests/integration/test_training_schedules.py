@@ -139,7 +139,8 @@ def test_what_a_branch_may_not_change_is_refused(
     assert "no complete checkpoint of step 3" in message and "one of its steps 2, 4, 6, 8" in message
     assert "is not an experiment" in refused("unstable")
     assert "this experiment has checkpoints and is no branch" in refused("stable:4", experiment="stable")
-    assert "config.training.seed was 1234, now 7" in refused("stable:4", "--seed", 7)
+    message = "the branch would be another run than its parent: config.training.seed was 1234, now 7"
+    assert message in refused("stable:4", "--seed", 7)
     assert "with 4 samples a step, now 8" in refused("stable:4", "--global_batch_size", 8)
     assert "model.num_layers" in refused("stable:4", "--hf_model_id", make_hf_llama(num_hidden_layers=1))
     tokenizer = tmp_path / "model"

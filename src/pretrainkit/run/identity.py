@@ -131,7 +131,8 @@ def _changes_from_parent(run: ResolvedRun, branch: BranchPoint) -> Changes:
     changed.pop("config.experiment", None)
     if run.config.nemo_model is None:  # the weights are those of the checkpoint
         changed.pop("config.nemo_model", None)
-    _check_identity(folder, changed, allowed=DATA if run.config.data.allow_data_change else ())
+    allowed = DATA if run.config.data.allow_data_change else ()
+    _check_identity(folder, changed, allowed=allowed, is_parent=True)
     check_tokenizer(run, checkpoint)
     _warn_of_rate_jump(before, run, changed, branch.step)
     return changed
@@ -159,12 +160,20 @@ def _warn_of_rate_jump(before: ResolvedRun, now: ResolvedRun, changed: Changes, 
         )
 
 
-def _check_identity(folder: RunFolder, changed: Changes, *, allowed: tuple[str, ...]) -> None:
+def _check_identity(
+    folder: RunFolder,
+    changed: Changes,
+    *,
+    allowed: tuple[str, ...],
+    is_parent: bool = False,
+) -> None:
     fields = tuple(f"{field}." for field in IDENTITY if field not in allowed)
     if identity := {name: values for name, values in changed.items() if f"{name}.".startswith(fields)}:
         listed = "; ".join(f"{name} was {old}, now {new}" for name, (old, new) in identity.items())
         raise RequestError(
-            f"this experiment has checkpoints of another run: {listed}",
+            f"the branch would be another run than its parent: {listed}"
+            if is_parent
+            else f"this experiment has checkpoints of another run: {listed}",
             needed="the same model, data, sequence length, split and seed, to continue",
             action="revert the change, or choose another --experiment (and --nemo_model to start from trained weights)"
             + ("; --allow_data_change continues with the new data" if identity.keys() <= set(DATA) else ""),
