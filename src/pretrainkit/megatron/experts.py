@@ -50,15 +50,6 @@ class GroupedLinear(torch.nn.Module):
         """`ends` [experts] int32: where each expert's rows end."""
         return _GroupedMatmul.apply(rows, self.weight, ends)
 
-    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Take Transformer Engine's names too: weight0, weight1, ...; its extra states are without content."""
-        for name in [name for name in state if name.startswith(f"{prefix}_extra_state")]:
-            del state[name]
-        if f"{prefix}weight0" in state:
-            found = [state.pop(f"{prefix}weight{number}") for number in range(len(self.weight))]
-            state[f"{prefix}weight"] = torch.stack(found)
-        super()._load_from_state_dict(state, prefix, *args)
-
 
 class _GroupedMatmul(torch.autograd.Function):
     """rows [t, k] times the transpose of their expert's matrix [e, n, k]; groups end at `ends` [e]."""
@@ -108,6 +99,17 @@ class GroupedExperts(MegatronModule):
         # In fp32, as Megatron's fused function for experts has it.
         inner = (F.silu(gate.float()) * up.float() * probabilities.float()[:, None]).to(rows.dtype)
         return self.linear_fc2(inner, ends), None
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Take the names of TEGroupedMLP and SequentialMLP too; extra states are without content."""
+        for name in [name for name in state if name.startswith(prefix) and "_extra_state" in name]:
+            del state[name]
+        for linear in ("linear_fc1", "linear_fc2"):
+            for one in (f"{linear}.weight{{}}", f"local_experts.{{}}.{linear}.weight"):
+                if prefix + one.format(0) in state:
+                    found = [state.pop(prefix + one.format(number)) for number in range(self.num_local_experts)]
+                    state[f"{prefix}{linear}.weight"] = torch.stack(found)
+        super()._load_from_state_dict(state, prefix, *args)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
