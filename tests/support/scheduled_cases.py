@@ -83,7 +83,7 @@ def queued_again(
     by_the_scheduler: Callable[[str], object],
     cancel: str,
 ) -> None:
-    """A run is started again: by its job, which was told to save, by the scheduler, and no more once it is cancelled.
+    """A run is started again: by its job, which was asked to save, by the scheduler, and no more once it is cancelled.
 
     Each start has a log and an exit code; --follow shows all of them. PBS continues a job by another.
     """

@@ -36,7 +36,7 @@ class Shown:
     share: Interval
     """Of the step time as it is."""
     noise: float | None
-    """Share that couldn't be told from nothing in these windows; None of few."""
+    """Share that these windows can't distinguish from nothing; None of few."""
     rounds: int
     doubt: str
     """Why the saving isn't certain; empty when it is larger than the noise, and was seen a second time."""

@@ -13,11 +13,7 @@ from megatron.core import parallel_state
 
 def all_ranks_any(flag: bool) -> bool:
     """Whether `flag` is set on any rank. All ranks call it together, after torch.distributed was initialised."""
-    if torch.distributed.get_world_size() == 1:
-        return flag
-    flags = torch.tensor([flag], dtype=torch.int32)
-    torch.distributed.all_reduce(flags, op=torch.distributed.ReduceOp.MAX, group=_cpu_group())
-    return bool(flags.item())
+    return bool(share_number(int(flag)))
 
 
 def share_number(number: int) -> int:

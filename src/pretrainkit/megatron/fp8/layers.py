@@ -178,6 +178,13 @@ class Fp8Module(ABC):
         """Its products by the name of their layer."""
 
 
+def _with_bias(output: Tensor, linear: Any) -> tuple[Tensor, Tensor | None]:
+    """What Megatron's linear layers give: the output, and a bias that their caller adds."""
+    if linear.bias is None:
+        return output, None
+    return (output, linear.bias) if linear.skip_bias_add else (output + linear.bias, None)
+
+
 class Fp8RMSNormColumnParallelLinear(RMSNormColumnParallelLinear, Fp8Module):
     """RMSNorm, then a column-parallel linear layer in FP8."""
 
@@ -199,9 +206,7 @@ class Fp8RMSNormColumnParallelLinear(RMSNormColumnParallelLinear, Fp8Module):
         output, residual = _NormLinear.apply(hidden, self.layer_norm_weight, self.weight, eps, self.products)
         if torch.is_grad_enabled():  # see FusedResidualRMSNormColumnParallelLinear
             hidden.residual = residual
-        if self.bias is None:
-            return output, None
-        return (output, self.bias) if self.skip_bias_add else (output + self.bias, None)
+        return _with_bias(output, self)
 
 
 class Fp8RowParallelLinear(RowParallelLinear, Fp8Module):
@@ -222,9 +227,7 @@ class Fp8RowParallelLinear(RowParallelLinear, Fp8Module):
             return super().forward(input_)
         self.update_copies()
         output = _RowLinear.apply(input_, self.weight, self.products)
-        if self.bias is None:
-            return output, None
-        return (output, self.bias) if self.skip_bias_add else (output + self.bias, None)
+        return _with_bias(output, self)
 
 
 class Fp8MLP(MLP, Fp8Module):
