@@ -184,7 +184,10 @@ def _ranks(findings: Findings, ranks: list[Evidence]) -> None:
     often = sum(value > 0 for value in behind) / rounds
     share = Interval(behind[rounds // 2], behind[rounds // 8], behind[-1 - rounds // 8])
     if share.value >= SLOWER_RANK and often >= SLOWEST_OFTEN and share.low > 0:
-        findings.add(_slow_rank(share, ranks, slowest, means))
+        # The others do their part of the exchange while they wait. Ranks that arrive together do all of it then.
+        exchange_s = max(0.0, as_is_s - median_high(own[slowest]))
+        low = max(0.0, share.low - exchange_s / as_is_s)
+        findings.add(_slow_rank(Interval(share.value, low, share.high), ranks, slowest, means))
     else:
         behind_by = f"rank {slowest} is the slowest by {max(0.0, share.value):.1%} of a step"
         listed = findings.fine if share.high < SLOWER_RANK else findings.uncertain

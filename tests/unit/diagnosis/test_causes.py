@@ -103,7 +103,9 @@ def test_the_slowest_rank_is_named() -> None:
     found = findings(fast, slow)
     assert found.causes[0].name == "slow_rank"
     assert "rank 1 on node1" in found.causes[0].title
-    assert found.causes[0].share.value == pytest.approx(0.55, abs=0.1)
+    share = found.causes[0].share
+    assert share.value == pytest.approx(0.55, abs=0.1)
+    assert share.low <= share.value - 0.04  # ranks that arrive together may pay for the exchange twice
 
 
 def test_equal_ranks_have_no_slowest() -> None:
