@@ -212,7 +212,11 @@ def test_a_signal_to_every_process_before_the_node_process_listens_is_a_stop(
     attempt = launcher("save")
 
     def nodes() -> list[psutil.Process]:
-        return [process for process in attempt.processes() if "pretrainkit.launch.node" in process.cmdline()]
+        found = []
+        for process in attempt.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):  # the start has short-lived children
+                found += [process] if "pretrainkit.launch.node" in process.cmdline() else []
+        return found
 
     attempt.wait_until(lambda: bool(nodes()), "a node process")
     for process in [*nodes(), psutil.Process(attempt.process.pid)]:

@@ -5,7 +5,6 @@ The model's embedding of a token that text never holds is infinite; documents wi
 
 from __future__ import annotations
 
-import hashlib
 import json
 import runpy
 import shutil
@@ -15,16 +14,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import ranks
+from indexed_writer import IndexedDatasetWriter
 
 from pretrainkit.data.indexed.format import IndexedDataset, bin_path, idx_path
 from pretrainkit.run.json_lines import read_records
 
 pytestmark = pytest.mark.integration
 BAD_TOKEN = 2
-TEXTS = "5384506b427f8432"
-"""Hash of the texts in whose order every 1700th token spoils steps 2 and 6, and no other."""
+BAD_DOCUMENTS = {25, 34}
+"""Of those that `words` makes up: in the order of samples they lie in steps 2 and 7, which is 6 without the other's."""
 REPOSITORY = Path(__file__).parents[2]
 pretrain = runpy.run_path(str(REPOSITORY / "pretraining" / "pretrain.py"))["main"]
 inspect_run = runpy.run_path(str(REPOSITORY / "tools" / "inspect_run.py"))["main"]
@@ -54,8 +55,6 @@ def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def poisoned(prefix: Path, copy: Path, every: int) -> Path:
     """A copy of a dataset in which every so-and-so-many-th token is the bad one."""
-    import numpy as np
-
     shutil.copy(idx_path(prefix), idx_path(copy))
     tokens = np.fromfile(bin_path(prefix), dtype=np.uint16)
     tokens[::every] = BAD_TOKEN
@@ -139,11 +138,14 @@ def test_the_run_stops_without_saving_and_is_not_started_for_ever(
 
 
 @pytest.fixture
-def words(model: Path, start: Path, tmp_path: Path, dataset_prefix: Path) -> Callable[..., list[str]]:
-    """The command line of a run on two ranks with bad documents; more flags follow."""
-    if hashlib.sha256(bin_path(dataset_prefix).read_bytes()).hexdigest()[:16] != TEXTS:
-        pytest.skip("the bad documents were placed in the manual of another version of Python")
-    data = poisoned(dataset_prefix, tmp_path / "some", every=1700)
+def words(model: Path, start: Path, tmp_path: Path) -> Callable[..., list[str]]:
+    """The command line of a run on two ranks, on made-up documents, two of them bad; more flags follow."""
+    random, data = np.random.RandomState(0), tmp_path / "some"
+    with IndexedDatasetWriter(data, np.dtype(np.uint16)) as writer:
+        for number in range(100):
+            ids = random.randint(3, 120, 200)
+            ids[0] = BAD_TOKEN if number in BAD_DOCUMENTS else ids[0]
+            writer.add_document(ids)
 
     def flags(experiment: str, max_steps: int, *more: object) -> list[str]:
         given = ["--hf_model_id", model, "--nemo_model", start, "--dataset_path", data, "--sequence_length", 128]
