@@ -42,6 +42,11 @@ class OpaqueObject:
         return self
 
 
+def _member(owner: Any, _: str) -> OpaqueObject:
+    """A member of an enum: some releases of Python 3.11 write it as an attribute of its class, others by its value."""
+    return owner() if isinstance(owner, type) and issubclass(owner, OpaqueObject) else OpaqueObject()
+
+
 class OpaqueUnpickler(pickle.Unpickler):
     """An unpickler that constructs only classes in `known`; all other objects become OpaqueObjects."""
 
@@ -51,11 +56,13 @@ class OpaqueUnpickler(pickle.Unpickler):
         ("collections", "defaultdict"): lambda *_: {},
         ("torch", "Size"): torch.Size,
         ("_codecs", "encode"): lambda text, encoding: text.encode(encoding),
+        ("builtins", "getattr"): _member,
         ("builtins", "set"): set,
         ("builtins", "slice"): slice,
     }
 
     def find_class(self, module: str, name: str) -> Any:
+        module = "builtins" if module == "__builtin__" else module  # its name in torch.save's pickle protocol, 2
         if (module, name) in self.known:
             return self.known[module, name]
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):

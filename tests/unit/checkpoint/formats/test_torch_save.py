@@ -60,6 +60,32 @@ def test_nothing_in_a_file_is_run(tmp_path: Path) -> None:
     assert torch.equal(read["weight"].read(), torch.ones(2))
 
 
+class Member:
+    """Pickled as a member of an enum is by some releases of Python 3.11."""
+
+    here: Member
+
+    def __reduce__(self) -> Any:
+        return getattr, (Member, "here")
+
+
+Member.here = Member()
+
+
+class Bad:
+    """Unpickles to an attribute of a class that is constructed."""
+
+    def __reduce__(self) -> Any:
+        return getattr, (argparse.Namespace, "__init__")
+
+
+def test_objects_of_python_itself(tmp_path: Path) -> None:
+    torch.save({"member": Member.here, "set": {1, 2}, "slice": slice(3), "bad": Bad()}, tmp_path / "f")
+    read = read_torch_save(tmp_path / "f")
+    assert (type(read["member"]).__name__, read["set"], read["slice"]) == ("Member", {1, 2}, slice(3))
+    assert isinstance(read["member"], OpaqueObject) and isinstance(read["bad"], OpaqueObject)
+
+
 @pytest.mark.parametrize("keep", [0.0, 0.3, 0.99])
 def test_cut_file_is_refused(tmp_path: Path, keep: float) -> None:
     path = tmp_path / "f"
