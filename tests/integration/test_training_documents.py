@@ -79,6 +79,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "PP=2": {"pipeline": 2},
     "two rows a microbatch": {"micro_batch_size": 2},
     "DP=2": {"data_parallel": 2},
+    "CP=2, two rows a microbatch": {"context": 2, "micro_batch_size": 2},
+    "CP=2, PP=2": {"context": 2, "pipeline": 2},
 }
 MASKED_LAYOUTS: dict[str, dict[str, Any]] = {
     "two samples a microbatch": {"micro_batch_size": 2},

@@ -303,8 +303,8 @@ def document_losses_rank(rank: int, world_size: int, *, hf_folder: Path, checkpo
     """Write the losses [b, s] of a batch of rows beside it, and of each of its documents alone."""
     import torch
 
-    from pretrainkit.megatron import attention
     from pretrainkit.megatron import model as megatron_model
+    from pretrainkit.megatron.document_attention import segment_bounds
     from pretrainkit.models.registry import read_shape
 
     torch.distributed.init_process_group("gloo")
@@ -313,11 +313,11 @@ def document_losses_rank(rank: int, world_size: int, *, hf_folder: Path, checkpo
     model = megatron_model.load_model(
         checkpoint / "weights", shape, padded_vocab_size=shape.vocab_size, sequence_length=batch["tokens"].size(1)
     )
-    bounds = attention.document_bounds(batch["position_ids"])
+    bounds = segment_bounds(batch["position_ids"])
     with torch.no_grad():
         together = model(batch["tokens"], batch["position_ids"], bounds, labels=batch["labels"])
         alone = []
-        for begin, end in itertools.pairwise(bounds):
+        for begin, end in itertools.pairwise(bounds[0]):
             parts = (batch[name].flatten()[begin:end][None] for name in ("tokens", "position_ids", "labels"))
             tokens, positions, labels = parts
             alone.append(model(tokens, positions, None, labels=labels)[0])

@@ -22,8 +22,8 @@ from pretrainkit.engine.nemo import AutoTokenizer, llm
 from pretrainkit.engine.nemo import lightning as nl
 from pretrainkit.hf_tokenizer import readable_folder
 from pretrainkit.megatron import kernels, patches
-from pretrainkit.megatron.attention import with_document_bounds
 from pretrainkit.megatron.dataset import EpochDataset
+from pretrainkit.megatron.document_attention import with_document_bounds
 from pretrainkit.megatron.layer_spec import torch_layer_spec
 from pretrainkit.megatron.model import expert_fields, precision_fields, recompute_fields
 from pretrainkit.models.megatron_fields import nemo_model

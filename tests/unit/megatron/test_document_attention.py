@@ -1,36 +1,24 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
-import torch.nn.functional as F
 
-from pretrainkit.megatron.attention import attend_within_documents, document_bounds, with_document_bounds
 from pretrainkit.megatron.dataset import reset_positions, row_sample, target_labels
+from pretrainkit.megatron.document_attention import segment_bounds
 
 
-def test_bounds_lie_where_positions_begin_anew() -> None:
-    positions = torch.tensor([[0, 1, 2, 0, 1], [0, 0, 1, 2, 3]])
-    assert document_bounds(positions).tolist() == [0, 3, 5, 6, 10]
-    assert document_bounds(positions).dtype == torch.int32
+def test_segments_are_documents() -> None:
+    bounds = segment_bounds(torch.tensor([[0, 1, 2, 0, 1], [0, 0, 1, 2, 3]]))
+    assert bounds.tolist() == [[0, 3, 5, 6, 10]] * 2
+    assert bounds.dtype == torch.int32
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2, 4], ids=["one", "grouped", "all"])
-def test_documents_attend_as_if_they_were_alone(kv_heads: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    query = torch.randn(12, 2, 4, 8, generator=generator, requires_grad=True)
-    key, value = (torch.randn(12, 2, kv_heads, 8, generator=generator, requires_grad=True) for _ in range(2))
-    bounds = torch.tensor([0, 5, 6, 12, 20, 24], dtype=torch.int32)
-    out = attend_within_documents(query, key, value, bounds).unflatten(2, (4, 8))
-    for row, begin, end in ((0, 0, 5), (0, 5, 6), (0, 6, 12), (1, 0, 8), (1, 8, 12)):
-        alone = [part[begin:end, row].transpose(0, 1) for part in (query, key, value)]
-        alone[1:] = [part.repeat_interleave(4 // kv_heads, dim=0) for part in alone[1:]]
-        wanted = F.scaled_dot_product_attention(*alone, is_causal=True).transpose(0, 1)
-        assert torch.allclose(out[begin:end, row], wanted, atol=1e-6)
-    out[6:12, 0].sum().backward()
-    gradient = key.grad
-    assert gradient is not None
-    assert gradient[6:12, 0].abs().sum() > 0 and gradient[:6, 0].abs().sum() == 0 and gradient[:, 1].abs().sum() == 0
+def test_segments_of_a_rank_are_the_parts_of_documents_in_its_chunks() -> None:
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 0, 1], [0, 1, 2, 3, 4, 5, 6, 7]])  # chunks of 2 for two ranks
+    # Rank 0: tokens 0 to 1 and 6 to 7. The keys of the second chunk are tokens 0 to 7, of which 0 to 5 have no query.
+    assert segment_bounds(positions, 0, 2).tolist() == [[0, 2, 2, 4, 6, 8], [0, 2, 8, 10, 12, 20]]
+    # Rank 1: tokens 2 to 5, whose documents begin at 0 and 3.
+    assert segment_bounds(positions, 1, 2).tolist() == [[0, 1, 2, 2, 4, 6, 8], [0, 3, 4, 7, 10, 14, 20]]
 
 
 def test_a_row_gives_its_documents_positions_and_labels_of_their_own() -> None:
@@ -52,13 +40,6 @@ def test_resetting_leaves_out_ends_outside_of_the_sample() -> None:
     reset_positions(sample, np.array([-2, 0, 2, 2, 5, 9]))
     assert sample["position_ids"].tolist() == [0, 1, 0, 1, 2]
     assert sample["loss_mask"].tolist() == [1, 0, 1, 1, 0]
-
-
-def test_the_data_step_gets_bounds_with_each_batch() -> None:
-    batches = iter([({"position_ids": torch.tensor([[0, 1, 0]])}, 0, 0), {"position_ids": torch.tensor([[0, 1, 2]])}])
-    step = with_document_bounds(next)
-    assert step(batches)[0]["attention_mask"].tolist() == [0, 2, 3]
-    assert step(batches)["attention_mask"].tolist() == [0, 3]
 
 
 def test_a_loss_has_the_label_of_the_document_whose_token_is_predicted() -> None:
