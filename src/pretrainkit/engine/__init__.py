@@ -6,18 +6,19 @@
 Order of the callbacks, which each hook follows:
 
 1. `ReportProgress`: notes steps and phases for the watch over the ranks
-2. `VerifyRestoredState`: weights are NaN until loaded; step and sample are the planned ones
-3. `OptimizerSettings`: learning rate, weight decay, betas and eps of the step
-4. `LossGuard`: judges loss and gradient norm between the backward pass and the update
-5. `UseCudaGraphs`: captures the layers
-6. `InitialLossCheck`: only for a start from another model's weights; before steps are timed and signals only noted
-7. `Fp8Check`, with FP8: weights are cast once a step; compares the loss with bf16's
-8. `Recording`: numbers of a step, before the save that may follow it, so that saving isn't timed as a step
-9. `StopEarly`: from its start on a signal means to finish the step and save
-10. NeMo's own callbacks
-11. `Evaluations`
-12. `Checkpoints`: saves after what the callbacks above decided, a stop included
-13. `DataLoaderWatchdog`, `FreezeGC`
+2. `SeedWeights`: before the model is built
+3. `VerifyRestoredState`: weights are NaN until loaded; step and sample are the planned ones
+4. `OptimizerSettings`: learning rate, weight decay, betas and eps of the step
+5. `LossGuard`: judges loss and gradient norm between the backward pass and the update
+6. `UseCudaGraphs`: captures the layers
+7. `InitialLossCheck`: only for a start from another model's weights; before steps are timed and signals only noted
+8. `Fp8Check`, with FP8: weights are cast once a step; compares the loss with bf16's
+9. `Recording`: numbers of a step, before the save that may follow it, so that saving isn't timed as a step
+10. `StopEarly`: from its start on a signal means to finish the step and save
+11. NeMo's own callbacks
+12. `Evaluations`
+13. `Checkpoints`: saves after what the callbacks above decided, a stop included
+14. `DataLoaderWatchdog`, `FreezeGC`
 
 What is replaced in NeMo, Lightning, Megatron and Python for a run, by the file that does it. `train`, `saving` and
 `trainer` apply rows of the register (`megatron.patches`); the others change single objects, or Python's own:

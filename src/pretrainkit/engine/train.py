@@ -13,6 +13,7 @@ from pretrainkit.engine.callbacks.before_steps import (
     BatchSizeWarmup,
     FreezeGC,
     OptimizerSettings,
+    SeedWeights,
     UseCudaGraphs,
     VerifyRestoredState,
 )
@@ -91,6 +92,7 @@ def train(
     guard, graphs = LossGuard(run, recorder, by_label, router_load, plan.skipped), UseCudaGraphs(chosen)
     trainer.callbacks = [
         ReportProgress(run, progress),
+        SeedWeights(run.config.training.seed),
         VerifyRestoredState(plan),
         OptimizerSettings(run),
         *([BatchSizeWarmup(run)] if run.config.training.rampup_batch_size else []),

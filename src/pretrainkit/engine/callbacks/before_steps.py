@@ -1,4 +1,4 @@
-"""Before steps: checks the restored state, sets the optimizer's settings, prepares layers and garbage collection."""
+"""Before steps: seeds, the check of the restored state, the optimizer's settings, layers, garbage collection."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from megatron.core import parallel_state
 from megatron.core.num_microbatches_calculator import (
     get_current_global_batch_size,
     reconfigure_num_microbatches_calculator,
 )
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from pretrainkit.config.batch_size import batch_size_at
 from pretrainkit.config.schema import Kernels, ResolvedRun
@@ -118,6 +120,20 @@ class UseCudaGraphs(pl.Callback):
     def uncounted_gib(self) -> float:
         """Memory that graphs use and torch's allocator counts as free."""
         return sum(layers.uncounted_bytes for layers in self._layers) / 2**30
+
+
+class SeedWeights(pl.Callback):
+    """Seeds the generators of Megatron's matrices on GPUs with the run's seed; NeMo takes 1234, whatever the run's is.
+
+    To be called after the ranks have met and before the model is built. Pipeline stages differ, as in Megatron.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if torch.cuda.is_available():
+            model_parallel_cuda_manual_seed(self._seed + 100 * parallel_state.get_pipeline_model_parallel_rank())
 
 
 class FreezeGC(pl.Callback):
