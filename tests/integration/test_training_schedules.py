@@ -152,6 +152,8 @@ def test_what_a_branch_may_not_change_is_refused(
         shutil.copy(path, tmp_path / path.name)
     unknown = ["--dataset_path", tmp_path / dataset_prefix.name, "--allow_data_change"]
     assert "another tokenizer than that of" in refused("stable:4", "--hf_model_id", tokenizer, *unknown)
+    assert pretrain([*words(home, "stable", 9, *WSD, "--hf_model_id", tokenizer, *unknown), "--plan"]) == 2  # no branch
+    assert "another tokenizer than that of" in capsys.readouterr().err
     assert "--allow_data_change continues with the new data" in refused("stable:4", *unknown[:2])
 
 

@@ -12,10 +12,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 from pretrainkit import files
-from pretrainkit.checkpoint.formats.hf_files import HF_SOURCE
 from pretrainkit.config.run_file import read_run
 from pretrainkit.config.schema import BranchPoint, ResolvedRun
-from pretrainkit.data.tokens.tokenizer import load_tokenizer
 from pretrainkit.errors import CheckpointError, RequestError
 from pretrainkit.run.checkpoints import Checkpoint, all_complete, newest_committed, read
 from pretrainkit.run.folder import RunFolder, checkpoint_name
@@ -88,18 +86,6 @@ def parent_checkpoint(branch: BranchPoint, damaged: Mapping[str, str] = MappingP
     if problem := damaged.get(checkpoint.path.name):
         raise CheckpointError(problem, action="restore it, or branch from another step", where=str(checkpoint.path))
     return checkpoint
-
-
-def check_tokenizer(run: ResolvedRun, parent: Checkpoint) -> None:
-    """Raise RequestError if the run has another tokenizer than the checkpoint it starts from."""
-    source = parent.path / HF_SOURCE
-    if source.is_dir() and load_tokenizer(source).sha256 != load_tokenizer(Path(run.hf_folder)).sha256:
-        raise RequestError(
-            f"another tokenizer than that of {parent.path}",
-            needed="the parent's model and tokenizer",
-            action=f"take the parent's --hf_model_id; {source} has its files",
-            where="--hf_model_id",
-        )
 
 
 def link_checkpoint(run: ResolvedRun) -> None:

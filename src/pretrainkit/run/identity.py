@@ -10,13 +10,15 @@ from typing import Any
 
 import numpy as np
 
+from pretrainkit.checkpoint.formats.hf_files import HF_SOURCE
 from pretrainkit.config.run_file import read_run, write_run
 from pretrainkit.config.schema import BranchPoint, ResolvedRun
+from pretrainkit.data.tokens.tokenizer import load_tokenizer
 from pretrainkit.errors import RequestError
 from pretrainkit.files import same_fingerprint
 from pretrainkit.logs import get_logger
-from pretrainkit.run.branch import check_tokenizer, parent_checkpoint
-from pretrainkit.run.checkpoints import newest_complete, saved_data
+from pretrainkit.run.branch import parent_checkpoint
+from pretrainkit.run.checkpoints import Checkpoint, newest_complete, saved_data
 from pretrainkit.run.folder import RUN_FILE, RunFolder
 from pretrainkit.run.lr_schedule import learning_rate
 
@@ -114,8 +116,21 @@ def changes_since_last_start(run: ResolvedRun) -> Changes:
     _check_identity(folder, changes(saved, run), allowed=DATA if run.config.data.allow_data_change else ())
     changed = changes(before, run)
     if newest := newest_complete(folder.checkpoints):
+        _check_tokenizer(run, newest)
         _warn_of_rate_jump(before, run, changed, newest.step)
     return changed
+
+
+def _check_tokenizer(run: ResolvedRun, checkpoint: Checkpoint) -> None:
+    """Raise RequestError if the run has another tokenizer than the checkpoint it starts from."""
+    source = checkpoint.path / HF_SOURCE
+    if source.is_dir() and load_tokenizer(source).sha256 != load_tokenizer(Path(run.hf_folder)).sha256:
+        raise RequestError(
+            f"another tokenizer than that of {checkpoint.path}",
+            needed="the model and tokenizer that it was trained with",
+            action=f"take their --hf_model_id; {source} has the files",
+            where="--hf_model_id",
+        )
 
 
 def _is_new_branch(run: ResolvedRun) -> bool:
@@ -133,7 +148,7 @@ def _changes_from_parent(run: ResolvedRun, branch: BranchPoint) -> Changes:
         changed.pop("config.nemo_model", None)
     allowed = DATA if run.config.data.allow_data_change else ()
     _check_identity(folder, changed, allowed=allowed, is_parent=True)
-    check_tokenizer(run, checkpoint)
+    _check_tokenizer(run, checkpoint)
     _warn_of_rate_jump(before, run, changed, branch.step)
     return changed
 
