@@ -49,32 +49,25 @@ def build_parser() -> Parser:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check, report, and say whether the release passed."""
-    from pretrainkit.release.files import verify_files
-    from pretrainkit.release.models import RunOptions, check_models
+    from pretrainkit.release.gate import check_release
+    from pretrainkit.release.models import RunOptions
+    from pretrainkit.release.report import report_prefix
 
-    report = verify_files(
+    options = RunOptions(
+        arguments.long_tokens,
+        arguments.num_sequences,
+        arguments.text,
+        arguments.base,
+        tuple(arguments.ignore_config_fields),
+    )
+    report = check_release(
         arguments.source,
         arguments.released,
         hf_folder=arguments.hf_model,
-        ignore_config_fields=arguments.ignore_config_fields,
+        options=options,
+        files_only=arguments.files_only,
     )
-    if arguments.files_only:
-        report.skipped.append("the models were not run (--files-only)")
-    elif not report.passed:
-        report.skipped.append("the models were not run, since the files are wrong already")
-    else:
-        options = RunOptions(
-            arguments.long_tokens,
-            arguments.num_sequences,
-            arguments.text,
-            arguments.base,
-            tuple(arguments.ignore_config_fields),
-        )
-        report.checks += check_models(
-            arguments.source, arguments.released, hf_folder=arguments.hf_model, options=options
-        )
-    prefix = arguments.report or arguments.released.with_name(arguments.released.name + ".verified")
-    report.write(prefix)
+    report.write(arguments.report or report_prefix(arguments.released))
     print(json.dumps(report.as_dict(), indent=2) if arguments.json else report.as_markdown(hashes=False))
     return EXIT_DONE if report.passed else EXIT_FAILED
 

@@ -55,7 +55,7 @@ def verify_files(
     compared = find_source(source, released, hf_folder=hf_folder, ignore_config_fields=ignore_config_fields)
     origin, shape = compared.hf_folder, compared.shape
     given = [source] if isinstance(source, Path) else source
-    report = ReleaseReport(", ".join(map(str, given)), str(released))
+    report = ReleaseReport(", ".join(map(str, given)), str(released), [str(path.absolute()) for path in given])
     steps = {  # generators, so that each fails alone
         "config.json": _check_config(origin, released, shape),
         "weight files": _check_weight_files(released),
@@ -69,10 +69,13 @@ def verify_files(
     for name, checks in steps.items():
         report.checks += collect(name, checks)
     report.notes += _notes(released)
-    report.hashes = {
-        str(path.relative_to(released)): hash_file(path) for path in sorted(released.rglob("*")) if path.is_file()
-    }
+    report.hashes = hash_files(released)
     return report
+
+
+def hash_files(released: Path) -> dict[str, str]:
+    """SHA-256 of every file of a release, by its path in it."""
+    return {str(path.relative_to(released)): hash_file(path) for path in sorted(released.rglob("*")) if path.is_file()}
 
 
 def _check_config(origin: Path, released: Path, shape: ModelShape) -> Iterator[Check]:

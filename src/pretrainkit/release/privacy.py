@@ -66,21 +66,22 @@ def check_privacy(released: Path, notes: list[str]) -> Iterator[Check]:
         name = str(path.relative_to(released))
         if hf_files.is_weight_file(path):
             with suppress(SafetensorError), safe_open(path, framework="np") as file:
-                problems += _problems(f"{name} (metadata)", json.dumps(file.metadata() or {}))
+                problems += problems_of_text(f"{name} (metadata)", json.dumps(file.metadata() or {}))
         elif path.stat().st_size > _SEARCHED_BYTES:
             problems.append(f"{name} is too large to be searched")
         else:
             content = path.read_bytes()
             text = content.decode("utf-8", errors="replace")
             if b"\0" not in content:
-                problems += _problems(name, text)
+                problems += problems_of_text(name, text)
             else:
                 problems += [f"{name} holds what looks like a secret ({kind})" for kind in _tokens(text)]
                 notes += [f"{name} holds the local path {found}" for found in _homes(text)]
     yield Check.of("no access tokens and no local paths", problems, "none")
 
 
-def _problems(name: str, text: str) -> Iterator[str]:
+def problems_of_text(name: str, text: str) -> Iterator[str]:
+    """Secrets and local paths in the text of a file of this name."""
     is_vocabulary = Path(name).name in _VOCABULARIES
     kinds = _tokens(text) | (set() if is_vocabulary else _named_secrets(text))
     for kind in sorted(kinds):

@@ -7,7 +7,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pretrainkit.files import write_json, write_text
+from pretrainkit.errors import RequestError
+from pretrainkit.files import read_json, write_json, write_text
+from pretrainkit.records import decode
 
 _LISTED_PROBLEMS = 8
 
@@ -46,6 +48,8 @@ class ReleaseReport:
 
     source: str
     released: str
+    sources: list[str] = field(default_factory=list)
+    """Absolute paths of what the release was compared with."""
     checks: list[Check] = field(default_factory=list)
     hashes: dict[str, str] = field(default_factory=dict)
     """SHA-256 of every file of the release."""
@@ -86,3 +90,21 @@ class ReleaseReport:
         """Write `prefix`.json and `prefix`.md."""
         write_json(prefix.with_name(prefix.name + ".json"), self.as_dict())
         write_text(prefix.with_name(prefix.name + ".md"), self.as_markdown() + "\n")
+
+
+def report_prefix(released: Path) -> Path:
+    """Where the report of a release is, unless it is asked for elsewhere: RELEASED.verified.json and .md."""
+    return released.with_name(released.name + ".verified")
+
+
+def read_report(path: Path) -> ReleaseReport:
+    """The report in a JSON file. Raises RequestError when there is none that this version reads."""
+    try:
+        fields = read_json(path)
+        fields["checks"] = [decode(Check, each) for each in fields["checks"]]
+        del fields["passed"]
+        return ReleaseReport(**fields)
+    except FileNotFoundError:
+        raise RequestError("no report of the release gate", where=str(path)) from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise RequestError(f"not a report of the release gate: {error}", where=str(path)) from error
