@@ -1,5 +1,8 @@
 #!/usr/bin/env python
-"""Show how an experiment went, over all its attempts: steps, losses, speed, restarts, checkpoints, logs."""
+"""Show how an experiment went, over all its attempts: steps, losses, speed, restarts, checkpoints, logs.
+
+Of several experiments it also writes a page that compares them.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrainkit.cli import Parser, run_command
-from pretrainkit.errors import EXIT_DONE, CheckpointError, PretrainkitError
+from pretrainkit.errors import EXIT_DONE, CheckpointError, PretrainkitError, RequestError
 from pretrainkit.logs import get_logger
 
 log = get_logger("inspect_run")
@@ -21,9 +24,15 @@ log = get_logger("inspect_run")
 def build_parser() -> Parser:
     """The command's flags."""
     parser = Parser(prog="inspect_run.py", description=__doc__)
-    parser.add_argument("experiment", type=Path, help="folder of the experiment")
+    parser.add_argument("experiment", type=Path, nargs="+", help="folder of the experiment; of several: compare them")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="where to draw it (default: EXPERIMENT/run.png)")
+    parser.add_argument(
+        "--html",
+        type=Path,
+        metavar="FILE.html",
+        help="where to write the page that compares experiments (default: comparison.html next to the first one)",
+    )
     parser.add_argument("--no-plot", action="store_true", help="draw nothing")
     parser.add_argument("--verify", action="store_true", help="read all checkpoints and check their checksums")
     return parser
@@ -33,11 +42,15 @@ def command(arguments: argparse.Namespace) -> int:
     """Print the summary and draw the picture."""
     from pretrainkit.run.history import read_history
 
+    experiments: list[Path] = arguments.experiment
+    if len(experiments) > 1 or arguments.html:
+        return _compare(experiments, arguments)
+    arguments.experiment = experiments[0]
     history = read_history(arguments.experiment, verify=arguments.verify)
     _ask_scheduler(history.summary["jobs"], arguments.experiment)
     picture, problem = None if arguments.no_plot else arguments.plot or arguments.experiment / "run.png", None
     if picture:
-        from pretrainkit.run.history import plot_history
+        from pretrainkit.run.plot import plot_history
 
         try:
             plot_history(history, picture)
@@ -62,6 +75,29 @@ def command(arguments: argparse.Namespace) -> int:
         raise problem
     if problem:
         log.warning("%s", problem)
+    return EXIT_DONE
+
+
+def _compare(experiments: list[Path], arguments: argparse.Namespace) -> int:
+    """Print the summaries and write the page."""
+    from pretrainkit.run.comparison import names_of, write_comparison
+    from pretrainkit.run.history import read_history
+
+    if unused := [flag for flag in ("plot", "verify") if getattr(arguments, flag)]:
+        raise RequestError(f"--{unused[0]} with a comparison", needed="one experiment, without --html")
+    names = names_of(experiments)
+    histories = {name: read_history(path) for name, path in zip(names, experiments, strict=True)}
+    for history, path in zip(histories.values(), experiments, strict=True):
+        _ask_scheduler(history.summary["jobs"], path)
+    page = None if arguments.no_plot else arguments.html or experiments[0].resolve().parent / "comparison.html"
+    if page:
+        write_comparison(histories, page)
+    if arguments.json:
+        found = {name: history.summary for name, history in histories.items()}
+        print(json.dumps({"experiments": found, "html": str(page) if page else None}, indent=2))
+    else:
+        print("\n\n".join(history.describe() for history in histories.values()))
+        print(f"\npage       {page}" if page else "", end="\n" if page else "")
     return EXIT_DONE
 
 

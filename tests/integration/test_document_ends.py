@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from pretrainkit.data.dataset import documents_kind, read_dataset
+from pretrainkit.data.dataset import read_dataset
+from pretrainkit.data.documents import documents_kind
 from pretrainkit.data.indexed.format import IndexedDataset
 
 pytestmark = pytest.mark.integration

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pretrainkit.data.dataset import documents_kind, read_dataset
+from pretrainkit.data.dataset import read_dataset
+from pretrainkit.data.documents import documents_kind
 from pretrainkit.data.indexed.format import IndexedDataset
 from pretrainkit.errors import RequestError
 

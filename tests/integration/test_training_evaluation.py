@@ -21,9 +21,9 @@ def test_a_run_in_pieces_is_evaluated_where_an_unbroken_one_is_and_at_each_end(
 
     model = make_hf_llama()
     unbroken = held_out("unbroken", 7)
-    assert list(unbroken) == [3, 6, 7]
-    assert list(held_out("pieces", 2)) == [2]
-    assert list(held_out("pieces", 6)) == [2, 3, 6]
+    assert list(unbroken) == [0, 3, 6, 7]
+    assert list(held_out("pieces", 2)) == [0, 2]
+    assert list(held_out("pieces", 6)) == [0, 2, 3, 6]
     pieces = held_out("pieces", 7)
-    assert list(pieces) == [2, 3, 6, 7]
+    assert list(pieces) == [0, 2, 3, 6, 7]
     assert {step: pieces[step] for step in unbroken} == unbroken

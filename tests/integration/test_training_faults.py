@@ -106,11 +106,12 @@ def test_a_signal_saves_within_a_step(
 def test_a_signal_during_an_evaluation_cuts_it_short(
     tiny: Path, tmp_path: Path, write_tiny_run: Callable[..., Path]
 ) -> None:
-    # One evaluation would take minutes.
+    # One evaluation would take minutes; a run that continues has none before its first step.
+    ranks.run_ranks(ranks.train_rank, 1, tmp_path, run_file=write_tiny_run(tiny, "evaluating", max_steps=2))
     run_file = write_tiny_run(tiny, "evaluating", max_steps=10**6, save_interval=10**6, val_interval=3, val_steps=5000)
     log = run_file.parent / "rank0.log"
     (process,) = ranks.start_ranks(ranks.train_until_stopped, 1, [log], run_file=run_file)
-    wait_for_step(run_file.parent, 1, 3)
+    wait_for_step(run_file.parent, 2, 3)
     time.sleep(0.5)
     os.kill(process.pid, signal.SIGTERM)
     process.join(20)
@@ -121,6 +122,22 @@ def test_a_signal_during_an_evaluation_cuts_it_short(
     assert not any("val_loss" in record for record in records)  # of some batches it would be another's
     assert records[-1]["event"] == "stopped" and records[-1]["step"] == 3
     assert log.read_text().count("asked to stop: the held-out loss after step 3 is not measured") == 1
+
+
+def test_a_signal_during_the_evaluation_before_the_first_step_ends_the_run(
+    tiny: Path, write_tiny_run: Callable[..., Path]
+) -> None:
+    run_file = write_tiny_run(tiny, "evaluating", max_steps=10**6, val_interval=3, val_steps=5000)
+    log = run_file.parent / "rank0.log"
+    (process,) = ranks.start_ranks(ranks.train_until_stopped, 1, [log], run_file=run_file)
+    wait_for_step(run_file.parent, 1, 0)
+    time.sleep(3.0)
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(20)
+    assert process.exitcode == EXIT_STOPPED_AFTER_SAVING, log.read_text()[-3000:]
+    records = read_records(run_file.parent / "metrics.jsonl")
+    assert [record.get("event") for record in records] == ["start", "stopped"]
+    assert not list((run_file.parent / "checkpoints").glob("step_*"))
 
 
 def test_a_signal_before_the_first_step_ends_at_once_and_is_no_failed_start(
@@ -181,7 +198,7 @@ def test_processes_that_never_begin_hold_nothing_up(tiny: Path, write_tiny_run: 
     ranks.run_ranks(ranks.train_rank_whose_forks_stand_still, 2, run_file.parent, run_file=run_file)
     records = read_records(run_file.parent / "metrics.jsonl")
     assert [record["step"] for record in records if "loss" in record] == [1, 2, 3, 4]
-    assert [record["step"] for record in records if "val_loss" in record] == [2, 4]
+    assert [record["step"] for record in records if "val_loss" in record] == [0, 2, 4]
     assert [checkpoint.step for checkpoint in resume.all_complete(run_file.parent / "checkpoints")] == [2, 4]
     for rank in range(2):
         assert run_file.with_name(f"rank{rank}.log").read_text().count("did not start within 1.0 s") >= 4

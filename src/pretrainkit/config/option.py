@@ -50,6 +50,8 @@ class Option:
     """Bounds of a number, such as '> 0' or '>= 0 and < 1'."""
     form: str = ""
     """How the text must look, such as HH:MM:SS."""
+    nargs: str | None = None
+    """Of the flag of a mapping, as argparse has it: '+' takes several values after one flag."""
     parse: Callable[[str], object] | None = None
     """Raises ValueError for a text that doesn't have this form, or a RequestError that says more."""
     name: str = ""

@@ -27,7 +27,8 @@ _SWITCHES = {
     "start nothing",
     "--follow": "show the log of a scheduled job until it ends, and exit with its exit code",
     "--plan": "print what a start would load, where it would continue, and what changed; start nothing",
-    "--json": "print the --plan as JSON",
+    "--list": "print the experiments in --experiments_dir with state, step, last losses and job; start nothing",
+    "--json": "print the --plan or the --list as JSON",
 }
 """Flags without a value that say what to do with a request, and their help."""
 
@@ -82,6 +83,8 @@ def add_flag(group: argparse._ActionsContainer, option: Option, *, with_short: b
         settings = {"action": "store_true"}
     elif option.type in (tuple, dict):
         settings = {"action": "append", "metavar": "NAME=VALUE" if option.type is dict else "TEXT"}
+        if option.nargs:
+            settings |= {"action": "extend", "nargs": option.nargs}
         text += "; repeatable"
     else:
         choices = f"{{{','.join(option.choices)}}}" if option.choices else ""

@@ -16,6 +16,7 @@ from pretrainkit.config.schema import (
     Recompute,
     ResolvedRun,
     RunConfig,
+    ValidationSet,
 )
 from pretrainkit.config.split import num_samples
 from pretrainkit.config.training import RENAMED_KERNELS, OptimizerConfig, TrainingConfig, cooldown_steps
@@ -32,6 +33,22 @@ WARMUP_SHARE = 0.01
 MAX_DEFAULT_WARMUP_STEPS = 2000
 COOLDOWN_SCHEDULES = ("wsd", "power")
 """The schedules that end with a decay of their own length."""
+
+
+@dataclass(frozen=True)
+class ValidationFacts:
+    """What is known of a dataset of --valid_path."""
+
+    name: str
+    dataset: DatasetFacts
+    tokens: tuple[int, ...]
+    """Per prefix, of all documents."""
+    tokenizers: tuple[str | None, ...]
+    """As `RunFacts.dataset_tokenizers`."""
+
+    def num_samples(self, sequence_length: int) -> int:
+        """Samples in one pass."""
+        return sum(num_samples(tokens, sequence_length) for tokens in self.tokens)
 
 
 @dataclass(frozen=True)
@@ -55,6 +72,7 @@ class RunFacts:
     """Per prefix, SHA-256 of the tokenizer.json that made it; None without a manifest."""
     without_eod: tuple[str, ...] = ()
     """Prefixes whose documents end with no token of their own."""
+    validation_sets: tuple[ValidationFacts, ...] = ()
 
 
 def world_size(config: RunConfig) -> int:
@@ -130,7 +148,17 @@ def resolve(config: RunConfig, facts: RunFacts) -> ResolvedRun:
         reset_attention_mask=reset_attention_mask(config, facts.dataset),
         async_save=config.training.async_save == "on" or (config.training.async_save == "auto" and chosen == "gpu"),
         recompute=_recompute(config, facts.model),
+        validation_sets=_validation_sets(config, facts),
         **_gpu(config, facts.machine, chosen),
+    )
+
+
+def _validation_sets(config: RunConfig, facts: RunFacts) -> tuple[ValidationSet, ...]:
+    training, length = config.training, config.data.sequence_length
+    most = training.val_steps * training.global_batch_size
+    return tuple(
+        ValidationSet(each.name, each.dataset, min(most, each.num_samples(length)))
+        for each in (facts.validation_sets if training.val_interval else ())
     )
 
 
@@ -193,6 +221,11 @@ def _data(run: ResolvedRun, facts: RunFacts) -> Iterator[str]:
             f"documents end without an EOD token in {', '.join(facts.without_eod[:3])}{more}: the model doesn't learn "
             "where a text ends; prepare the data again with --append-eod"
         )
+    for name, path in run.config.data.valid_path.items() if not run.config.training.val_interval else ():
+        yield f"--valid_path {name}={path} is not evaluated with --val_interval 0"
+    for each in run.validation_sets:
+        if trained := set(each.dataset.prefixes) & set(run.dataset.prefixes):
+            yield f"--valid_path {each.name} is also training data: {', '.join(sorted(trained))}"
     if run.dataset.max_token_id is None:
         yield "the data has no manifest: its tokenizer and largest token id are not checked against the model"
 

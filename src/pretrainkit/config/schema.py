@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from pretrainkit.config.launch import LaunchConfig
 from pretrainkit.config.option import option, options_of
+from pretrainkit.config.split import parse_split
 from pretrainkit.config.training import DataConfig, OptimizerConfig, ParallelConfig, TrackingConfig, TrainingConfig
 from pretrainkit.errors import RequestError
 
@@ -109,6 +110,16 @@ SECTIONS = tuple(dict.fromkeys(name.rpartition(".")[0] for name in OPTIONS if ".
 
 
 @dataclass(frozen=True)
+class BlendChange:
+    """Weights that a blend has from a step on."""
+
+    step: int
+    """Optimizer steps done before."""
+    weights: tuple[float, ...]
+    """One per prefix, on any scale; 0: nothing is drawn from it."""
+
+
+@dataclass(frozen=True)
 class DatasetFacts:
     """What the files of a dataset say, read before a run starts."""
 
@@ -127,6 +138,27 @@ class DatasetFacts:
     """Tokens of a row, where a part of the dataset is a set packed by bestfit, whose rows are the samples."""
     labels: tuple[str, ...] = ()
     """Labels of its documents, such as languages or inputs, by which the loss is shown; empty if there is only one."""
+    label_bytes_per_token: dict[str, float] = field(default_factory=dict)
+    """Bytes of text that a token of each label stands for, by the manifests, and under "" of all without labels; 0
+    where manifests don't say it."""
+    part_names: tuple[str, ...] = ()
+    """One per prefix: the part of the blend it belongs to."""
+    schedule: tuple[BlendChange, ...] = ()
+    """By which the weights of training change; those above hold until its first change, and for validation."""
+
+    def bytes_per_token(self, label: str) -> float:
+        """Bytes of text that a token of a label stands for; 0 where that isn't known."""
+        return self.label_bytes_per_token.get(label, self.label_bytes_per_token.get("", 0.0))
+
+
+@dataclass(frozen=True)
+class ValidationSet:
+    """A dataset of --valid_path, all of whose documents are held out."""
+
+    name: str
+    dataset: DatasetFacts
+    num_samples: int
+    """Samples of an evaluation: those of --val_steps batches, or all there are, each once."""
 
 
 @dataclass(frozen=True)
@@ -273,6 +305,7 @@ class ResolvedRun:
     """random, weights or continue: how the newest start began (`pretrainkit.run.resume_plan`)."""
     reset_attention_mask: bool = False
     """Whether attention stays within documents: as asked, or because the dataset has rows of whole documents."""
+    validation_sets: tuple[ValidationSet, ...] = ()
 
     @property
     def fp8(self) -> Fp8 | None:
@@ -295,6 +328,17 @@ class ResolvedRun:
         """Microbatches of one data-parallel rank in an optimizer step."""
         training = self.config.training
         return training.global_batch_size // (training.micro_batch_size * self.data_parallel_size)
+
+    @property
+    def has_validation_split(self) -> bool:
+        """Whether --split holds out documents of the dataset."""
+        return parse_split(self.config.data.split)[1] > 0
+
+    @property
+    def evaluation_steps(self) -> int:
+        """Batches of an evaluation: --val_steps of the validation split, and the samples of the validation sets."""
+        training, more = self.config.training, sum(each.num_samples for each in self.validation_sets)
+        return training.val_steps * self.has_validation_split + -(-more // training.global_batch_size)
 
     @property
     def tokens_per_step(self) -> int:

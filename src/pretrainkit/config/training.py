@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pretrainkit.config.batch_size import parse_rampup
+from pretrainkit.config.blend_schedule import parse_blend_schedule
 from pretrainkit.config.option import option
 from pretrainkit.config.split import parse_split
 from pretrainkit.errors import RequestError
@@ -57,6 +58,19 @@ class DataConfig:
     split: str = option(
         "969,30,1", "relative sizes of the training, validation and test splits, by documents", parse=parse_split
     )
+    blend_schedule: str | None = option(
+        None,
+        "weights of the blend by step: '2000:0.5,0.5 4000:0,1' has those from step 2000 on and others from 4000 on, in "
+        "the order of --dataset_path; each part goes on where it is",
+        form="'STEP:WEIGHT,WEIGHT,... STEP:...', steps in ascending order, weights >= 0",
+        parse=parse_blend_schedule,
+    )
+    valid_path: dict[str, str] = option(
+        {},
+        "more validation data, as NAME=PATH: a .bin/.idx prefix, a folder of them, token shards or a packed dataset; "
+        "its loss is recorded under that name",
+        nargs="+",
+    )
     num_workers: int = option(2, "DataLoader worker processes per rank", range=">= 0")
     shard_cache: str | None = option(
         None, "node-local folder for copies of shards from URLs", unset=".shard_cache in --experiments_dir"
@@ -65,7 +79,9 @@ class DataConfig:
         False, "reset attention mask, position ids and loss at document boundaries; always on for bestfit-packed data"
     )
     eod_mask_loss: bool = option(False, "mask the loss of the token that follows an EOD token")
-    allow_data_change: bool = option(False, "continue with another dataset or blend, from the same sample count")
+    allow_data_change: bool = option(
+        False, "continue with another dataset, blend or --blend_schedule, from the same sample count"
+    )
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pretrainkit.config import resolve
-from pretrainkit.config.resolve import RunFacts
+from pretrainkit.config.resolve import RunFacts, ValidationFacts
 from pretrainkit.config.schema import DatasetFacts, RunConfig
 from pretrainkit.config.split import SPLIT_NAMES, num_samples, parse_split
 from pretrainkit.errors import RequestError
@@ -17,6 +17,10 @@ def data_problems(config: RunConfig, facts: RunFacts) -> Iterator[RequestError]:
     if model:
         for owner, flag, largest_id in (
             ("the data's tokenizer", "--dataset_path", dataset.max_token_id if dataset else None),
+            *(
+                ("the data's tokenizer", f"--valid_path {each.name}", each.dataset.max_token_id)
+                for each in facts.validation_sets
+            ),
             ("the tokenizer", "--hf_model_id", facts.tokenizer_largest_id),
         ):
             if largest_id is not None and largest_id >= model.vocab_size:
@@ -28,22 +32,61 @@ def data_problems(config: RunConfig, facts: RunFacts) -> Iterator[RequestError]:
                 )
     if dataset is None:
         return
-    if facts.tokenizer_sha256:
-        others = [
-            prefix
-            for prefix, sha256 in zip(dataset.prefixes, facts.dataset_tokenizers, strict=False)
-            if sha256 and sha256 != facts.tokenizer_sha256
-        ]
-        if others:
-            yield RequestError(
-                f"tokenized with another tokenizer than the model's: {', '.join(others)}",
-                needed=f"data tokenized with the tokenizer.json of {facts.hf_folder}",
-                action="preprocess the data again with it",
-                where="--dataset_path",
-            )
+    yield from _other_tokenizer(facts, dataset, facts.dataset_tokenizers, "--dataset_path")
+    for each in facts.validation_sets:
+        flag = f"--valid_path {each.name}"
+        yield from _other_tokenizer(facts, each.dataset, each.tokenizers, flag)
+        yield from _validation_set(config, dataset, each, flag)
     yield from _document_masking(config, dataset, resolve.accelerator(config, facts.machine))
     if facts.split_tokens is not None:
         yield from _tokens(config, facts, facts.split_tokens)
+
+
+def _other_tokenizer(
+    facts: RunFacts, dataset: DatasetFacts, tokenizers: tuple[str | None, ...], flag: str
+) -> Iterator[RequestError]:
+    if not facts.tokenizer_sha256:
+        return
+    others = [
+        prefix
+        for prefix, sha256 in zip(dataset.prefixes, tokenizers, strict=False)
+        if sha256 and sha256 != facts.tokenizer_sha256
+    ]
+    if others:
+        yield RequestError(
+            f"tokenized with another tokenizer than the model's: {', '.join(others)}",
+            needed=f"data tokenized with the tokenizer.json of {facts.hf_folder}",
+            action="preprocess the data again with it",
+            where=flag,
+        )
+
+
+def _validation_set(
+    config: RunConfig, dataset: DatasetFacts, each: ValidationFacts, flag: str
+) -> Iterator[RequestError]:
+    """A name that can't be shown, rows that the run doesn't read as such, or no sample."""
+    length, row_length = config.data.sequence_length, each.dataset.row_length
+    if not each.name.isprintable() or "/" in each.name:
+        yield RequestError(f"{each.name!r}", needed="a name without '/' and line breaks", where="--valid_path")
+    if row_length not in (None, length):
+        yield RequestError(
+            f"packed by bestfit into rows of {row_length} tokens, the run has sequences of {length}",
+            needed="rows of the run's --sequence_length, or data that isn't packed",
+            where=flag,
+        )
+    if row_length is not None and not resolve.reset_attention_mask(config, dataset):
+        yield RequestError(
+            "packed by bestfit, but the run's attention doesn't stay within documents",
+            needed="data that isn't packed, or --reset_attention_mask",
+            where=flag,
+        )
+    if each.num_samples(length) < 1:
+        yield RequestError(
+            f"{each.dataset.num_tokens} tokens, fewer than one sample",
+            needed=f"{length + 1} tokens (sequence length + 1)",
+            action="use more text, or a shorter --sequence_length",
+            where=flag,
+        )
 
 
 def _document_masking(config: RunConfig, dataset: DatasetFacts, accelerator: str) -> Iterator[RequestError]:
@@ -78,7 +121,8 @@ def _tokens(
     assert facts.dataset
     length = config.data.sequence_length
     shares = parse_split(config.data.split)
-    used = [0, 1] if config.training.val_interval else [0]
+    evaluates = config.training.val_interval and (shares[1] or not facts.validation_sets)
+    used = [0, 1] if evaluates else [0]
     for split in used:
         name, too_short = SPLIT_NAMES[split], []
         for prefix, tokens in zip(facts.dataset.prefixes, split_tokens, strict=True):
@@ -107,4 +151,4 @@ def _more_tokens(split: int, shares: tuple[float, float, float]) -> str:
     if split == 0:
         return "use a shorter --sequence_length, or more text; join small files with tools/inspect_data.py merge"
     more = "give validation a larger share, such as --split 90,10,0" if shares[1] else "give validation a share"
-    return f"{more}, or turn evaluation off with --val_interval 0"
+    return f"{more}, name other data with --valid_path, or turn evaluation off with --val_interval 0"

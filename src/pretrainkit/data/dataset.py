@@ -1,16 +1,15 @@
 """What --dataset_path means, decided here alone: .bin/.idx pairs, token shards, packed datasets and blends of them.
 
-`read_dataset` reads what is known of a dataset before a run starts, from indexes and manifests alone;
-`documents_kind` says what opens one part of it for training. So all that follows (split, order of samples, one epoch,
-resume) is the same for every format, and the same documents give the same training.
+`read_dataset` reads what is known of a dataset before a run starts, from indexes and manifests alone; `dataset_path`
+takes the text apart, `documents` says what opens one part for training. So all that follows (split, order of samples,
+one epoch, resume) is the same for every format, and the same documents give the same training.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
-import math
-import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,22 +19,16 @@ from numpy.typing import NDArray
 from pretrainkit import files
 from pretrainkit.config.schema import DatasetFacts
 from pretrainkit.config.split import parse_split, split_bounds
-from pretrainkit.data.indexed.blend import read_blend
+from pretrainkit.data.dataset_path import blend_changes, parse_blend, part_names, weighted_parts
+from pretrainkit.data.documents import document_labels, documents_kind
 from pretrainkit.data.indexed.format import IndexedDataset, bin_path, idx_path
 from pretrainkit.data.indexed.labels import (
     MAX_LABELS,
-    DocumentLabels,
-    InputLabels,
-    OneLabel,
-    StoredLabels,
-    input_names,
 )
 from pretrainkit.data.indexed.manifest import Manifest, TokenizerRecord, read_manifest
-from pretrainkit.data.indexed.pair_set import SHARD_NAME, find_pairs, scan, several_forms
 from pretrainkit.data.indexed.verify import eod_problem, last_token
-from pretrainkit.data.packed.format import PackedDocuments, is_packed_folder
-from pretrainkit.data.shards.shard_set import ShardDocuments, is_shard_folder
-from pretrainkit.data.shards.urls import is_url, names_shards
+from pretrainkit.data.packed.format import PackedDocuments
+from pretrainkit.data.shards.urls import is_url
 from pretrainkit.errors import DataError, RequestError
 
 _EDGE_BYTES = 1 << 20
@@ -44,39 +37,6 @@ _DATA_WINDOWS = 4096
 """Windows of 4 KiB that are sampled of all tokens at each start (16 MiB)."""
 _EOD_DOCUMENTS = 200
 """Documents, evenly spread, whose end is checked: one read each, so few."""
-
-
-def documents_kind(path: Path | str) -> type[ShardDocuments] | type[PackedDocuments] | None:
-    """What one path of --dataset_path means: token shards, a packed dataset, or None: .bin/.idx pairs.
-
-    Megatron's own IndexedDataset opens pairs. Raises RequestError for a folder with other data than one set, in it or
-    below.
-    """
-    if names_shards(path):
-        return ShardDocuments
-    kind = PackedDocuments if is_packed_folder(path) else ShardDocuments if is_shard_folder(path) else None
-    if kind:
-        prefixes, sets = scan(Path(path))
-        if prefixes or len(sets) > 1:
-            raise several_forms(Path(path), [*(prefix.parent for prefix in prefixes), *sets])
-    return kind
-
-
-def document_labels(path: Path | str) -> DocumentLabels:
-    """The labels of the documents at one path of --dataset_path: those of --label-key, its inputs', or its own name.
-
-    Raises DataError when the stored ones are damaged.
-    """
-    pair = None if documents_kind(path) else IndexedDataset(path)
-    manifest = read_manifest(path) if pair else None
-    if pair and manifest and manifest.labels:
-        return StoredLabels(path, manifest.labels)
-    name = SHARD_NAME.sub("", Path(path).name)
-    if pair is None or manifest is None or len(manifest.inputs) < 2:
-        return OneLabel(name)
-    folder = name.removesuffix(f"_{manifest.key}_document")
-    names = [f"{folder}/{file}" for file in input_names([entry.path for entry in manifest.inputs])]
-    return InputLabels(pair.sequence_lengths, names, [entry.num_tokens for entry in manifest.inputs])
 
 
 @dataclass(frozen=True)
@@ -93,7 +53,7 @@ class DatasetReading:
     """Prefixes whose documents end with no token of their own."""
 
 
-def read_dataset(dataset_path: str, split: str) -> DatasetReading:
+def read_dataset(dataset_path: str, split: str, blend_schedule: str | None = None) -> DatasetReading:
     """Read all that is known about a dataset.
 
     Args:
@@ -101,13 +61,15 @@ def read_dataset(dataset_path: str, split: str) -> DatasetReading:
             shards (paths or URLs, with `{00000..00009}`), 'weight path weight path ...' of such, or a file that
             `inspect_data.py blend` wrote.
         split: shares such as '969,30,1'.
+        blend_schedule: as --blend_schedule has it, or None.
 
     Raises:
         RequestError: no complete pair there, damaged files, wrong weights, a prefix named twice, data that changed
             since its blend file was written.
     """
-    parts = [part for weight, path in _parse_blend(dataset_path) for part in _weighted_parts(weight, path)]
-    prefixes = [prefix for prefix, _ in parts]
+    blend = parse_blend(dataset_path)
+    parts = [(*part, number) for number, (weight, path, _) in enumerate(blend) for part in weighted_parts(weight, path)]
+    prefixes = [prefix for prefix, *_ in parts]
     if twice := sorted({str(prefix) for prefix in prefixes if prefixes.count(prefix) > 1}):
         raise RequestError(
             f"named twice: {', '.join(twice)}",
@@ -117,8 +79,12 @@ def read_dataset(dataset_path: str, split: str) -> DatasetReading:
     found = [_read_part(prefix, split) for prefix in prefixes]
     # Megatron gives a blend without weights one epoch and no more; the numbers of tokens mean the same mixture.
     weights = [
-        float(part.num_tokens) if weight is None else weight for part, (_, weight) in zip(found, parts, strict=True)
+        float(part.num_tokens) if weight is None else weight for part, (_, weight, _) in zip(found, parts, strict=True)
     ]
+    by_label: dict[str, list[tuple[int, int]]] = {}
+    for name, tokens, text_bytes in itertools.chain(*map(_labels, prefixes)):
+        by_label.setdefault(name, []).append((tokens, text_bytes))
+    has_labels = 1 < len(by_label) <= MAX_LABELS
     largest_ids = [part.tokenizer.largest_id for part in found if part.tokenizer]
     splits = [part.split_tokens for part in found]
     return DatasetReading(
@@ -130,8 +96,13 @@ def read_dataset(dataset_path: str, split: str) -> DatasetReading:
             max_token_id=max(largest_ids, default=None),
             data_hash=hashlib.sha256("".join(part.data_hash for part in found).encode()).hexdigest()
             + _samples(prefixes),
-            labels=_labels(prefixes),
             row_length=_row_length({part.row_length for part in found} - {None}),
+            labels=tuple(sorted(by_label)) if has_labels else (),
+            label_bytes_per_token={name: _bytes_per_token(by_label[name]) for name in sorted(by_label)}
+            if has_labels
+            else {"": _bytes_per_token([*itertools.chain(*by_label.values())])},
+            part_names=part_names(blend, parts),
+            schedule=blend_changes(blend_schedule, blend, parts),
         ),
         split_tokens=tuple(tokens for tokens in splits if tokens) if all(splits) else None,
         tokenizers=tuple(part.tokenizer.sha256 if part.tokenizer else None for part in found),
@@ -139,13 +110,19 @@ def read_dataset(dataset_path: str, split: str) -> DatasetReading:
     )
 
 
-def _labels(prefixes: list[Path | str]) -> tuple[str, ...]:
-    """Labels by which the loss can be shown; of data at URLs nothing is known before they are there."""
+def _labels(path: Path | str) -> Sequence[tuple[str, int, int]]:
+    """`DocumentLabels.sizes`; of data at URLs nothing is known before they are there."""
     try:
-        names = {name for path in prefixes if not is_url(path) for name in document_labels(path).names}
+        return () if is_url(path) else document_labels(path).sizes
     except DataError as error:
         raise RequestError(error.found, where=error.where, needed=error.needed, action=error.action) from error
-    return tuple(sorted(names)) if 1 < len(names) <= MAX_LABELS else ()
+
+
+def _bytes_per_token(sizes: Sequence[tuple[int, int]]) -> float:
+    """Of data with so many tokens and bytes of text; 0 where those of a part are not known."""
+    num_tokens = sum(tokens for tokens, _ in sizes)
+    is_known = num_tokens and all(text_bytes or not tokens for tokens, text_bytes in sizes)
+    return sum(text_bytes for _, text_bytes in sizes) / num_tokens if is_known else 0.0
 
 
 def _row_length(lengths: set[int | None]) -> int | None:
@@ -157,46 +134,6 @@ def _row_length(lengths: set[int | None]) -> int | None:
             where="--dataset_path",
         )
     return lengths.pop() if lengths else None
-
-
-def _parse_blend(dataset_path: str) -> list[tuple[float | None, str]]:
-    """(weight, path) of each part of a blend; one part without a weight when it is a single path."""
-    if is_url(dataset_path):  # a pipe's command has words, too
-        return [(None, dataset_path)]
-    plain = Path(dataset_path).expanduser()
-    if plain.is_file() and plain.suffix not in (".bin", ".idx", ".tar"):
-        return [(entry.weight, entry.prefix) for entry in read_blend(plain)]
-    words = shlex.split(dataset_path)
-    if plain.exists() or idx_path(plain).exists() or bin_path(plain).exists() or len(words) < 2:
-        return [(None, str(plain))]
-    needed = "'weight prefix weight prefix ...', each weight above 0"
-    if len(words) % 2:
-        raise RequestError(f"{dataset_path!r}", needed=f"a prefix, a folder, or {needed}", where="--dataset_path")
-    parts: list[tuple[float | None, str]] = []
-    for word, path in zip(words[::2], words[1::2], strict=True):
-        try:
-            weight = float(word)
-        except ValueError:
-            raise RequestError(f"{word!r} is not a weight", needed=needed, where="--dataset_path") from None
-        if not math.isfinite(weight) or weight <= 0:
-            raise RequestError(f"weight {word} of {path}", needed=needed, where="--dataset_path")
-        parts.append((weight, path if is_url(path) else str(Path(path).expanduser())))
-    return parts
-
-
-def _weighted_parts(weight: float | None, path: str) -> list[tuple[Path | str, float | None]]:
-    """The prefixes at a path, with their parts of the path's weight, in proportion to their tokens."""
-    kind = documents_kind(path)
-    if names_shards(path):
-        return [(path if is_url(path) else str(Path(path.removeprefix("file:")).absolute()), weight)]
-    if kind:
-        return [(Path(path).resolve(), weight)]
-    prefixes = [prefix.resolve() for prefix in find_pairs(path)]
-    if weight is None or len(prefixes) == 1:
-        return [(prefix, weight) for prefix in prefixes]
-    sizes = [bin_path(prefix).stat().st_size for prefix in prefixes]
-    total = sum(sizes) or 1
-    return [(prefix, weight * size / total) for prefix, size in zip(prefixes, sizes, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pretrainkit.data.dataset import documents_kind
+from pretrainkit.data.documents import documents_kind
 from pretrainkit.data.indexed.pair_set import find_pairs
 from pretrainkit.data.indexed.verify import Verification, verify
 from pretrainkit.data.packed.format import PackedDocuments, packed_damage, read_packed_manifest

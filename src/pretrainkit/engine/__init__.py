@@ -1,7 +1,7 @@
 """One rank's training of a resolved run on NeMo and Lightning: the only package that imports them.
 
 `rank` begins with run.json, `intact` checks the checkpoint, `train` is the sequence; `trainer` builds NeMo's objects,
-`saving` writes one checkpoint, `child_processes` guards what a rank forks.
+`data_module` builds its datasets, `saving` writes one checkpoint, `child_processes` guards what a rank forks.
 
 Order of the callbacks, which each hook follows:
 
@@ -16,7 +16,7 @@ Order of the callbacks, which each hook follows:
 9. `Recording`: numbers of a step, before the save that may follow it, so that saving isn't timed as a step
 10. `StopEarly`: from its start on a signal means to finish the step and save
 11. NeMo's own callbacks
-12. `Evaluations`
+12. `Evaluations`: the one before the first step, once layers and optimizer are prepared
 13. `Checkpoints`: saves after what the callbacks above decided, a stop included
 14. `DataLoaderWatchdog`, `FreezeGC`
 
@@ -35,6 +35,7 @@ What is replaced in NeMo, Lightning, Megatron and Python for a run, by the file 
 | `before_steps` | `load_checkpoint`, `load_model_state_dict` | to find weights that were not loaded |
 | `loss_guard` | `training_step`; the optimizer's `get_grad_norm`, `step_with_ready_grads` | to skip a bad update |
 | `stop` | the epoch loop's `_should_check_val_fx` | Lightning counts from the start of the data loader |
+| `data_module` | `build`, `_create_dataloader` | blends that change, samples of evaluations, samples left out |
 | `recording` | the module's `log`, the evaluation loop's `run` | no waits for the GPU, no evaluation in a step's time |
 | `loader_watchdog` | the evaluation loop's `reset` | it waits for DataLoader workers |
 """

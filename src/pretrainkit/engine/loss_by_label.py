@@ -1,4 +1,7 @@
-"""The training loss by label of documents (`data.indexed.labels`): summed with the loss, read when the norm is."""
+"""Losses by label of documents (`data.indexed.labels`), of training steps, and by source as well, of an evaluation.
+
+They are summed with the loss, and read where the device is waited for anyway.
+"""
 
 from __future__ import annotations
 
@@ -11,54 +14,51 @@ from megatron.core import parallel_state
 from megatron.core.utils import get_batch_on_this_cp_rank
 from torch import Tensor
 
+from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.data.indexed.labels import label_code
 from pretrainkit.engine.nemo import MaskedTokenLossReduction
 from pretrainkit.megatron.dataset import TARGET_LABELS
+from pretrainkit.megatron.held_out import SOURCE
 
 OTHER = "other"
 """Documents of data that was at URLs when the run was planned."""
 
 
 class LossByLabel:
-    """Sums of the loss, and numbers of tokens, for each label since they were last taken."""
+    """Sums of the loss, and numbers of tokens, for each label, and each source, since they were last taken."""
 
-    def __init__(self, labels: Sequence[str], accelerator: str) -> None:
+    def __init__(self, labels: Sequence[str], accelerator: str, *, num_sources: int = 1) -> None:
         by_code = {label_code(label): label for label in labels}
         codes = sorted(by_code)
-        self._names = [*(by_code[code] for code in codes), OTHER]
+        self.names = [*(by_code[code] for code in codes), OTHER]
         self._sorted_codes = codes
         self._device = "cuda" if accelerator == "gpu" else "cpu"
-        self._taken = torch.zeros(2, len(self._names), dtype=torch.float64)
+        self._taken = torch.zeros(2, num_sources * len(self.names), dtype=torch.float64)
         """The same of all ranks, for the steps since the last record."""
 
     @cached_property
     def _sums(self) -> Tensor:
-        """[2, labels + 1]: losses in nats and tokens of the current step on this rank, once its device is chosen."""
+        """[2, sources x labels]: losses in nats and tokens of this rank since the last step, once its device is
+        chosen."""
         return torch.zeros_like(self._taken, device=self._device)
 
     @cached_property
     def _codes(self) -> Tensor:
         return torch.tensor(self._sorted_codes, device=self._device)
 
-    def data_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Megatron's data step; on the last pipeline stage its microbatches have the number of each target's label."""
-
-        def labelled_step(batches: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
-            batch = next(batches)
-            codes = (batch[0] if isinstance(batch, tuple) else batch)[TARGET_LABELS]
-            output = step(iter([batch]), *args, **kwargs)
-            if parallel_state.is_pipeline_last_stage():
-                # On the device: on the CPU it takes as long as several layers' launches.
-                numbers = self._numbers(codes.to(self._device, non_blocking=True))
-                output[TARGET_LABELS] = get_batch_on_this_cp_rank({TARGET_LABELS: numbers})[TARGET_LABELS]
-            return output
-
-        return labelled_step
-
-    def _numbers(self, codes: Tensor) -> Tensor:
-        """Positions in the list of names."""
-        numbers = torch.searchsorted(self._codes, codes).clamp(max=len(self._codes) - 1)
-        return torch.where(self._codes[numbers] == codes, numbers, len(self._codes))
+    def numbers(self, batch: dict[str, Tensor]) -> Tensor:
+        """For each target [batch, sequence] of a microbatch the number of its sum; on the device, since on the CPU it
+        takes as long as several layers' launches.
+        """
+        codes = batch[TARGET_LABELS].to(self._device, non_blocking=True)
+        if self._sorted_codes:
+            numbers = torch.searchsorted(self._codes, codes).clamp(max=len(self._sorted_codes) - 1)
+            numbers = torch.where(self._codes[numbers] == codes, numbers, len(self._sorted_codes))
+        else:
+            numbers = torch.zeros_like(codes)
+        if SOURCE in batch:
+            numbers += len(self.names) * batch[SOURCE].to(self._device, non_blocking=True)[:, None]
+        return numbers
 
     def add(self, losses: Tensor, mask: Tensor, numbers: Tensor) -> None:
         """Add the losses [batch, sequence] of a microbatch."""
@@ -72,21 +72,49 @@ class LossByLabel:
         self._taken += self._sums.cpu()
         self._sums.zero_()
 
+    def take_sums(self) -> tuple[list[list[float]], list[list[int]]]:
+        """Losses in nats and numbers of tokens [sources][labels] since the last call."""
+        # Each of these ranks has added its own; a power of two, so that nothing is rounded.
+        losses, tokens = (
+            self._taken.view(2, -1, len(self.names)) / parallel_state.get_tensor_model_parallel_world_size()
+        )
+        self._taken = torch.zeros_like(self._taken)
+        return losses.tolist(), tokens.round().long().tolist()
+
     def take(self) -> tuple[dict[str, float], dict[str, int]]:
         """Mean loss in nats, and number of tokens, of each label that occurred since the last call."""
-        losses, tokens = self._taken.tolist()
-        self._taken.zero_()
-        copies = parallel_state.get_tensor_model_parallel_world_size()  # each of these ranks has counted its own
-        found = [(name, *sums) for name, *sums in zip(self._names, losses, tokens, strict=True) if sums[1]]
-        means = {name: loss / count for name, loss, count in found}
-        return means, {name: round(count / copies) for name, _, count in found}
+        (losses,), (tokens,) = self.take_sums()
+        found = [each for each in zip(self.names, losses, tokens, strict=True) if each[2]]
+        return {name: loss / count for name, loss, count in found}, {name: count for name, _, count in found}
+
+
+def held_out_losses(run: ResolvedRun) -> LossByLabel:
+    """The sums of an evaluation: its sources are the prefixes of the run's dataset, then the validation sets."""
+    labels = {*run.dataset.labels, *(label for each in run.validation_sets for label in each.dataset.labels)}
+    sources = len(run.dataset.prefixes) + len(run.validation_sets)
+    return LossByLabel(sorted(labels), run.accelerator, num_sources=sources)
+
+
+def labelled(step: Callable[..., Any], training: LossByLabel | None, held_out: LossByLabel) -> Callable[..., Any]:
+    """Megatron's data step; on the last pipeline stage its microbatches have the number of each target's sum."""
+
+    def labelled_step(batches: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
+        batch = next(batches)
+        output = step(iter([batch]), *args, **kwargs)
+        by_label = training if torch.is_grad_enabled() else held_out
+        if by_label and parallel_state.is_pipeline_last_stage():
+            numbers = by_label.numbers(batch[0] if isinstance(batch, tuple) else batch)
+            output[TARGET_LABELS] = get_batch_on_this_cp_rank({TARGET_LABELS: numbers})[TARGET_LABELS]
+        return output
+
+    return labelled_step
 
 
 class LabelledLossReduction(MaskedTokenLossReduction):
-    """NeMo's loss of a training step, added up by label as well."""
+    """NeMo's loss of a step, added up by label as well."""
 
-    def __init__(self, by_label: LossByLabel) -> None:
-        super().__init__()
+    def __init__(self, by_label: LossByLabel, *, validation_step: bool = False) -> None:
+        super().__init__(validation_step=validation_step)
         self._by_label = by_label
 
     def forward(self, batch: dict[str, Tensor], forward_out: Tensor) -> Any:

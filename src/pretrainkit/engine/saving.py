@@ -8,6 +8,7 @@ raised an error there, the others would wait for it forever. Such errors are kep
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import itertools
 import operator
@@ -138,7 +139,11 @@ class Saver:
             global_batch_size=training.global_batch_size,
             rampup_batch_size=training.rampup_batch_size,
             optimizer_was_reset=training.reset_optimizer,
-            dataset={"weights": dataset.weights, "data_hash": dataset.data_hash},
+            dataset={
+                "weights": dataset.weights,
+                "data_hash": dataset.data_hash,
+                "schedule": [dataclasses.asdict(change) for change in dataset.schedule],
+            },
         )
         if training.keep_optimizer_last:
             _separate_optimizer(trainer)

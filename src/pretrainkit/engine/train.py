@@ -27,7 +27,8 @@ from pretrainkit.engine.callbacks.recording import Recording, begin_recorder
 from pretrainkit.engine.callbacks.rollback import RollBack
 from pretrainkit.engine.callbacks.stop import Evaluations, StopEarly
 from pretrainkit.engine.child_processes import kill_children, use_fork_timeout
-from pretrainkit.engine.loss_by_label import LossByLabel
+from pretrainkit.engine.data_module import data_module, local_paths
+from pretrainkit.engine.loss_by_label import LossByLabel, held_out_losses
 from pretrainkit.engine.nemo import llm
 from pretrainkit.engine.nemo import logging as nemo_logging
 from pretrainkit.engine.progress import Progress
@@ -37,12 +38,10 @@ from pretrainkit.engine.trainer import (
     build_model,
     build_optimizer,
     build_trainer,
-    data_module,
     resume_settings,
 )
 from pretrainkit.logs import get_logger
 from pretrainkit.megatron import patches
-from pretrainkit.megatron.dataset import local_prefixes
 from pretrainkit.megatron.fp8.gemm import check_device
 from pretrainkit.run import progress as records
 from pretrainkit.run.resume_plan import WEIGHTS, StartPlan
@@ -72,7 +71,7 @@ def train(
     nemo_logging.setLevel(logging.ERROR)
     if run.accelerator == "cpu":
         patches.apply(patches.NEMO_ON_CPU)
-    prefixes = local_prefixes(run)
+    paths = local_paths(run)
     chosen = run.kernels
     assert chosen, "run_rank refuses a run without kernels"
     if run.fp8 and run.accelerator == "gpu":
@@ -86,7 +85,8 @@ def train(
     loss_checks = [InitialLossCheck(run, recorder, rank=rank)] if plan.mode == WEIGHTS else []
     watchdog = DataLoaderWatchdog(run, recorder, progress)
     by_label = LossByLabel(run.dataset.labels, run.accelerator) if run.dataset.labels else None
-    model = build_model(run, chosen, wrap_data_step=watchdog.data_step, by_label=by_label)
+    held_out = held_out_losses(run)
+    model = build_model(run, chosen, wrap_data_step=watchdog.data_step, by_label=by_label, held_out=held_out)
     trainer = build_trainer(run, plan, local_world_size=local_world_size)
     router_load = RouterLoad(run) if run.model.num_experts else None
     guard, graphs = LossGuard(run, recorder, by_label, router_load, plan.skipped), UseCudaGraphs(chosen)
@@ -100,10 +100,10 @@ def train(
         graphs,
         *loss_checks,
         *([Fp8Check(run, recorder)] if run.fp8 else []),
-        Recording(run, plan, recorder, guard, graphs, by_label, router_load),
+        Recording(run, plan, recorder, guard, graphs, held_out, by_label, router_load),
         StopEarly(requests),
         *trainer.callbacks,
-        Evaluations(run),
+        Evaluations(run, plan),
         Checkpoints(run, recorder, progress, saved_step=plan.step),
         watchdog,
         FreezeGC(),
@@ -115,7 +115,7 @@ def train(
     try:
         llm.pretrain(
             model=model,
-            data=data_module(run, plan, prefixes, model.tokenizer),
+            data=data_module(run, plan, paths, model.tokenizer),
             trainer=trainer,
             optim=build_optimizer(run),
             log=build_logger(run),

@@ -10,30 +10,30 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
-from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 
-from pretrainkit.config.batch_size import samples_after
 from pretrainkit.config.schema import Kernels, ResolvedRun
-from pretrainkit.data.shards.urls import names_shards
-from pretrainkit.engine.loss_by_label import LabelledLossReduction, LossByLabel
+from pretrainkit.engine.loss_by_label import LabelledLossReduction, LossByLabel, labelled
 from pretrainkit.engine.nemo import AutoTokenizer, llm
 from pretrainkit.engine.nemo import lightning as nl
 from pretrainkit.hf_tokenizer import readable_folder
-from pretrainkit.megatron import kernels, patches
-from pretrainkit.megatron.dataset import EpochDataset
+from pretrainkit.megatron import kernels
 from pretrainkit.megatron.document_attention import with_document_bounds
 from pretrainkit.megatron.layer_spec import torch_layer_spec
 from pretrainkit.megatron.model import expert_fields, precision_fields, recompute_fields
 from pretrainkit.models.megatron_fields import nemo_model
 from pretrainkit.run.folder import RunFolder
 from pretrainkit.run.resume_plan import CONTINUE, WEIGHTS, StartPlan
-from pretrainkit.run.skipped_samples import SkippedSamples
 
 
 def build_model(
-    run: ResolvedRun, chosen: Kernels, *, wrap_data_step: Callable[[Any], Any], by_label: LossByLabel | None = None
+    run: ResolvedRun,
+    chosen: Kernels,
+    *,
+    wrap_data_step: Callable[[Any], Any],
+    by_label: LossByLabel | None,
+    held_out: LossByLabel,
 ) -> llm.GPTModel:
     """NeMo's model object; it builds Megatron's modules later, on every rank that rank's part.
 
@@ -69,14 +69,13 @@ def build_model(
     if run.reset_attention_mask:
         config.data_step_fn = with_document_bounds(config.data_step_fn)
     microbatch_step = config.data_step_fn
-    if by_label:
-        config.data_step_fn = by_label.data_step(config.data_step_fn)
-    config.data_step_fn = wrap_data_step(config.data_step_fn)
+    config.data_step_fn = wrap_data_step(labelled(config.data_step_fn, by_label, held_out))
     tokenizer = AutoTokenizer(str(readable_folder(Path(run.hf_folder))), use_fast=True)
     model: llm.GPTModel = pkgutil.resolve_name(nemo.model_class)(config, tokenizer=tokenizer)
     model.microbatch_step = microbatch_step  # a loader's batch as the model gets it
     if by_label:
         model._training_loss_reduction = LabelledLossReduction(by_label)
+    model._validation_loss_reduction = LabelledLossReduction(held_out, validation_step=True)
     return model
 
 
@@ -139,7 +138,9 @@ def build_trainer(run: ResolvedRun, plan: StartPlan, *, local_world_size: int) -
         max_steps=run.max_steps,
         val_check_interval=config.training.val_interval if validates else run.max_steps,
         check_val_every_n_epoch=None,
-        limit_val_batches=config.training.val_steps if validates else 0,
+        limit_val_batches=run.evaluation_steps if validates else 0,
+        # Tensors that a layer keeps, such as rotary angles, would be without gradients after the first evaluation.
+        inference_mode=False,
         limit_test_batches=0,
         num_sanity_val_steps=0,
         logger=False,  # see recording.begin_recorder
@@ -202,66 +203,3 @@ def resume_settings(plan: StartPlan) -> nl.AutoResume:
         weights = nl.RestoreConfig(path=plan.checkpoint, load_model_state=True, load_optim_state=False)
         return nl.AutoResume(restore_config=weights)
     return nl.AutoResume()
-
-
-def data_module(
-    run: ResolvedRun, plan: StartPlan, prefixes: tuple[str, ...], tokenizer: AutoTokenizer
-) -> llm.PreTrainingDataModule:
-    """NeMo's data module for the datasets with these prefixes, in the run's order of samples."""
-    dataset, gpu = run.dataset, run.accelerator == "gpu"
-    patches.apply(patches.INDEX_FILES)
-    # NeMo checks that its paths exist, as .bin/.idx files or folders; names of shards are set below.
-    known = [run.experiment_dir if names_shards(prefix) else prefix for prefix in prefixes]
-    data = llm.PreTrainingDataModule(
-        paths=_blend(known, dataset.weights),
-        seq_length=run.config.data.sequence_length,
-        global_batch_size=run.config.training.global_batch_size,
-        micro_batch_size=run.config.training.micro_batch_size,
-        num_workers=run.config.data.num_workers,
-        pin_memory=gpu,
-        persistent_workers=run.config.data.num_workers > 0,
-        tokenizer=tokenizer,
-        split=run.config.data.split,
-        # NeMo refuses fewer than steps x batch size, which are too few after steps with a larger batch.
-        num_train_samples=max(run.max_steps * run.config.training.global_batch_size, plan.last_sample(run))
-        + plan.skipped.count,
-        seed=run.config.training.seed,
-        dataset_cls=EpochDataset,
-        reset_attention_mask=run.config.data.reset_attention_mask,
-        eod_mask_loss=run.config.data.eod_mask_loss,
-        # Megatron names its index after the settings, not the data: each dataset gets its own folder.
-        index_mapping_dir=str(RunFolder.of(run).dataset_index / dataset.data_hash[:16]),
-    )
-    # NeMo's own warm-up stops the trainer at each growth and counts only the samples since the last one.
-    data.data_sampler.compute_consumed_samples = functools.partial(_consumed_samples, run, plan)
-    if plan.skipped.count:
-        create = data._create_dataloader
-        data._create_dataloader = lambda dataset, mode, **settings: create(
-            WithoutSamples(dataset, plan.skipped) if mode == "train" else dataset, mode, **settings
-        )
-    if known != list(prefixes):
-        data.build_kwargs["blend"] = [list(prefixes), list(dataset.weights) or None]
-    data.create_attention_mask = False  # without Transformer Engine NeMo adds a mask of S x S to every sample
-    return data
-
-
-def _consumed_samples(run: ResolvedRun, plan: StartPlan, steps_since_resume: int = 0) -> int:
-    return samples_after(run.config.training, steps_since_resume, plan.consumed_samples)
-
-
-class WithoutSamples(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """A run's samples without those that rollbacks leave out."""
-
-    def __init__(self, dataset: EpochDataset | BlendedDataset, skipped: SkippedSamples) -> None:
-        self._dataset, self._skipped = dataset, skipped
-
-    def __len__(self) -> int:
-        return len(self._dataset) - self._skipped.count
-
-    def __getitem__(self, idx: int | None) -> dict[str, torch.Tensor]:
-        sample: dict[str, torch.Tensor] = self._dataset[None if idx is None else self._skipped.place(int(idx))]
-        return sample
-
-
-def _blend(prefixes: list[str], weights: tuple[float, ...]) -> list[str]:
-    return [word for pair in zip(map(str, weights), prefixes, strict=True) for word in pair] if weights else prefixes

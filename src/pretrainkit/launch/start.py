@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrainkit import files
-from pretrainkit.config.resolve import RunFacts, resolve, warnings_of
+from pretrainkit.config.resolve import RunFacts, ValidationFacts, resolve, warnings_of
 from pretrainkit.config.schema import ResolvedRun, RunConfig
 from pretrainkit.config.validate import problems_of
 from pretrainkit.data.dataset import read_dataset
@@ -59,7 +59,7 @@ def inspect_inputs(config: RunConfig) -> tuple[RunFacts, list[RequestError]]:
         machine=read_machine(config.launch.accelerator), experiment_dir=str(experiments_dir / config.experiment)
     )
     problems: list[RequestError] = []
-    for read in (_model, _dataset, _weights, _branch):
+    for read in (_model, _dataset, _validation_sets, _weights, _branch):
         with RequestError.collected(problems):
             facts = dataclasses.replace(facts, **read(config, facts))
     return facts, problems
@@ -83,13 +83,28 @@ def _model(config: RunConfig, _: RunFacts) -> dict[str, Any]:
 def _dataset(config: RunConfig, _: RunFacts) -> dict[str, Any]:
     if not config.data.dataset_path:
         return {}
-    found = read_dataset(config.data.dataset_path, config.data.split)
+    found = read_dataset(config.data.dataset_path, config.data.split, config.data.blend_schedule)
     return {
         "dataset": found.facts,
         "split_tokens": found.split_tokens,
         "dataset_tokenizers": found.tokenizers,
         "without_eod": found.without_eod,
     }
+
+
+def _validation_sets(config: RunConfig, _: RunFacts) -> dict[str, Any]:
+    sets = []
+    for name, path in config.data.valid_path.items():
+        try:
+            found = read_dataset(path, "1,0,0")
+        except RequestError as error:
+            where = path if error.where in ("", "--dataset_path") else error.where
+            raise RequestError(
+                error.found, needed=error.needed, action=error.action, where=f"--valid_path {name}: {where}"
+            ) from None
+        tokens = tuple(split[0] for split in found.split_tokens or ())
+        sets.append(ValidationFacts(name, found.facts, tokens, found.tokenizers))
+    return {"validation_sets": tuple(sets)}
 
 
 def _weights(config: RunConfig, facts: RunFacts) -> dict[str, Any]:
@@ -195,7 +210,11 @@ def summarize(run: ResolvedRun) -> str:
     training, optimizer = config.training, config.optimizer
     evaluation = "none"
     if training.val_interval:
-        evaluation = f"every {training.val_interval} steps and at the end, {training.val_steps} batches"
+        sets = "".join(f", {each.num_samples} samples of {each.name}" for each in run.validation_sets)
+        evaluation = (
+            f"before the first step, every {training.val_interval} steps and at the end, "
+            f"{training.val_steps} batches{sets}"
+        )
     lines = {
         "experiment": run.experiment_dir,
         "model": f"{model.family}, {model.num_layers} layers, hidden size {model.hidden_size}, "
@@ -204,7 +223,8 @@ def summarize(run: ResolvedRun) -> str:
         "tokenizer": run.hf_folder,
         "weights": run.initial_weights.checkpoint if run.initial_weights else "random",
         "data": f"{format_count(run.dataset.num_tokens)} tokens, {format_count(run.dataset.num_documents)} documents, "
-        f"split {config.data.split}, sequences of {config.data.sequence_length}",
+        f"split {config.data.split}, sequences of {config.data.sequence_length}"
+        + "".join(f", other weights from step {change.step} on" for change in run.dataset.schedule),
         "ranks": f"{run.world_size} ({run.accelerator}, {run.precision_text}) = "
         f"TP {parallel.tensor_model_parallel_size}{' with sequence parallel' if run.sequence_parallel else ''}"
         f" x PP {parallel.pipeline_model_parallel_size} x CP {parallel.context_parallel_size}"

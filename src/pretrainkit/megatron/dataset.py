@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pretrainkit import files
-from pretrainkit.config.schema import ResolvedRun
-from pretrainkit.data.dataset import document_labels, documents_kind
+from pretrainkit.config.schema import DatasetFacts, ResolvedRun
+from pretrainkit.data.documents import document_labels, documents_kind
 from pretrainkit.data.packed.format import PackedDocuments
 from pretrainkit.data.shards.mirror import local_shards
 from pretrainkit.data.shards.shard_set import ShardDocuments
@@ -177,14 +177,14 @@ def row_sample(ids: NDArray[np.int32], document_lengths: NDArray[np.int32]) -> d
     return sample
 
 
-def local_prefixes(run: ResolvedRun) -> tuple[str, ...]:
-    """Paths on disk of a run's datasets; shards at URLs are downloaded first, once per file system.
+def local_prefixes(run: ResolvedRun, dataset: DatasetFacts) -> tuple[str, ...]:
+    """Paths on disk of a dataset of a run; shards at URLs are downloaded first, once per file system.
 
     Called before process groups are created: a download may take longer than their timeouts.
     """
     folder = run.config.data.shard_cache or str(Path(run.experiment_dir).parent / ".shard_cache")
     cache = Path(os.path.expandvars(folder)).expanduser()
-    return tuple(local_shards(prefix, cache) for prefix in run.dataset.prefixes)
+    return tuple(local_shards(prefix, cache) for prefix in dataset.prefixes)
 
 
 def documents_of_samples(dataset: EpochDataset | BlendedDataset, samples: Iterable[int]) -> dict[str, list[int]]:
@@ -196,12 +196,6 @@ def documents_of_samples(dataset: EpochDataset | BlendedDataset, samples: Iterab
             part, index = dataset.datasets[dataset.dataset_index[sample]], int(dataset.dataset_sample_index[sample])
         documents.setdefault(str(part.dataset_path), set()).update(part.sample_documents(index))
     return {prefix: sorted(numbers) for prefix, numbers in documents.items()}
-
-
-def shares_drawn(dataset: BlendedDataset, samples: range) -> list[float]:
-    """The shares of some samples of a run that a blend draws from its datasets, in their order."""
-    parts = dataset.dataset_index[samples.start : samples.stop]
-    return [int(count) / len(samples) for count in np.bincount(parts, minlength=len(dataset.datasets))]
 
 
 def saving_atomically(save: Callable[..., None]) -> Callable[..., None]:

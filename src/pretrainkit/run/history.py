@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from pretrainkit.errors import CheckpointError, RequestError
 from pretrainkit.run.attempts import Attempt, read_attempts, restarts_without_progress
 from pretrainkit.run.checkpoints import all_complete, newest_complete, optimizer_layout, problem_of
 from pretrainkit.run.folder import CHAIN_FILE, JOBS_FILE, OUTCOME_FILE, RunFolder
+from pretrainkit.run.held_out import GROUPS
 from pretrainkit.run.json_lines import read_records
 from pretrainkit.run.progress import read_attempt
 from pretrainkit.units import format_count
@@ -31,11 +31,18 @@ class History:
 
     steps: tuple[dict[str, Any], ...]
     """The record of each step, in order; the last one, where a restart repeated the step."""
-    validation: tuple[tuple[int, float | None], ...]
-    """(step, held-out loss), each step once."""
+    evaluations: tuple[dict[str, Any], ...]
+    """The record of each evaluation on held-out data (`pretrainkit.run.held_out`), in order, each step once."""
+    results: tuple[dict[str, Any], ...]
+    """The events `evaluation`: of a step the `tasks` with their metrics, each step once."""
     attempts: tuple[Attempt, ...]
     summary: dict[str, Any]
     """All but the curves, as a JSON object."""
+
+    @property
+    def validation(self) -> tuple[tuple[int, float | None], ...]:
+        """(step, held-out loss)."""
+        return tuple((record["step"], record["val_loss"]) for record in self.evaluations)
 
     def describe(self) -> str:
         """The summary for people: aligned lines, without a newline at the end."""
@@ -47,6 +54,7 @@ class History:
             ("steps", f"{found['steps_done']} of {found['max_steps'] or 'unknown'}, {_count(found['tokens'])} tokens"),
             ("loss", "none" if loss is None else f"{loss:.4f}"),
             ("held-out", "none" if held_out is None else f"{held_out:.4f} at step {found['val_loss_step']}"),
+            *(("", line) for line in self._losses_by_source()),
             ("lr", "none" if found["learning_rate"] is None else f"{found['learning_rate']:.4g}"),
             ("speed", f"{_count(rate)} tokens/s" + ("" if mfu is None else f", MFU {mfu:.1%}")),
             (
@@ -78,6 +86,35 @@ class History:
                 lines.append(("", f"an earlier start: log {start['log']}  {code}"))
         return "\n".join(f"{name:<10} {value}" for name, value in lines)
 
+    def _losses_by_source(self) -> Iterator[str]:
+        """The held-out losses of the first and the last evaluation by set, label and part."""
+        for group, name, values in losses_by_source(self.evaluations):
+            (first, before), (last, now) = values[0], values[-1]
+            was = f", {before:.4f} at step {first}" if last != first and before is not None else ""
+            yield f"{group} {name}: {'none' if now is None else f'{now:.4f}'}{was}"
+
+
+def losses_by_source(
+    evaluations: Sequence[Mapping[str, Any]], metric: str = "loss"
+) -> list[tuple[str, str, list[tuple[int, float | None]]]]:
+    """(group, name, [(step, value), ...]) of each part, label and set that evaluations have a metric of.
+
+    Parts are left out where they are the labels.
+    """
+    found: dict[tuple[str, str], list[tuple[int, float | None]]] = {}
+    for record in evaluations:
+        for group in reversed(GROUPS):
+            for name, value in record.get(f"val_{metric}_by_{group}", {}).items():
+                found.setdefault((group, name), []).append((record["step"], value))
+    labels = {name for group, name in found if group == "label"}
+    parts = {name for group, name in found if group == "part"}
+    return [(*key, values) for key, values in found.items() if key[0] != "part" or not parts <= labels]
+
+
+def losses_of(record: Mapping[str, Any], metric: str = "loss") -> dict[str, float | None]:
+    """A metric of one evaluation, by 'set NAME', 'label NAME' and 'part NAME'."""
+    return {f"{group} {name}": values[0][1] for group, name, values in losses_by_source([record], metric)}
+
 
 def read_history(experiment: Path, *, verify: bool = False) -> History:
     """Read an experiment's folder; with `verify`, all bytes of its checkpoints too.
@@ -93,11 +130,9 @@ def read_history(experiment: Path, *, verify: bool = False) -> History:
         )
     records, attempts = read_records(folder.metrics), read_attempts(folder)
     trained = [record for record in records if record.keys() >= _STEP_FIELDS and "event" not in record]
-    by_step = {record["step"]: record for record in trained}
-    steps = tuple(record for _, record in sorted(by_step.items()))
-    validation = sorted(
-        {each["step"]: each["val_loss"] for each in records if each.keys() >= {"step", "val_loss"}}.items()
-    )
+    steps = _by_step(trained)
+    evaluations = _by_step(each for each in records if each.keys() >= {"step", "val_loss"})
+    results = _by_step(each for each in records if each.get("event") == "evaluation" and "step" in each)
     rates = [record["tokens_per_second"] for record in steps[-RATE_STEPS:] if "tokens_per_second" in record]
     last, last_written = steps[-1] if steps else {}, trained[-1] if trained else {}
     described = files.read_object(folder.run_file)
@@ -108,8 +143,11 @@ def read_history(experiment: Path, *, verify: bool = False) -> History:
         "max_steps": described.get("max_steps"),
         "tokens": last_written.get("tokens"),
         "loss": last.get("loss"),
-        "val_loss": validation[-1][1] if validation else None,
-        "val_loss_step": validation[-1][0] if validation else None,
+        "val_loss": evaluations[-1]["val_loss"] if evaluations else None,
+        "val_loss_step": evaluations[-1]["step"] if evaluations else None,
+        "first_evaluation": evaluations[0] if evaluations else None,
+        "last_evaluation": evaluations[-1] if evaluations else None,
+        "results": list(results),
         "learning_rate": last.get("learning_rate"),
         "tokens_per_second": statistics.median(rates) if rates else None,
         "tflops_per_rank": last_written.get("tflops_per_rank"),
@@ -121,7 +159,7 @@ def read_history(experiment: Path, *, verify: bool = False) -> History:
         ],
         "restarts": max(0, len(attempts) - 1),
         "idle_restarts": restarts_without_progress(attempts),
-        "replayed_steps": len(trained) - len(by_step),
+        "replayed_steps": len(trained) - len(steps),
         "bad_steps": _steps_of("bad_loss", records),
         "rollbacks": _steps_of("rollback", records),
         "missed_saves": _steps_of("missed_save", records),
@@ -130,7 +168,12 @@ def read_history(experiment: Path, *, verify: bool = False) -> History:
         "logs": [_outcome(log_folder) for log_folder in folder.attempt_folders()],
         "jobs": [_job(record) for record in _with_continuing_jobs(read_records(folder.jobs / JOBS_FILE))],
     }
-    return History(steps, tuple(validation), tuple(attempts), summary)
+    return History(steps, evaluations, results, tuple(attempts), summary)
+
+
+def _by_step(records: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """In order of steps, of each the last record."""
+    return tuple(record for _, record in sorted({record["step"]: record for record in records}.items()))
 
 
 def _checkpoints(folder: RunFolder) -> dict[str, Any]:
@@ -216,57 +259,3 @@ def _exit_code(file: Path) -> int | None:
 
 def _count(number: float | None) -> str:
     return "no" if number is None else format_count(number)
-
-
-def plot_history(history: History, path: Path) -> None:
-    """Write a PNG of a history. A repeated step is drawn once, as it was last recorded."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    figure = Figure(figsize=(10, 8), layout="constrained")
-    canvas = FigureCanvasAgg(figure)
-    loss_axes, rate_axes, speed_axes = figure.subplots(3, 1, sharex=True, height_ratios=(3, 1, 1))
-    steps = [record["step"] for record in history.steps]
-    losses = [math.nan if record["loss"] is None else record["loss"] for record in history.steps]
-    # Markers keep a few points visible.
-    marker = "." if len(steps) < 50 else ""
-    loss_axes.plot(steps, losses, marker=marker, linewidth=1, label="training loss")
-    if history.validation:
-        held_out_steps, held_out = zip(*history.validation, strict=True)
-        values = [math.nan if value is None else value for value in held_out]
-        loss_axes.plot(held_out_steps, values, "o-", color="tab:red", markersize=4, label="held-out loss")
-    rate_axes.plot(steps, [record["learning_rate"] for record in history.steps], marker=marker, color="tab:green")
-    rates = [record.get("tokens_per_second", math.nan) for record in history.steps]
-    speed_axes.plot(steps, rates, marker=marker, color="tab:purple")
-    for axes, name in ((loss_axes, "loss"), (rate_axes, "learning rate"), (speed_axes, "tokens/s")):
-        axes.set_ylabel(name)
-        axes.grid(alpha=0.3)
-        for attempt in history.attempts[1:]:
-            axes.axvline(attempt.start_step, color="gray", linestyle="--", linewidth=0.8)
-    rate_axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
-    speed_axes.set_ylim(bottom=0)
-    starts: dict[int, list[int]] = {}
-    for number, attempt in enumerate(history.attempts, 1):
-        starts.setdefault(attempt.start_step, []).append(number)
-    for step, numbers in starts.items():  # several at one step share a label
-        loss_axes.annotate(
-            f"start {numbers[0]}" + ("" if len(numbers) == 1 else f"-{numbers[-1]}"),
-            (step, 1),
-            xycoords=("data", "axes fraction"),
-            xytext=(3, -10),
-            textcoords="offset points",
-            fontsize=8,
-            color="gray",
-        )
-    if history.attempts:  # an attempt starts one step before its first record
-        loss_axes.set_xlim(left=min(attempt.start_step for attempt in history.attempts))
-    for number, step in enumerate(history.summary["bad_steps"]):
-        label = "" if number else "bad loss, no update"
-        loss_axes.axvline(step, color="tab:orange", linestyle=":", linewidth=1.5, label=label)
-    speed_axes.set_xlabel("step")
-    speed_axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    loss_axes.set_title(Path(history.summary["experiment"]).name)
-    loss_axes.legend()
-    with files.atomic_file(path) as temporary:
-        canvas.print_png(str(temporary))

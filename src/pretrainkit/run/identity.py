@@ -11,12 +11,14 @@ from typing import Any
 import numpy as np
 
 from pretrainkit.checkpoint.formats.hf_files import HF_SOURCE
+from pretrainkit.config.batch_size import samples_after
 from pretrainkit.config.run_file import read_run, write_run
-from pretrainkit.config.schema import BranchPoint, ResolvedRun
+from pretrainkit.config.schema import BlendChange, BranchPoint, DatasetFacts, ResolvedRun
 from pretrainkit.data.tokens.tokenizer import load_tokenizer
 from pretrainkit.errors import RequestError
 from pretrainkit.files import same_fingerprint
 from pretrainkit.logs import get_logger
+from pretrainkit.records import decode
 from pretrainkit.run.branch import parent_checkpoint
 from pretrainkit.run.checkpoints import Checkpoint, newest_complete, saved_data
 from pretrainkit.run.folder import RUN_FILE, RunFolder
@@ -30,9 +32,10 @@ IDENTITY = (
     "config.training.seed",
     "dataset.weights",
     "dataset.data_hash",
+    "dataset.schedule",
 )
 """Fields of run.json that define a run: weights, data, and the order in which the data is read."""
-DATA = ("dataset.weights", "dataset.data_hash")
+DATA = ("dataset.weights", "dataset.data_hash", "dataset.schedule")
 """Those of them that --allow_data_change lets change."""
 RATE_TOLERANCE = 0.01
 """Relative change of the learning rate at a resume that is worth a warning; assumed."""
@@ -42,7 +45,10 @@ _NOT_COMPARED = (
     "initial_weights",
     "config.branch_from",
     "branch",
+    "validation_sets",
     "dataset.prefixes",
+    "dataset.part_names",
+    "dataset.label_bytes_per_token",
     "start_mode",
     "kernels",
     "recompute",
@@ -117,6 +123,7 @@ def changes_since_last_start(run: ResolvedRun) -> Changes:
     changed = changes(before, run)
     if newest := newest_complete(folder.checkpoints):
         _check_tokenizer(run, newest)
+        _check_past_blend(saved, run, newest)
         _warn_of_rate_jump(before, run, changed, newest.step)
     return changed
 
@@ -149,6 +156,7 @@ def _changes_from_parent(run: ResolvedRun, branch: BranchPoint) -> Changes:
     allowed = DATA if run.config.data.allow_data_change else ()
     _check_identity(folder, changed, allowed=allowed, is_parent=True)
     _check_tokenizer(run, checkpoint)
+    _check_past_blend(saved, run, checkpoint)
     _warn_of_rate_jump(before, run, changed, branch.step)
     return changed
 
@@ -208,6 +216,37 @@ def _changed_weights(before: ResolvedRun, now: ResolvedRun) -> Changes:
     return {} if changed[0] == changed[1] else {"config.nemo_model": changed}
 
 
+def _check_past_blend(saved: ResolvedRun, now: ResolvedRun, newest: Checkpoint) -> None:
+    """Refuse a schedule by which the samples that are used up would have been others, on the same data.
+
+    Where each part goes on is counted from the weights of all steps before.
+    """
+    schedule, training = now.dataset.schedule, now.config.training
+    if not schedule or not same_fingerprint(saved.dataset.data_hash, now.dataset.data_hash):
+        return
+    if samples_after(training, newest.step) != newest.consumed_samples:
+        raise RequestError(
+            f"{newest.consumed_samples} samples were used in {newest.step} steps, with another batch size",
+            needed="the batch size of the first step in all steps, with which steps of the schedule are counted",
+            action="start from --nemo_model in another --experiment",
+            where="--blend_schedule",
+        )
+    past, wanted = (_weights_until(newest.step, run.dataset) for run in (saved, now))
+    if past.keys() != wanted.keys() or not all(_same_blend(past[step], wanted[step]) for step in past):
+        raise RequestError(
+            f"it changes the weights of steps that are done: {wanted}, trained with {past}",
+            needed=f"changes from step {newest.step} on, and before it the weights that the run has had",
+            action=f"begin the change with '{newest.step}:', and keep the earlier ones",
+            where="--blend_schedule",
+        )
+
+
+def _weights_until(step: int, dataset: DatasetFacts) -> dict[int, tuple[float, ...]]:
+    """The weights of the steps before, by the step since which they hold."""
+    changes = (decode(BlendChange, each) if isinstance(each, dict) else each for each in dataset.schedule)
+    return {0: tuple(dataset.weights)} | {each.step: tuple(each.weights) for each in changes if each.step < step}
+
+
 def _same_blend(old: Any, new: Any) -> bool:
     # Megatron divides weights by their sum: from equal quotients, to the bit, it draws the same samples.
     return bool(old and new and np.array_equal(np.array(old) / np.sum(old), np.array(new) / np.sum(new)))
@@ -220,4 +259,11 @@ def _leaves(value: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
         if isinstance(item, dict):
             yield from _leaves(item, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}", list(item) if isinstance(item, tuple) else item
+            yield f"{prefix}{name}", _as_lists(item)
+
+
+def _as_lists(value: Any) -> Any:
+    """A value with lists in place of tuples, as JSON has it."""
+    if isinstance(value, dict):
+        return {name: _as_lists(item) for name, item in value.items()}
+    return [_as_lists(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -17,6 +17,7 @@ from pretrainkit.logs import get_logger
 from pretrainkit.models.flops import training_flops_per_token
 from pretrainkit.run.attempts import AttemptLog
 from pretrainkit.run.folder import RunFolder
+from pretrainkit.run.held_out import describe_losses
 from pretrainkit.run.json_lines import JsonLinesWriter
 from pretrainkit.units import format_count, format_duration
 
@@ -137,10 +138,12 @@ class RunRecorder:
         is_due = step in (self._first_step, max_steps) or step % math.ceil(max_steps * _LINE_SHARE) == 0
         return bool(self._run.config.training.log_interval) or is_due or now_s - self._line_at_s >= _LINE_S
 
-    def validation(self, step: int, *, loss: float) -> None:
-        """Record the held-out loss after optimizer step `step`; its time doesn't count as training time."""
-        self._write(step=step, val_loss=loss)
-        log.info(f"step {step}/{self._run.max_steps}  held-out loss {loss:.4f}")
+    def validation(self, step: int, fields: dict[str, Any]) -> None:
+        """Record the held-out losses after optimizer step `step` (`pretrainkit.run.held_out`); their time doesn't
+        count as training time.
+        """
+        self._write(step=step, **fields)
+        log.info(f"step {step}/{self._run.max_steps}  held-out loss {describe_losses(fields)}")
 
     def event(self, kind: str, **details: Any) -> None:
         """Record something that happened, such as the start of an attempt or a checkpoint."""

@@ -75,6 +75,11 @@ class StartPlan:
         return samples_after(run.config.training, max(0, self.max_steps - self.step), self.consumed_samples)
 
     @property
+    def is_first(self) -> bool:
+        """Whether the experiment has not trained a step that was saved."""
+        return self.mode != CONTINUE or self.branch is not None
+
+    @property
     def is_done(self) -> bool:
         """Whether all steps are done and saved."""
         return self.step >= self.max_steps

@@ -51,7 +51,26 @@ def test_weights_are_kept_and_shared_out_in_a_folder(tmp_path: Path) -> None:
     write_pair(tmp_path / "many" / "x", [10])
     write_pair(tmp_path / "many" / "y", [30])
     path = f"0.2 {tmp_path / 'a'} 0.4 '{tmp_path / 'b c'}' 0.4 {tmp_path / 'many'}"
-    assert read_dataset(path, "1,0,0").facts.weights == (0.2, 0.4, 0.1, pytest.approx(0.3))
+    facts = read_dataset(path, "1,0,0", "10:0,1,4 20:1,0,0").facts
+    assert facts.weights == (0.2, 0.4, 0.1, pytest.approx(0.3))
+    assert facts.part_names == ("a", "b c", "many", "many")
+    assert [change.step for change in facts.schedule] == [10, 20]
+    assert facts.schedule[0].weights == pytest.approx((0, 1, 1, 3)) and facts.schedule[1].weights == (1, 0, 0, 0)
+    assert read_dataset(path, "1,0,0", "nonsense").facts.schedule == (), "reported by the checks of the request"
+    for wrong_path, schedule, found in ((path, "10:1,2", "3 parts"), (str(tmp_path), "10:1,2,3,4", "no weights")):
+        with pytest.raises(RequestError, match=found):
+            read_dataset(wrong_path, "1,0,0", schedule)
+
+
+def test_parts_have_names_that_tell_them_apart(tmp_path: Path) -> None:
+    for name in ("ja/web_text_document", "en/web_text_document", "en/books"):
+        write_pair(tmp_path / name, [10])
+    for number in range(2):
+        write_pair(tmp_path / f"en/code.shard-{number:05d}-of-00002_text_document", [10])
+    path = f"1 {tmp_path}/ja/web_text_document 1 {tmp_path}/en/web_text_document 1 {tmp_path}/en/books"
+    assert read_dataset(path, "1,0,0").facts.part_names == ("ja/web_text_document", "en/web_text_document", "books")
+    names = ("books", "code_text_document", "code_text_document", "web_text_document")
+    assert read_dataset(str(tmp_path / "en"), "1,0,0").facts.part_names == names, "tasks of an array are one part"
 
 
 def test_a_manifest_tells_tokenizer_and_largest_id(dataset_folder: Path) -> None:
@@ -108,6 +127,7 @@ def test_a_blend_file_gives_its_weights_and_is_checked_against_the_data(tmp_path
     write_blend(tmp_path / "mix.json", entries)
     facts = read_dataset(str(tmp_path / "mix.json"), "1,0,0").facts
     assert (facts.prefixes, facts.weights) == ((str(a), str(b)), (pytest.approx(0.75), pytest.approx(0.25)))
+    assert facts.part_names == ("ja", "en")
     (tmp_path / "moved").mkdir()
     write_blend(
         tmp_path / "moved/mix.json", [replace(entry, prefix=f"../{Path(entry.prefix).name}") for entry in entries]

@@ -16,7 +16,8 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatase
 from megatron.core.datasets.utils import Split
 
 from pretrainkit.megatron import patches
-from pretrainkit.megatron.dataset import EpochDataset, documents_of_samples, shares_drawn
+from pretrainkit.megatron.blend import shares_drawn
+from pretrainkit.megatron.dataset import EpochDataset, documents_of_samples
 
 EOD = 2
 SEQUENCE_LENGTH = 16

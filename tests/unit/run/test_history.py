@@ -12,8 +12,9 @@ import pytest
 from tiny_runs import tiny_run
 
 from pretrainkit.errors import RequestError
-from pretrainkit.run.history import plot_history, read_history
+from pretrainkit.run.history import read_history
 from pretrainkit.run.metrics import RunRecorder
+from pretrainkit.run.plot import plot_history
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -30,7 +31,7 @@ def train(experiment: Path, begin: int, end: int, loss: float) -> None:
             grad_norm=None,
         )
         if step % 4 == 0:
-            recorder.validation(step, loss=loss + 1)
+            recorder.validation(step, {"val_loss": loss + 1})
 
 
 @pytest.fixture

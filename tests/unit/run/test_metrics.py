@@ -31,7 +31,7 @@ def test_records_of_several_attempts_follow_each_other(tmp_path: Path) -> None:
         attempt.event("start", step=start)
         attempt.start(start)
         attempt.train_step(start + 1, consumed_samples=4 * (start + 1), loss=loss, learning_rate=1e-3, grad_norm=None)
-        attempt.validation(start + 1, loss=loss + 1)
+        attempt.validation(start + 1, {"val_loss": loss + 1})
     metrics = read_records(path)
     assert [record.get("loss") for record in metrics] == [None, 3.0, None, None, 2.0, None]
     assert [record.get("val_loss") for record in metrics] == [None, None, 4.0, None, None, 3.0]
@@ -123,11 +123,11 @@ def test_a_full_disk_costs_no_record_and_not_the_run(tmp_path: Path, caplog: pyt
     disk = FullDisk(attempt._file._file, room=10)
     attempt._file._file = disk  # type: ignore[assignment]
     for step in (1, 2):
-        attempt.validation(step, loss=float(step))
+        attempt.validation(step, {"val_loss": float(step)})
     assert [record.get("val_loss") for record in read_records(path)] == [None]
     assert caplog.text.count("be written (No space left on device)") == 1
     disk.room = 10_000
-    attempt.validation(3, loss=3.0)
+    attempt.validation(3, {"val_loss": 3.0})
     assert [record.get("val_loss") for record in read_records(path)] == [None, 1.0, 2.0, 3.0]
 
 
@@ -170,8 +170,8 @@ def test_a_tracker_that_fails_is_left_out(tmp_path: Path, caplog: pytest.LogCapt
 
     broken = Broken()
     attempt = recorder(tmp_path, [broken])
-    attempt.validation(1, loss=1.0)
-    attempt.validation(2, loss=2.0)
+    attempt.validation(1, {"val_loss": 1.0})
+    attempt.validation(2, {"val_loss": 2.0})
     attempt.close()
     assert (
         broken.calls == 1

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from pretrainkit.data.decontamination.overlap import Decontaminated, OverlapFinder, OverlapIndex
 from pretrainkit.data.indexed.chunk import Chunk, Column, Order, Target
 from pretrainkit.data.indexed.file_bytes import copy_range, write_at
-from pretrainkit.data.indexed.labels import count_labels
+from pretrainkit.data.indexed.labels import count_labels, text_sizes
 from pretrainkit.data.indexed.request import Plan
 from pretrainkit.data.readers.records import Batch, Reject
 from pretrainkit.data.readers.source import RangeCounts
@@ -128,6 +128,7 @@ class Worker:
         for number, (counts, batches) in enumerate(ranges):
             chunk.ranges.append(counts)
             counts.num_spelled = [0] * len(self._rules.keys)
+            counts.num_text_bytes = [0] * len(self._rules.keys)
             counts.labels = [{} for _ in self._rules.keys if self._rules.label_key]
             tokens = chunk.columns[:: len(self._plan.columns)]
             before = [column.num_bytes for column in tokens]
@@ -184,15 +185,17 @@ class Worker:
                         good[row] = False
                         line = batch.lines[row]
                         rejects.append(Reject(line, f"{key!r} spells a special token", batch.raw(line)))
-        for k, (ids, lengths) in enumerate(encoded):
+        for k, ((ids, lengths), texts) in enumerate(zip(encoded, batch.texts, strict=True)):
             kept = good & (lengths > 0)
+            sizes = text_sizes(itertools.compress(texts, kept))
+            counts.num_text_bytes[k] += int(sizes.sum())
             held.chunk.num_empty[k] += int(np.count_nonzero(good & (lengths == 0)))
             if rejects:
                 ids = ids[np.repeat(good, lengths)]
             self._check_range(ids)
             ids, lengths = finish(ids, lengths[kept], plan.dtype, first=self._first_ids, last=self._last_ids)
             labels = [
-                count_labels(itertools.compress(batch.labels, kept), lengths, found)
+                count_labels(itertools.compress(batch.labels, kept), lengths, sizes, found)
                 for found in counts.labels[k : k + 1]
             ]
             held.add(k, ids, lengths, *labels)

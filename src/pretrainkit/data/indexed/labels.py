@@ -39,12 +39,16 @@ class LabelRecord:
     """Of the .labels."""
     counts: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Documents and tokens of each label."""
+    text_bytes: dict[str, int] = field(default_factory=dict)
+    """Bytes in UTF-8 of the texts of each label; empty in records of older versions."""
 
 
 class DocumentLabels(Protocol):
     """The labels of a dataset's documents."""
 
     names: tuple[str, ...]
+    sizes: Sequence[tuple[str, int, int]]
+    """Labels with tokens and bytes of text, which are 0 where they are not known; a label may be there twice."""
 
     def codes(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
         """The codes of some documents' labels."""
@@ -65,6 +69,9 @@ class StoredLabels:
                 action="copy it again, with the rest of the pair, or preprocess again",
             )
         self.names = tuple(record.counts)
+        self.sizes: Sequence[tuple[str, int, int]] = [
+            (name, tokens, record.text_bytes.get(name, 0)) for name, (_, tokens) in record.counts.items()
+        ]
         self._name_of = {label_code(name): name for name in self.names}
         self._codes = np.memmap(path, mode="r", dtype="<u4") if needed else np.zeros(0, dtype="<u4")
 
@@ -80,8 +87,10 @@ class StoredLabels:
 class InputLabels:
     """The names of the inputs as labels."""
 
-    def __init__(self, lengths: NDArray[np.int32], names: Sequence[str], tokens: Sequence[int]) -> None:
-        """`lengths` are the documents' tokens; `names` and `tokens` the inputs', in the documents' order."""
+    def __init__(self, lengths: NDArray[np.int32], sizes: Sequence[tuple[str, int, int]]) -> None:
+        """`lengths` are the documents' tokens; `sizes` the inputs', in the documents' order."""
+        self.sizes = sizes
+        names, tokens, _ = zip(*sizes, strict=True)
         self.names = tuple(sorted(set(names)))
         self._codes = np.array([label_code(name) for name in names], dtype=np.int64)
         self._lengths, self._tokens = lengths, tokens
@@ -99,8 +108,9 @@ class InputLabels:
 class OneLabel:
     """One label for all documents: the name of a dataset of which no more is known."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, tokens: int = 0, text_bytes: int = 0) -> None:
         self.names: tuple[str, ...] = (name,)
+        self.sizes: Sequence[tuple[str, int, int]] = [(name, tokens, text_bytes)]
 
     def codes(self, documents: NDArray[np.int64]) -> NDArray[np.int64]:
         """The codes of some documents' labels."""
@@ -136,28 +146,39 @@ def label_code(label: str) -> int:
     return crc32(label.encode())
 
 
-def count_labels(labels: Iterable[str], lengths: NDArray[np.int32], counts: dict[str, list[int]]) -> NDArray[np.uint32]:
-    """The codes [D] of documents' labels; adds the documents and their tokens to the counts of each label."""
+def text_sizes(texts: Iterable[str]) -> NDArray[np.int64]:
+    """The bytes [D] of texts in UTF-8."""
+    return np.array([len(text) if text.isascii() else len(text.encode()) for text in texts], dtype=np.int64)
+
+
+def count_labels(
+    labels: Iterable[str], lengths: NDArray[np.int32], sizes: NDArray[np.int64], counts: dict[str, list[int]]
+) -> NDArray[np.uint32]:
+    """The codes [D] of documents' labels; adds documents, tokens [D] and text bytes [D] to the counts of each label."""
     names = [*labels]
-    for label, length in zip(names, lengths.tolist(), strict=True):
-        found = counts.setdefault(label, [0, 0])
+    for label, length, size in zip(names, lengths.tolist(), sizes.tolist(), strict=True):
+        found = counts.setdefault(label, [0, 0, 0])
         found[0] += 1
         found[1] += length
+        found[2] += size
     return np.array([label_code(label) for label in names], dtype=np.uint32)
 
 
 def add_counts(counts: dict[str, list[int]], more: dict[str, list[int]]) -> None:
-    """Add the documents and tokens of each label. Raises DataError for labels that can't be distinguished."""
-    for label, (documents, tokens) in more.items():
-        found = counts.setdefault(label, [0, 0])
-        found[0] += documents
-        found[1] += tokens
+    """Add documents, tokens and text bytes of each label. Raises DataError for labels that can't be distinguished."""
+    for label, numbers in more.items():
+        found = counts.get(label, [0, 0, 0])
+        counts[label] = [a + b for a, b in zip(found, numbers, strict=True)]
     check_labels(counts)
 
 
 def label_record(key: str, checksum: int, counts: dict[str, list[int]]) -> LabelRecord:
     """The record of a .labels file with this CRC-32, of counts that `add_counts` has made."""
-    return LabelRecord(key, checksum, {label: tuple(counts[label]) for label in sorted(counts)})
+    names = sorted(counts)
+    text_bytes = {label: counts[label][2] for label in names}
+    # Tokens without a byte: one of the records that were joined is of an older version.
+    known = all(text_bytes[label] or not counts[label][1] for label in names)
+    return LabelRecord(key, checksum, {label: tuple(counts[label][:2]) for label in names}, text_bytes if known else {})
 
 
 def check_labels(labels: Iterable[str]) -> None:

@@ -84,6 +84,8 @@ class InputFile:
     """XXH3-128 over the XXH3-128 digests of its pieces of 4 MiB, in hex; empty if it was not taken."""
     num_records: int
     num_tokens: int
+    num_text_bytes: int = 0
+    """Of its texts that became documents, in UTF-8; 0 in manifests of older versions."""
 
 
 @dataclass(frozen=True)
@@ -168,6 +170,8 @@ class Manifest(DataRecord):
     """Files and `_*` folders in input folders that were not read, as they have no known suffix."""
     part: SetPart | None = None
     """None: the pair is all of what it was made from."""
+    num_text_bytes: int = 0
+    """Bytes in UTF-8 of the texts that became documents; 0 in manifests of older versions."""
     num_spelled: int = 0
     """Records whose text spells a special token; what it became says `special_tokens_in_text`."""
     labels: LabelRecord | None = None

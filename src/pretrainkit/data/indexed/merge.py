@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -168,6 +168,7 @@ def _join(manifests: list[Manifest], idx_xxh3_128: str) -> Manifest:
                     xxh3_128="",
                     num_records=old.num_records + entry.num_records,
                     num_tokens=old.num_tokens + entry.num_tokens,
+                    num_text_bytes=_known_sum([old, entry]),
                 )
             inputs[entry.path] = entry
     sums = {name: sum(getattr(manifest, name) for manifest in manifests) for name in SUMMED}
@@ -176,6 +177,7 @@ def _join(manifests: list[Manifest], idx_xxh3_128: str) -> Manifest:
         **sums,
         bin_crc32=checksum,
         idx_xxh3_128=idx_xxh3_128,
+        num_text_bytes=_known_sum(manifests),
         inputs=tuple(inputs.values()),
         part=None,
         labels=_joined_labels([manifest.labels for manifest in manifests if manifest.labels]),
@@ -186,12 +188,18 @@ def _join(manifests: list[Manifest], idx_xxh3_128: str) -> Manifest:
     )
 
 
+def _known_sum(parts: Sequence[Manifest | InputFile]) -> int:
+    """Text bytes of all parts; 0, not known, if a part with tokens has none: a record of an older version."""
+    known = all(part.num_text_bytes or not part.num_tokens for part in parts)
+    return sum(part.num_text_bytes for part in parts) if known else 0
+
+
 def _joined_labels(parts: list[LabelRecord]) -> LabelRecord | None:
     checksum, counts = 0, dict[str, list[int]]()
     for part in parts:
         num_documents = sum(documents for documents, _ in part.counts.values())
         checksum = crc32_combine(checksum, part.crc32, num_documents * LABEL_BYTES)
-        add_counts(counts, {label: [*found] for label, found in part.counts.items()})
+        add_counts(counts, {label: [*found, part.text_bytes.get(label, 0)] for label, found in part.counts.items()})
     return label_record(parts[0].key, checksum, counts) if parts else None
 
 

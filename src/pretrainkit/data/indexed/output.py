@@ -38,7 +38,7 @@ class SourceTotals(RangeCounts):
         names = "num_lines", "num_records", "num_blank", "num_rejected", "num_replaced", "num_contaminated", "num_bytes"
         for name in names:
             setattr(self, name, getattr(self, name) + getattr(counts, name))
-        for name in ("num_tokens", "num_spelled"):
+        for name in ("num_tokens", "num_text_bytes", "num_spelled"):
             added = getattr(counts, name)
             earlier = getattr(self, name) or [0] * len(added)
             setattr(self, name, [a + b for a, b in zip(earlier, added, strict=True)])
@@ -195,6 +195,7 @@ class Output:
                 self._hash(number, totals),
                 totals.num_records,
                 totals.num_tokens[k] if totals.num_tokens else 0,
+                totals.num_text_bytes[k] if totals.num_text_bytes else 0,
             )
             for number, totals in read.items()
         )
@@ -214,6 +215,7 @@ class Output:
             num_rejected=total("num_rejected"),
             num_blank_lines=total("num_blank"),
             num_replaced=total("num_replaced"),
+            num_text_bytes=sum(entry.num_text_bytes for entry in inputs),
             num_spelled=sum(totals.num_spelled[k] for totals in read.values() if totals.num_spelled),
             num_input_bytes=num_input_bytes,
             bin_bytes=tokens.num_bytes,

@@ -27,7 +27,7 @@ from pretrainkit.files import LockHeldError, atomic_file, leftovers, locked, tem
 from pretrainkit.logs import get_logger
 
 LOGGER = get_logger(__name__)
-VERSION = 4
+VERSION = 5
 """Of this folder's format. It is part of what was asked, so that a state of another version is not continued."""
 
 

@@ -47,10 +47,12 @@ class RangeCounts:
     """Decompressed."""
     num_tokens: list[int] = field(default_factory=list)
     """Per key."""
+    num_text_bytes: list[int] = field(default_factory=list)
+    """Per key: bytes in UTF-8 of the texts that became documents."""
     num_spelled: list[int] = field(default_factory=list)
     """Per key: records whose text spells a special token."""
     labels: list[dict[str, list[int]]] = field(default_factory=list)
-    """Per key: documents and tokens of each label; empty when none is asked for."""
+    """Per key: documents, tokens and text bytes of each label; empty when none is asked for."""
     num_contaminated: int = 0
     """Records left out, as they overlap with an evaluation set."""
     overlaps: dict[str, int] = field(default_factory=dict)

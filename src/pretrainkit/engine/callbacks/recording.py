@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 from megatron.core.datasets.blended_dataset import BlendedDataset
 
+from pretrainkit.config.blend_schedule import blend_segments
 from pretrainkit.config.schema import Kernels, ResolvedRun
 from pretrainkit.engine.callbacks.before_steps import UseCudaGraphs
 from pretrainkit.engine.callbacks.loss_guard import LossGuard
@@ -21,10 +22,11 @@ from pretrainkit.engine.loss_by_label import LossByLabel
 from pretrainkit.engine.router_load import WINDOW_STEPS, RouterLoad
 from pretrainkit.logs import get_logger
 from pretrainkit.megatron.attention_kernels import attention_kernel
-from pretrainkit.megatron.dataset import shares_drawn
+from pretrainkit.megatron.blend import shares_drawn
 from pretrainkit.run.attempts import read_attempts
 from pretrainkit.run.folder import RunFolder
 from pretrainkit.run.gpu_specs import peak_flops
+from pretrainkit.run.held_out import validation_record
 from pretrainkit.run.lr_schedule import learning_rate
 from pretrainkit.run.metrics import RunRecorder
 from pretrainkit.run.resume_plan import StartPlan
@@ -37,7 +39,9 @@ log = get_logger(__name__)
 def begin_recorder(run: ResolvedRun, plan: StartPlan, chosen: Kernels, requests: RankStopRequests) -> RunRecorder:
     """The recorder of this attempt, with its start recorded and its trackers open."""
     folder = RunFolder.of(run)
-    furthest = max((attempt.last_step for attempt in read_attempts(folder)), default=0)
+    # The evaluation before the first step has the number of the step before it.
+    begin = plan.step - plan.is_first
+    furthest = max((attempt.last_step for attempt in read_attempts(folder)), default=begin)
     peak = peak_flops(torch.cuda.get_device_name()) if run.accelerator == "gpu" else None
     recorder = RunRecorder(run, peak_flops=peak)
     attention = "te" if chosen.layer_spec == "te" else attention_kernel(run)
@@ -46,8 +50,8 @@ def begin_recorder(run: ResolvedRun, plan: StartPlan, chosen: Kernels, requests:
     recorder.event("start", **dataclasses.asdict(plan), world_size=run.world_size, kernels=used)
     requests.note_end_by(functools.partial(recorder.event, "stopped", step=plan.step))
     # Lightning's trainer doesn't get the logger: it would read numbers from the GPU after every step, and wait.
-    board = _Board(str(folder.path), "tensorboard", "", purge_step=plan.step + 1)  # replaces later steps
-    recorder.trackers = [board, *open_trackers(run, first_step=plan.step, recorded_step=furthest)]
+    board = _Board(str(folder.path), "tensorboard", "", purge_step=begin + 1)  # replaces later steps
+    recorder.trackers = [board, *open_trackers(run, first_step=begin, recorded_step=furthest)]
     on_gpu = "" if run.accelerator == "cpu" else f", attention by {attention}"
     log.info("kernels: %s%s", chosen.describe(run.accelerator), on_gpu)
     log.debug("kernels: %s, attention %s", chosen, attention)
@@ -73,21 +77,16 @@ class Recording(pl.Callback):
         recorder: RunRecorder | None,
         guard: LossGuard,
         graphs: UseCudaGraphs,
+        held_out: LossByLabel,
         by_label: LossByLabel | None = None,
         router_load: RouterLoad | None = None,
     ) -> None:
         self._run, self._plan, self._recorder, self._guard, self._graphs = run, plan, recorder, guard, graphs
-        self._by_label, self._router_load = by_label, router_load
+        self._held_out, self._by_label, self._router_load = held_out, by_label, router_load
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        log_metric = pl_module.log
-
-        def log_validation(name: str, *args: Any, **kwargs: Any) -> None:
-            # LossGuard knows the numbers of a training step; Lightning would wait for the GPU to log them.
-            if name == "val_loss":
-                log_metric(name, *args, **kwargs)
-
-        pl_module.log = log_validation
+        # LossGuard knows the numbers of a step, `held_out` those of an evaluation; Lightning would wait for the GPU.
+        pl_module.log = lambda *args, **kwargs: None
         if self._recorder:
             evaluations = trainer.fit_loop.epoch_loop.val_loop
             evaluations.run = functools.partial(self._untimed, evaluations.run, self._recorder)
@@ -104,20 +103,26 @@ class Recording(pl.Callback):
             recorder.skip_time(time.monotonic() - began_s)
 
     def _record_mixture(self, trainer: pl.Trainer, recorder: RunRecorder) -> None:
-        """Record the share of each dataset among the remaining samples, and the share asked for."""
+        """Record the share of each dataset among the remaining samples of each segment, and the share asked for."""
         dataset = trainer.datamodule._train_ds
         place = self._plan.skipped.place
-        samples = range(place(self._plan.consumed_samples), place(self._plan.last_sample(self._run)))
-        if not isinstance(dataset, BlendedDataset) or not samples:
-            return
-        drawn, asked = shares_drawn(dataset, samples), self._run.dataset.weights
-        shares = {
-            prefix: {"drawn": share, "asked": weight / sum(asked)}
-            for prefix, share, weight in zip(self._run.dataset.prefixes, drawn, asked, strict=True)
-        }
-        for prefix, share in shares.items():
-            log.info("%s: %.2f%% of the samples, %.2f%% asked", prefix, 100 * share["drawn"], 100 * share["asked"])
-        recorder.event("mixture", num_samples=len(samples), shares=shares)
+        begin, end = place(self._plan.consumed_samples), place(self._plan.last_sample(self._run))
+        segments = blend_segments(self._run.config.training, self._run.dataset)
+        ends = [*(segment.first_sample for segment in segments[1:]), end]
+        for segment, segment_end in zip(segments, ends, strict=True):
+            samples = range(max(segment.first_sample, begin), min(segment_end, end))
+            if not isinstance(dataset, BlendedDataset) or not samples:
+                continue
+            drawn, asked = shares_drawn(dataset, samples), segment.weights
+            shares = {
+                prefix: {"drawn": share, "asked": weight / sum(asked)}
+                for prefix, share, weight in zip(self._run.dataset.prefixes, drawn, asked, strict=True)
+            }
+            step = max(segment.step, self._plan.step)
+            for prefix, share in shares.items():
+                found = 100 * share["drawn"], 100 * share["asked"]
+                log.info("from step %d on, %s: %.2f%% of the samples, %.2f%% asked", step, prefix, *found)
+            recorder.event("mixture", from_step=step, num_samples=len(samples), shares=shares)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         step = trainer.global_step
@@ -139,8 +144,11 @@ class Recording(pl.Callback):
             self._recorder.event("expert_load", step=step, layers=self._router_load.take_window())
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._held_out.finish_step()
+        losses, tokens = self._held_out.take_sums()
         if self._recorder and not trainer.should_stop:  # a stop cuts the evaluation short
-            self._recorder.validation(trainer.global_step, loss=float(trainer.callback_metrics["val_loss"]))
+            fields = validation_record(self._run, self._held_out.names, losses, tokens)
+            self._recorder.validation(trainer.global_step, fields)
 
 
 def wait_for_device(accelerator: str) -> None:

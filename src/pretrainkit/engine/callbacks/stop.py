@@ -8,7 +8,9 @@ import lightning.pytorch as pl
 
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.engine.agreement import all_ranks_any
+from pretrainkit.engine.callbacks.initial_loss_check import without_gather_hooks
 from pretrainkit.logs import get_logger
+from pretrainkit.run.resume_plan import StartPlan
 from pretrainkit.signals import RankStopRequests
 
 log = get_logger(__name__)
@@ -42,13 +44,14 @@ class StopEarly(pl.Callback):
 
 
 class Evaluations(pl.Callback):
-    """Evaluates every `val_interval` steps and after the last one, in however many attempts the run takes.
+    """Evaluates before the first step, every `val_interval` steps and after the last one, in however many attempts the
+    run takes.
 
     Lightning counts batches since the data loader's start instead, which differs after a resume.
     """
 
-    def __init__(self, run: ResolvedRun) -> None:
-        self._interval, self._max_steps = run.config.training.val_interval, run.max_steps
+    def __init__(self, run: ResolvedRun, plan: StartPlan) -> None:
+        self._interval, self._max_steps, self._is_first = run.config.training.val_interval, run.max_steps, plan.is_first
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         loop = trainer.fit_loop.epoch_loop
@@ -64,7 +67,20 @@ class Evaluations(pl.Callback):
 
         if self._interval:
             loop._should_check_val_fx = is_due
+            if self._is_first and not trainer.should_stop:
+                _evaluate(trainer)
 
     def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if trainer.should_stop:
             log.warning("asked to stop: the held-out loss after step %d is not measured", trainer.global_step)
+
+
+def _evaluate(trainer: pl.Trainer) -> None:
+    """Run the evaluation loop before the first step, as Lightning's training loop does between steps."""
+    connector, loop = trainer._logger_connector, trainer.fit_loop.epoch_loop.val_loop
+    loop.restarting = False  # or it would leave out the batches that the checkpoint's last evaluation has done
+    trainer.validating, first_loop_iter = True, connector._first_loop_iter
+    with without_gather_hooks(list(trainer.strategy.megatron_parallel)):
+        loop.run()
+    trainer.training, connector._first_loop_iter = True, first_loop_iter
+    loop._has_run = False  # a loop that goes on from a checkpoint would be done

@@ -9,23 +9,26 @@ import pytest
 from pretrainkit.data.indexed import labels
 from pretrainkit.data.indexed.labels import (
     InputLabels,
-    LabelRecord,
     StoredLabels,
     check_labels,
     count_labels,
     input_names,
     label_code,
+    label_record,
+    text_sizes,
 )
 from pretrainkit.errors import DataError
 
 
 def test_labels_are_counted_and_read_back(tmp_path: Path) -> None:
     counts: dict[str, list[int]] = {}
-    codes = [count_labels(["ja", "en", "ja"], np.array([3, 5, 7], np.int32), counts)]
-    codes.append(count_labels(["コード"], np.array([2], np.int32), counts))
-    assert counts == {"ja": [2, 10], "en": [1, 5], "コード": [1, 2]}
+    sizes = text_sizes(["a", "bé", "データ", "コード"])
+    codes = [count_labels(["ja", "en", "ja"], np.array([3, 5, 7], np.int32), sizes[:3], counts)]
+    codes.append(count_labels(["コード"], np.array([2], np.int32), sizes[3:], counts))
+    assert counts == {"ja": [2, 10, 10], "en": [1, 5, 3], "コード": [1, 2, 9]}
     (tmp_path / "a.labels").write_bytes(np.concatenate(codes).tobytes())
-    record = LabelRecord("lang", 0, {label: tuple(found) for label, found in counts.items()})
+    record = label_record("lang", 0, counts)
+    assert record.text_bytes == {"ja": 10, "en": 3, "コード": 9}
     stored = StoredLabels(tmp_path / "a", record)
     assert [stored.label_of(number) for number in range(4)] == ["ja", "en", "ja", "コード"]
     assert stored.codes(np.array([3, 0])).tolist() == [label_code("コード"), label_code("ja")]
@@ -42,9 +45,8 @@ def test_the_documents_of_each_input_have_its_label(monkeypatch: pytest.MonkeyPa
         numbers = [generator.randrange(4) for _ in range(generator.randrange(2, 8))]  # documents of each input
         lengths = [[generator.randrange(1, 5) for _ in range(number)] for number in numbers]
         names = [f"file {i % 3}" for i in range(len(numbers))]
-        found = InputLabels(
-            np.array([length for part in lengths for length in part], np.int32), names, [*map(sum, lengths)]
-        )
+        sizes = [(name, sum(part), 0) for name, part in zip(names, lengths, strict=True)]
+        found = InputLabels(np.array([length for part in lengths for length in part], np.int32), sizes)
         wanted = [label_code(name) for name, number in zip(names, numbers, strict=True) for _ in range(number)]
         assert found.codes(np.arange(len(wanted))).tolist() == wanted
 
