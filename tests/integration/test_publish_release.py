@@ -121,7 +121,7 @@ def test_a_release_becomes_one_commit_with_a_card_from_the_records(
         "lr 0.0003 -> 3e-05 cosine",
     ):
         assert words in card, f"{words}\n{card}"
-    assert re.search(r"held-out loss \| [\d.]+ \(step 1\) \| [\d.]+ \(step 2\)", card)
+    assert re.search(r"held-out loss \| [\d.]+ \(step 0\) \| [\d.]+ \(step 2\)", card)
     assert str(released.parent) not in card and "/tmp" not in card
     code, printed = publish(released)
     assert code == 0 and "has this release already" in printed

@@ -21,6 +21,7 @@ from pretrainkit.errors import DataError, RequestError
 from pretrainkit.models.registry import read_shape
 from pretrainkit.release.report import ReleaseReport
 from pretrainkit.release.training_record import TrainingRecord
+from pretrainkit.run.history import losses_of
 from pretrainkit.run.lr_schedule import describe_schedule
 from pretrainkit.units import format_bytes, format_count
 
@@ -182,14 +183,14 @@ def _results(facts: CardFacts) -> str:
     held_out, steps = facts.training.held_out, facts.training.steps
     rows = list[tuple[str, ...]]()
     for kind, found, field, parts in (
-        ("held-out", held_out, "val_loss", "val_loss_by_source"),
-        ("training", steps, "loss", "loss_by_label"),
+        ("held-out", held_out, "val_loss", losses_of),
+        ("training", steps, "loss", lambda record: record.get("loss_by_label") or {}),
     ):
         if not found:
             continue
         first, last = found[0], found[-1]
         rows.append((f"{kind} loss", _loss(first, first.get(field)), _loss(last, last.get(field))))
-        before, after = first.get(parts) or {}, last.get(parts) or {}
+        before, after = parts(first), parts(last)
         labels = sorted({*before, *after})
         rows += [
             (f"{kind}, {label}", _loss(first, before.get(label)), _loss(last, after.get(label))) for label in labels

@@ -26,6 +26,7 @@ from pretrainkit.hf_tokenizer import in_both_spellings
 from pretrainkit.models.hf_config import read_fields
 from pretrainkit.models.registry import family_named, read_config, read_shape
 from pretrainkit.release import prompts
+from pretrainkit.release.held_out import held_out_of
 from pretrainkit.release.privacy import check_privacy
 from pretrainkit.release.report import Check, ReleaseReport, collect
 from pretrainkit.release.source import check_origin, find_source
@@ -69,6 +70,8 @@ def verify_files(
     for name, checks in steps.items():
         report.checks += collect(name, checks)
     report.notes += _notes(released)
+    if len(given) == 1:  # the loss of an average is that of no step
+        report.held_out = held_out_of(given[0])
     report.hashes = hash_files(released)
     return report
 

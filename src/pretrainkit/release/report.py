@@ -10,6 +10,7 @@ from typing import Any
 from pretrainkit.errors import RequestError
 from pretrainkit.files import read_json, write_json, write_text
 from pretrainkit.records import decode
+from pretrainkit.release.held_out import held_out_rows
 
 _LISTED_PROBLEMS = 8
 
@@ -57,6 +58,8 @@ class ReleaseReport:
     """What was not checked, and why."""
     notes: list[str] = field(default_factory=list)
     """What a user of the release needs to know."""
+    held_out: dict[str, Any] = field(default_factory=dict)
+    """Records of the `first` evaluation of the run and of the `last` up to the checkpoint (`release.held_out`)."""
 
     @property
     def passed(self) -> bool:
@@ -74,13 +77,17 @@ class ReleaseReport:
         lines = [f"# Release check: {result}", "", f"Released: {self.released}", f"Source: {self.source}", ""]
         lines += ["| check | result | found |", "|---|---|---|"]
         for check in self.checks:
-            found = check.found.replace("|", "\\|").replace("\n", " ")
-            lines.append(f"| {check.name} | {'ok' if check.passed else 'FAILED'} | {found} |")
+            lines.append(f"| {check.name} | {'ok' if check.passed else 'FAILED'} | {_cell(check.found)} |")
         lines += [
             "",
             *(f"Noted: {note}" for note in self.notes),
             *(f"Not checked: {reason}" for reason in self.skipped),
         ]
+        if self.held_out:
+            first, last = self.held_out["first"]["step"], self.held_out["last"]["step"]
+            lines += ["", f"| held-out loss | step {first} | step {last} | bits per byte |", "|---|--:|--:|--:|"]
+            lines += [f"| {' | '.join(map(_cell, row))} |" for row in held_out_rows(self.held_out)]
+            lines.append("")
         if hashes:
             lines += ["| file | SHA-256 |", "|---|---|"]
             lines += [f"| {name} | {digest} |" for name, digest in self.hashes.items()]
@@ -108,3 +115,8 @@ def read_report(path: Path) -> ReleaseReport:
         raise RequestError("no report of the release gate", where=str(path)) from None
     except (ValueError, KeyError, TypeError) as error:
         raise RequestError(f"not a report of the release gate: {error}", where=str(path)) from error
+
+
+def _cell(text: str) -> str:
+    """A cell of a Markdown table."""
+    return text.replace("|", "\\|").replace("\n", " ")

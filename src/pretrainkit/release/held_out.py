@@ -1,0 +1,37 @@
+"""The held-out losses of the run that a released checkpoint is of, from the records of its experiment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pretrainkit.run.folder import RunFolder, step_of
+from pretrainkit.run.history import losses_of
+from pretrainkit.run.json_lines import read_records
+
+
+def held_out_of(source: Path) -> dict[str, Any]:
+    """The records of the `first` evaluation of a run and of the `last` up to a checkpoint; empty where there are none.
+
+    Their fields are those of `pretrainkit.run.held_out`.
+    """
+    path = source.resolve()
+    checkpoint = next((each for each in (path, path.parent) if step_of(each) is not None), None)
+    step = step_of(checkpoint) if checkpoint else None
+    if checkpoint is None or step is None:
+        return {}
+    metrics = RunFolder(checkpoint.parents[1]).metrics
+    records = [each for each in read_records(metrics) if each.keys() >= {"step", "val_loss"}]
+    evaluations = sorted((each for each in records if each["step"] <= step), key=lambda record: record["step"])
+    return {"first": evaluations[0], "last": evaluations[-1]} if evaluations else {}
+
+
+def held_out_rows(found: dict[str, Any]) -> list[tuple[str, str, str, str]]:
+    """What was evaluated with its first and last loss in nats per token, and its last bits per byte."""
+    first, last = found["first"], found["last"]
+
+    before, bits = losses_of(first), losses_of(last, "bits_per_byte")
+    rows = [("all", first["val_loss"], last["val_loss"], last.get("val_bits_per_byte"))]
+    rows += [(name, before.get(name), loss, bits.get(name)) for name, loss in losses_of(last).items()]
+    shown = [[name, *("" if value is None else f"{value:.4f}" for value in values)] for name, *values in rows]
+    return [(name, was, now, bits_now) for name, was, now, bits_now in shown]
