@@ -30,9 +30,12 @@ def build_parser() -> Parser:
 def command(arguments: argparse.Namespace) -> int:
     """Start the run that the arguments ask for."""
     from pretrainkit.config.load import load_config
+    from pretrainkit.launch.listing import print_experiments
     from pretrainkit.launch.start import dry_run, print_plan, start
 
     config = load_config(arguments.config_files, given_flags(arguments), arguments.assignments)
+    if arguments.list:
+        return print_experiments(Path(config.experiments_dir).expanduser(), as_json=arguments.json)
     if arguments.plan:
         return print_plan(config, as_json=arguments.json)
     with translate_write_errors(Path(config.experiments_dir) / config.experiment):
