@@ -38,6 +38,10 @@ def build_parser() -> Parser:
         "boundary of config.json up to 16384",
     )
     parser.add_argument("--num-sequences", type=int, default=4, help="held-out sequences")
+    parser.add_argument(
+        "--tasks", nargs="+", default=[], metavar="TASK", help="also compare the scores of both models (evaluate.py)"
+    )
+    parser.add_argument("--limit", type=int, metavar="N", help="first documents of each of --tasks")
     parser.add_argument("--files-only", action="store_true", help="don't run the models; the report says so")
     parser.add_argument("--report", type=Path, help="writes REPORT.json and REPORT.md; default: RELEASED.verified")
     parser.add_argument("--ignore-config-fields", nargs="+", default=[], metavar="NAME")
@@ -49,6 +53,7 @@ def build_parser() -> Parser:
 
 def run(arguments: argparse.Namespace) -> int:
     """Check, report, and say whether the release passed."""
+    from pretrainkit.evaluation.tasks import TaskRequest
     from pretrainkit.release.gate import check_release
     from pretrainkit.release.models import RunOptions
     from pretrainkit.release.report import report_prefix
@@ -66,6 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
         hf_folder=arguments.hf_model,
         options=options,
         files_only=arguments.files_only,
+        tasks=TaskRequest(tuple(arguments.tasks), limit=arguments.limit) if arguments.tasks else None,
     )
     report.write(arguments.report or report_prefix(arguments.released))
     print(json.dumps(report.as_dict(), indent=2) if arguments.json else report.as_markdown(hashes=False))

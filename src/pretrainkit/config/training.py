@@ -194,6 +194,15 @@ class TrainingConfig:
     time_margin: str = duration("00:05:00", "time reserved before --time_limit for a step, an evaluation and a save")
     val_interval: int = option(500, "evaluate every N steps and at the last step; 0: never", range=">= 0")
     val_steps: int = option(16, "batches per evaluation", range="> 0")
+    eval_tasks: tuple[str, ...] = option(
+        (), "tasks of lm-evaluation-harness, by name or YAML file, on which saved checkpoints are evaluated"
+    )
+    eval_saves: int = option(1, "evaluate the checkpoint of every N-th save interval, and the last one", range="> 0")
+    eval_num_fewshot: int | None = option(
+        None, "examples in front of each question of --eval_tasks", unset="the task's", range=">= 0"
+    )
+    eval_limit: int | None = option(None, "first documents of each task of --eval_tasks", unset="all", range="> 0")
+    eval_batch_size: int = option(8, "sequences at a time of --eval_tasks", range="> 0")
     log_interval: int | None = option(
         None,
         "record and log every N steps; auto: all are recorded, and logged every 5% of the steps or 30 s",

@@ -56,6 +56,8 @@ class Job:
     """File mode creation mask of the submitter: a PBS job starts with 077, one of Grid Engine with 022."""
     secrets: Path | None = None
     """File with mode 600 that exports tokens."""
+    evaluation: Evaluation | None = None
+    """Further jobs that this one submits while it runs."""
 
     @property
     def script_name(self) -> str:
@@ -87,6 +89,15 @@ class Job:
                 raise RequestError(f"{{{name}}} in {text!r}", needed=f"one of {', '.join(numbers)}", where=where)
             text = text.replace(f"{{{name}}}", str(numbers[name]))
         return text
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The job that evaluates checkpoints: submitted by the training's job whenever marks say that one is due."""
+
+    marks: Path
+    """Folder of the marks (`pretrainkit.run.evaluations`)."""
+    job: Job
 
 
 def parse_array(text: str, count: int | None) -> Array:

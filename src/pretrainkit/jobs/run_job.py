@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +15,7 @@ from pretrainkit.data.shards.urls import is_url
 from pretrainkit.errors import RequestError
 from pretrainkit.jobs import submit, watch
 from pretrainkit.jobs.container import container_of
-from pretrainkit.jobs.job import Job
+from pretrainkit.jobs.job import Evaluation, Job
 from pretrainkit.jobs.scheduler import Run, runner_of
 from pretrainkit.jobs.scripts import CODE
 from pretrainkit.jobs.secrets import passed_on
@@ -30,6 +31,8 @@ from pretrainkit.units import parse_duration
 
 NODE_MODULE = "pretrainkit.launch.node"
 """The module that starts the ranks of one node."""
+EVALUATION_MODULE = "pretrainkit.evaluation.pending"
+"""The module that evaluates the checkpoints that are due."""
 
 _MIN_WARNING_S = 60
 _MAX_WARNING_S = 65535
@@ -86,7 +89,7 @@ def planned_job(run: ResolvedRun, train_script: Path) -> Job:
     node += [] if config.check_nodes else ["--no_check"]
     node += ["--slots_per_gpu", config.slots_per_gpu] if config.slots_per_gpu else []
     node += ["--", folder / CODE / train_script.parent.name / train_script.name, "--run", RunFolder.of(run).run_file]
-    return new_job(
+    job = new_job(
         config,
         folder=folder,
         words=["-m", NODE_MODULE, *node],
@@ -100,6 +103,27 @@ def planned_job(run: ResolvedRun, train_script: Path) -> Job:
         time_limit=run.config.training.time_limit,
         warning_s=int(min(max(margin_s, _MIN_WARNING_S), _MAX_WARNING_S)),
     )
+    return dataclasses.replace(job, evaluation=_evaluation(run, folder)) if run.config.training.eval_tasks else job
+
+
+def _evaluation(run: ResolvedRun, training_folder: Path) -> Evaluation:
+    """The job that evaluates what is due: on one node, with as many GPUs as the tensor parallel size."""
+    tasks = run.config.training.eval_tasks
+    size = run.config.parallel.tensor_model_parallel_size
+    config = dataclasses.replace(run.config.launch, num_nodes=1, num_gpus=size, chain=1, requeue=False)
+    job = new_job(
+        config,
+        folder=training_folder / "evaluation",
+        words=["-m", EVALUATION_MODULE, run.experiment_dir],
+        needs=[*needs_of(run), Path.cwd(), *(Path(task).absolute().parent for task in tasks if Path(task).is_file())],
+        on_gpu=run.accelerator == "gpu",
+        name=f"{run.config.experiment}_evaluation",
+        work_dir=Path.cwd(),
+        environment={"TOKENIZERS_PARALLELISM": "false"},
+        ranks_per_node=size,
+        time_limit=run.config.training.time_limit,
+    )
+    return Evaluation(RunFolder.of(run).evaluations, job)
 
 
 def start_job(run: ResolvedRun, *, train_script: Path, command_line: Sequence[str], follow: bool) -> int:

@@ -90,8 +90,15 @@ def job_script(job: Job, script: Path, *, continues: bool, index: int | None) ->
         continues=continues,
         requeue=scheduler.requeue(job, script) if job.config.requeue and not job.array else "",
         inner=job.folder / (RUN if job.in_pyxis else NODE),
+        submit_evaluation=_submission(job.evaluation.job) if job.evaluation else (),
         **_host(job),
     )
+
+
+def _submission(job: Job) -> list[str]:
+    """Words that submit the job of evaluations, whose script is its only one."""
+    scheduler = SCHEDULERS[job.config.executor]
+    return scheduler.submit_command(job, job.folder / f"job.{scheduler.name}.sh", None, None)
 
 
 def _image_file(job: Job) -> Path | None:

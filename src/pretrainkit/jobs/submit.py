@@ -3,6 +3,7 @@
 JOBS/
   jobs.jsonl                      a line for every job that was submitted: id, log, folder
   job_001/
+    evaluation/                   the same of the job that evaluates checkpoints, which this job submits
     job.SCHEDULER.sh              what the scheduler runs; job.continue.SCHEDULER.sh: the later jobs of a chain
     node.sh  run.sh               what a node runs on the host, and in the container
     shell.sh                      the login shell of a PBS job
@@ -113,6 +114,8 @@ def describe(job: Job) -> str:
     parts = _parts(job)
     scripts_by_name = {part.name: part.text for part in parts} | scripts.inner_scripts(job)
     texts = [f"# {job.folder / name}\n{text}" for name, text in scripts_by_name.items()]
+    if job.evaluation:
+        texts.append(describe(job.evaluation.job))
     commands = [shlex.join(part.submit_command(job, f"JOB_ID_{number}")) for number, part in enumerate(parts)]
     return "\n".join([*texts, "# submitted by", *commands])
 
@@ -131,18 +134,15 @@ def submit(job: Job, script: Path, source_text: str) -> list[SubmittedJob]:
     run = runner_of(job.config)
     # Rendering comes first: it finds what is wrong with the request before anything is written.
     parts = _parts(job)
-    texts = {**scripts.inner_scripts(job), **{part.name: part.text for part in parts}, SOURCE_FILE: source_text}
+    texts = _texts(job, parts) | {SOURCE_FILE: source_text}
     submitted: list[SubmittedJob] = []
     new_parents = [path for path in job.folder.parents if not path.exists()]
     job.folder.mkdir(parents=True)
     try:
-        copy_source(job.folder / scripts.CODE, script)
-        for name, text in texts.items():
-            files.write_text(job.folder / name, text)
-        if scripts.SHELL in texts:
-            (job.folder / scripts.SHELL).chmod(0o777 & ~job.umask)
-        if job.secrets:
-            write_secrets(job.secrets, passed_on(os.environ)[1])
+        _write(job, texts, script)
+        if job.evaluation:
+            nested = job.evaluation.job
+            _write(nested, _texts(nested, _parts(nested)), script)
         for part in parts:
             words = part.submit_command(job, submitted[-1].job_id if submitted else None)
             job_id = scheduler.parse_job_id(run(words))
@@ -160,6 +160,21 @@ def submit(job: Job, script: Path, source_text: str) -> list[SubmittedJob]:
                 parent.rmdir()
         raise
     return submitted
+
+
+def _texts(job: Job, parts: list[_Part]) -> dict[str, str]:
+    return {**scripts.inner_scripts(job), **{part.name: part.text for part in parts}}
+
+
+def _write(job: Job, texts: dict[str, str], script: Path) -> None:
+    """Write a job's folder, whole but for what its submission adds."""
+    copy_source(job.folder / scripts.CODE, script)
+    for name, text in texts.items():
+        files.write_text(job.folder / name, text)
+    if scripts.SHELL in texts:
+        (job.folder / scripts.SHELL).chmod(0o777 & ~job.umask)
+    if job.secrets:
+        write_secrets(job.secrets, passed_on(os.environ)[1])
 
 
 def copy_source(target: Path, script: Path) -> None:

@@ -20,15 +20,16 @@ from typing import Any
 
 import pretrainkit
 from pretrainkit.config.schema import ResolvedRun
-from pretrainkit.errors import EXIT_STOPPED_AFTER_SAVING
+from pretrainkit.errors import EXIT_DONE, EXIT_STOPPED_AFTER_SAVING
 from pretrainkit.imports import heavy_imports
 from pretrainkit.jobs.container import Container
-from pretrainkit.jobs.run_job import NODE_MODULE, python_of, rank_environment
+from pretrainkit.jobs.run_job import EVALUATION_MODULE, NODE_MODULE, python_of, rank_environment
 from pretrainkit.jobs.secrets import passed_on
 from pretrainkit.jobs.watch import Follower
+from pretrainkit.launch.evaluations import evaluate_rest, evaluated_meanwhile
 from pretrainkit.launch.supervise import GRACE_S, KILL_SIGNAL, GracefulStop, kill_descendants
 from pretrainkit.logs import get_logger
-from pretrainkit.run.folder import PID_FILE, shown_logs
+from pretrainkit.run.folder import PID_FILE, RunFolder, shown_logs
 from pretrainkit.run.live_line import live_line
 from pretrainkit.run.outcome import Outcome, log_outcome, read_outcome
 from pretrainkit.run.progress import read_attempt
@@ -71,6 +72,14 @@ class LaunchPlan:
             *(["--choose_kernels"] if self.container else []),
             *("--", *self.rank_command[1:]),
         ]
+        return self._contained(command)
+
+    def evaluation_command(self, *options: str) -> list[str]:
+        """Command that evaluates the checkpoints that are due."""
+        python = python_of(self.run.config.launch, self.container is not None)
+        return self._contained([python, "-m", EVALUATION_MODULE, self.run.experiment_dir, *options])
+
+    def _contained(self, command: list[str]) -> list[str]:
         if self.container is None:
             return command
         return ["apptainer", "exec", *self.container.apptainer_options(), self.container.image, *command]
@@ -83,7 +92,10 @@ def run_attempt(plan: LaunchPlan) -> int:
     kills them. No process is left when this returns.
     """
     adopt_orphans()
+    folder = RunFolder.of(plan.run)
+    meanwhile = evaluated_meanwhile(folder, plan.evaluation_command("--device", "cpu", "--low_priority"))
     with (
+        meanwhile if plan.run.config.training.eval_tasks else contextlib.nullcontext(),
         live_line(lambda: read_attempt(plan.log_dir), plan.run.max_steps, sys.stderr) as stream,
         Follower(shown_logs(plan.log_dir), stream),
     ):
@@ -96,7 +108,10 @@ def run_attempt(plan: LaunchPlan) -> int:
         outcome = Outcome(EXIT_STOPPED_AFTER_SAVING, None, "stopped before the ranks were started")
     else:
         outcome = read_outcome(plan.log_dir)
-    return log_outcome(outcome, plan.log_dir, continued_by="the same command")
+    code = log_outcome(outcome, plan.log_dir, continued_by="the same command")
+    if code == EXIT_DONE and plan.run.config.training.eval_tasks:
+        evaluate_rest(folder, plan.evaluation_command())
+    return code
 
 
 def _wait_for_orphaned_ranks(plan: LaunchPlan, stop: GracefulStop) -> None:

@@ -17,6 +17,7 @@ from pretrainkit.data.dataset import read_dataset
 from pretrainkit.data.hub import local_folder
 from pretrainkit.data.tokens.tokenizer import load_tokenizer
 from pretrainkit.errors import EXIT_DONE, RequestError
+from pretrainkit.evaluation.tasks import check_tasks
 from pretrainkit.jobs.container import Container, container_of
 from pretrainkit.jobs.run_job import needs_of, planned_job, start_job
 from pretrainkit.jobs.submit import describe as describe_job
@@ -42,6 +43,9 @@ log = get_logger(__name__)
 def resolve_request(config: RunConfig) -> ResolvedRun:
     """The resolved run of a request. Raises RequestError with everything that is wrong with it."""
     facts, problems = inspect_inputs(config)
+    if config.training.eval_tasks and config.launch.runtime == "none":
+        with RequestError.collected(problems):
+            check_tasks(config.training.eval_tasks)
     RequestError.raise_all([*problems, *problems_of(config, facts)])
     run = resolve(config, facts)
     for warning in warnings_of(run, facts):

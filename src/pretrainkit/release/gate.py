@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pretrainkit.errors import RequestError
+from pretrainkit.evaluation.tasks import TaskRequest, check_tasks
 from pretrainkit.release.files import MODEL_CARD, hash_files, verify_files
 from pretrainkit.release.models import RunOptions, check_models
 from pretrainkit.release.report import ReleaseReport, read_report, report_prefix
+from pretrainkit.release.scores import check_scores
 
 _AGAIN = "--source CHECKPOINT runs the gate again"
 
@@ -20,8 +22,11 @@ def check_release(
     hf_folder: Path | None = None,
     options: RunOptions | None = None,
     files_only: bool = False,
+    tasks: TaskRequest | None = None,
 ) -> ReleaseReport:
-    """Every check of a release. The models run if its files are right, unless `files_only`."""
+    """Every check of a release. The models run if its files are right, unless `files_only`; on `tasks` if given."""
+    if tasks:
+        check_tasks(tasks.tasks)
     options = options or RunOptions()
     ignored = options.ignore_config_fields
     report = verify_files(source, released, hf_folder=hf_folder, ignore_config_fields=ignored)
@@ -31,6 +36,8 @@ def check_release(
         report.skipped.append("the models were not run, since the files are wrong already")
     else:
         report.checks += check_models(source, released, hf_folder=hf_folder, options=options)
+        if tasks:
+            report.checks += check_scores(source, released, tasks, hf_folder=hf_folder, ignore_config_fields=ignored)
     return report
 
 

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from pretrainkit.checkpoint.convert import convert, default_target
 from pretrainkit.checkpoint.formats import hf
 from pretrainkit.checkpoint.formats.hf_files import readable_folder
-from pretrainkit.checkpoint.formats.torch_dist import GlobalTensor, read_metadata
-from pretrainkit.checkpoint.open import check_expressible, detect
+from pretrainkit.checkpoint.formats.torch_dist import EMBEDDING, GlobalTensor, embedding_of
+from pretrainkit.checkpoint.open import DetectedCheckpoint, check_expressible, detect
 from pretrainkit.checkpoint.parallel import Parallelism
 from pretrainkit.checkpoint.plan import CheckpointFormat, Options
 from pretrainkit.checkpoint.report import Report
@@ -47,7 +47,6 @@ LOSS_TOLERANCE = 1e-4
 """Largest difference of held-out losses, nats per token."""
 _RESULT = "result.json"
 _ACTIVATIONS = "activations.pt"
-_EMBEDDING = "embedding.word_embeddings.weight"
 
 
 @dataclass(frozen=True)
@@ -127,8 +126,9 @@ def _compare(
         losses = _run_transformers(released, folder, dtype)
         base = _run_transformers(options.base, folder, None, keep_logits=False) if options.base else None
         yield Check("transformers loads the release offline, with every weight", True, "no key missing or left over")
-        conversion = Options(_torch_dist_format(shape), hf_folder, ignore_config_fields=options.ignore_config_fields)
-        weights, embedding = _megatron_weights(compared, folder, conversion)
+        conversion = conversion_to_megatron(compared, hf_folder, options.ignore_config_fields)
+        weights = megatron_checkpoint(compared, folder, conversion).weights
+        embedding = embedding_of(weights)
         for size in _tensor_parallel_sizes(shape):
             logger.info("running the Megatron model at TP=%d", size)
             result = _run_megatron(size, weights, embedding, shape, dtype, folder)
@@ -263,8 +263,13 @@ def _loss(logits: Any, tokens: Any) -> float:
     return float(F.cross_entropy(logits[0, :-1].float(), tokens[0, 1:]))
 
 
-def _megatron_weights(source: ReleaseSource, scratch: Path, conversion: Options) -> tuple[Path, GlobalTensor]:
-    """A folder in the torch_dist format with the weights of a checkpoint, and the embedding in it.
+def conversion_to_megatron(source: ReleaseSource, hf_folder: Path | None, ignored: tuple[str, ...]) -> Options:
+    """How `megatron_checkpoint` converts."""
+    return Options(_torch_dist_format(source.shape), hf_folder, ignore_config_fields=ignored)
+
+
+def megatron_checkpoint(source: ReleaseSource, scratch: Path, conversion: Options) -> DetectedCheckpoint:
+    """The checkpoint of a release in the torch_dist format.
 
     What is in another format, averaged or gets tokens is converted for it.
     """
@@ -273,10 +278,7 @@ def _megatron_weights(source: ReleaseSource, scratch: Path, conversion: Options)
         conversion = replace(conversion, dtype=found.average and found.average.dtype, new_tokens=tokens)
         convert(found, scratch / "megatron", conversion)
         found = detect(scratch / "megatron")
-    tensors = read_metadata(found.weights).values()
-    return found.weights, next(
-        tensor for tensor in tensors if tensor.name.endswith(_EMBEDDING) and "optim" not in tensor.name
-    )
+    return found
 
 
 def _torch_dist_format(shape: ModelShape) -> CheckpointFormat:
@@ -348,7 +350,7 @@ def _rank(
     model = megatron_model.load_model(
         weights,
         shape,
-        key_prefix=embedding.name.removesuffix(_EMBEDDING),
+        key_prefix=embedding.name.removesuffix(EMBEDDING),
         padded_vocab_size=padded_vocabulary(embedding.shape[0], 1, size),
         sequence_length=max(rows.shape[1] for rows in (tokens["held_out"], *tokens["prompts"])),
     )

@@ -16,11 +16,10 @@ from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.data.hub import HUB_ID, RECORD
 from pretrainkit.errors import RequestError
 from pretrainkit.run.attempts import SAVED, START
+from pretrainkit.run.evaluations import EVENT as EVALUATION
 from pretrainkit.run.folder import RUN_FILE, SOURCE_FILE, RunFolder, step_of
 from pretrainkit.run.json_lines import read_records
 
-EVALUATION = "evaluation"
-"""Event of metrics.jsonl with the scores of a checkpoint: its step, and `tasks`: value by metric by task."""
 _HUB_CACHE = re.compile(r"/models--(?P<owner>[^/]+)--(?P<name>[^/]+)/snapshots/")
 _ABSOLUTE_PATH = re.compile(r"(?P<before>^|[\s'\"=:,])(?:~|(?=/))(?:/[^\s'\":,=/]+)*/(?P<name>[^\s'\":,=/]+)/?")
 

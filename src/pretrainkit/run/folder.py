@@ -10,6 +10,7 @@ experiments/EXPERIMENT/
   logs/attempt_1/               run.json, source.txt, outcome.json, node.log, node.pid, job.json, progress_0.json, logs
                                 and stacks of the ranks
   jobs/job_001/                 scheduler jobs (`pretrainkit.jobs.submit`)
+  evaluations/                  scores of checkpoints (`pretrainkit.run.evaluations`)
   index/                        Megatron's sample indices of the dataset
   wandb_id.txt  wandb_sent_step.txt  mlflow_id.txt  mlflow.db  run.png
 """
@@ -56,6 +57,7 @@ class RunFolder:
         self.metrics, self.attempts = path / "metrics.jsonl", path / "attempts.jsonl"
         self.skipped_samples = path / "skipped_samples.json"
         self.checkpoints, self.logs, self.jobs = path / "checkpoints", path / "logs", path / "jobs"
+        self.evaluations = path / "evaluations"
         self.dataset_index = path / "index"
         self.wandb_id, self.mlflow_id = path / "wandb_id.txt", path / "mlflow_id.txt"
         """Ids of the runs of trackers, shared by all attempts."""

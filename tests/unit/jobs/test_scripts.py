@@ -18,7 +18,7 @@ from pretrainkit.config.load import load_config
 from pretrainkit.errors import RequestError
 from pretrainkit.jobs import scripts, submit
 from pretrainkit.jobs.container import Container
-from pretrainkit.jobs.job import Job, parse_array
+from pretrainkit.jobs.job import Evaluation, Job, parse_array
 
 NASTY = [
     "a b",
@@ -461,3 +461,26 @@ def test_the_scripts_of_a_site_are_good_bash(site: str, tmp_path: Path) -> None:
         ]
         done = subprocess.run(check, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("executor", ["slurm", "sge", "pbs"])
+def test_a_job_submits_one_that_evaluates_what_is_due_as_no_part_of_itself(
+    executor: str, tmp_path: Path, stubs: Path
+) -> None:
+    job = a_job(tmp_path / "a job", executor, **{"launch.environment": {"EXIT_CODE": "85"}})
+    marks, nested = tmp_path / "marks of it", a_job(tmp_path / "a job" / "evaluation", executor)
+    job = dataclasses.replace(job, evaluation=Evaluation(marks, nested))
+    assert run_script(job).returncode == 85 and not stubs.exists(), "nothing is due"
+    marks.mkdir()
+    (job.folder / "print.py").write_text(
+        f"from pathlib import Path\nfor step in (1, 2):\n    Path({str(marks)!r}, f'step_{{step}}.due').touch()\n"
+    )
+    submit_command = "sbatch" if executor == "slurm" else "qsub"
+    heard = 'printf "%s\\n" "$*" "${!SLURM_*} ${!PRETRAINKIT_*}" >> "$STUB_LOG"; echo 8'
+    (tmp_path / "bin" / submit_command).write_text(f"#!/bin/bash\n{heard}\n")
+    (tmp_path / "bin" / submit_command).chmod(0o755)
+    assert run_script(job, SLURM_CONF="/etc/slurm.conf").returncode == 0
+    assert sorted(path.name for path in marks.iterdir()) == ["step_1.submitted", "step_2.submitted"]
+    words, variables = stubs.read_text().splitlines()
+    assert words.endswith(f"{nested.folder}/job.{executor}.sh") and variables.split() == ["SLURM_CONF"]
+    assert str(nested.folder) in submit.describe(job), "--dry_run shows it"

@@ -51,6 +51,8 @@ FORMAT = {
 }
 """Content of metadata.json."""
 
+EMBEDDING = "embedding.word_embeddings.weight"
+"""Name of the embedding, behind the prefix of all names."""
 MLP_NORM, LOCAL_MLP_NORM = ".pre_mlp_layernorm.weight", ".mlp.linear_fc1.layer_norm_weight"
 """The norm before experts, as Transformer Engine's layer spec names it, and Megatron's local one (where Transformer
 Engine isn't installed), which renames it as if it belonged to a linear layer."""
@@ -147,6 +149,12 @@ def read_metadata(folder: Path) -> dict[str, GlobalTensor]:
         dtype = description.properties.state[0]  # TensorProperties pickles itself as a tuple that begins with it
         tensors[name] = GlobalTensor(name, tuple(description.size), dtype, tuple(chunks))
     return tensors
+
+
+def embedding_of(folder: Path) -> GlobalTensor:
+    """The embedding in a torch_dist folder, whose name has the prefix of all names, and whose rows are padded."""
+    tensors = read_metadata(folder).values()
+    return next(tensor for tensor in tensors if tensor.name.endswith(EMBEDDING) and "optim" not in tensor.name)
 
 
 def read_rows(tensor: GlobalTensor, leading: tuple[int, ...], first: int, count: int) -> LazyTensor:

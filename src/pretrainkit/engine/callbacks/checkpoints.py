@@ -16,7 +16,7 @@ from pretrainkit.engine.progress import Progress
 from pretrainkit.engine.saving import SaveFailure, Saver
 from pretrainkit.errors import CheckpointError, PretrainkitError
 from pretrainkit.logs import get_logger
-from pretrainkit.run import checkpoints
+from pretrainkit.run import checkpoints, evaluations
 from pretrainkit.run import progress as records
 from pretrainkit.run.folder import RunFolder
 from pretrainkit.run.metrics import RunRecorder
@@ -113,6 +113,8 @@ class Checkpoints(AsyncFinalizerCallback, Checkpoint):
                 log.info("saved step %d in %s", save.step, format_duration(time.monotonic() - self._saver.began_s))
                 if self._recorder:
                     self._recorder.event("checkpoint", step=save.step, path=str(save.path))
+                if evaluations.is_due(self._run, save.step):
+                    evaluations.mark_due(self._run, save.step)
                 apply_retention(self._run)
         return failure
 

@@ -1,0 +1,1 @@
+"""Scores of checkpoints and Hugging Face folders on tasks of lm-evaluation-harness."""

@@ -1,0 +1,63 @@
+"""Evaluations that follow the saves of a run on this machine (--eval_tasks).
+
+While the ranks train, one process of the lowest priority evaluates on the CPU what is due. What is left at the end of
+the run is evaluated then, on the GPUs if there are any.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import threading
+from collections.abc import Iterator, Sequence
+
+from pretrainkit.logs import get_logger
+from pretrainkit.run import evaluations
+from pretrainkit.run.folder import RunFolder
+
+_POLL_S = 2.0
+_LOG = "evaluation.log"
+
+log = get_logger(__name__)
+
+
+@contextlib.contextmanager
+def evaluated_meanwhile(folder: RunFolder, command: Sequence[str]) -> Iterator[None]:
+    """In the block, run `command` whenever checkpoints are due, with its output in a file; it ends with the block."""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # later, HF_HUB_OFFLINE is set for the ranks
+    ended, running = threading.Event(), list[subprocess.Popen[bytes]]()
+
+    def watch() -> None:
+        while not ended.wait(_POLL_S):
+            if (running and running[-1].poll() is None) or not evaluations.pending(folder):
+                continue
+            with (folder.evaluations / _LOG).open("ab") as output:
+                running.append(
+                    subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment)
+                )
+
+    thread = threading.Thread(target=watch, name="evaluations", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+        for process in running[-1:]:
+            process.terminate()
+            process.wait()
+
+
+def evaluate_rest(folder: RunFolder, command: Sequence[str]) -> None:
+    """Evaluate what is still due after the run has ended; a failure or Ctrl-C changes nothing of the run."""
+    waiting = evaluations.pending(folder)
+    if not waiting:
+        return
+    log.info("the run is done; evaluating %s (Ctrl-C leaves them)", ", ".join(path.name for path in waiting))
+    try:
+        code = subprocess.run(command, stdin=subprocess.DEVNULL).returncode
+    except KeyboardInterrupt:
+        code = -1
+    if code:
+        log.warning("not all evaluated: tools/evaluate.py %s --pending goes on", folder.path)
