@@ -34,20 +34,20 @@ def records_of(path: Path) -> Iterator[Any]:
             record = b""
 
 
-def losses_of(path: Path) -> dict[int, float]:
+def losses_of(path: Path, field: str = "loss") -> dict[int, float]:
     losses = {}
     for record in records_of(path):
         if record.HasField("history"):
             items = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
-            if "loss" in items:
-                losses[record.history.step.num] = items["loss"]
+            if field in items:
+                losses[record.history.step.num] = items[field]
     return losses
 
 
-def steps_shown(tensorboard: Path) -> list[int]:
+def steps_shown(tensorboard: Path, field: str = "loss") -> list[int]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    return [event.step for event in EventAccumulator(str(tensorboard)).Reload().Scalars("loss")]
+    return [event.step for event in EventAccumulator(str(tensorboard)).Reload().Scalars(field)]
 
 
 @pytest.mark.parametrize("was_killed", [False, True], ids=["ended in order", "killed"])
@@ -55,7 +55,7 @@ def test_a_resumed_run_goes_on_under_its_id_and_has_every_step_once(
     make_hf_llama: Callable[..., Path], tmp_path: Path, train_tiny: Callable[..., Any], was_killed: bool
 ) -> None:
     tiny = make_hf_llama()
-    settings = {"save_interval": 2, "wandb_project": "test"}
+    settings = {"save_interval": 2, "wandb_project": "test", "val_interval": 2, "val_steps": 1}
     name = "tracked at $HOME"  # a name, not a variable
     train_tiny(tiny, name, max_steps=3, **settings)
     experiment = tmp_path / name
@@ -73,6 +73,8 @@ def test_a_resumed_run_goes_on_under_its_id_and_has_every_step_once(
     recorded = {record["step"]: record["loss"] for record in metrics if record.get("loss")}
     assert second == {step: recorded[step] for step in second}
     assert steps_shown(experiment / "tensorboard") == [1, 2, 3, 4, 5]
+    assert list(losses_of(files[0], "val_loss")) == [0, 2, 3], "the evaluation before the first step, too"
+    assert steps_shown(experiment / "tensorboard", "val_loss") == [0, 2, 4, 5]
 
 
 def test_a_start_that_ends_with_its_tracker_counts_as_one(
