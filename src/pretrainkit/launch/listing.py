@@ -6,6 +6,7 @@ Small files are read, and the ends of long ones.
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ class ListedExperiment:
 
     name: str
     state: str
-    """running, queued, done, stopped, failed, lost (killed without a word) or new (nothing has been started)."""
+    """starting, running, queued, done, stopped, failed, lost (killed without a word) or new (nothing was started)."""
     step: int
     max_steps: int | None
     loss: float | None
@@ -71,8 +72,11 @@ def _last(records: list[dict[str, Any]], field: str) -> float | None:
 def _state(folder: RunFolder, job: SubmittedJob | None, *, is_done: bool) -> str:
     logs = folder.attempt_folders()
     outcome = files.read_object(logs[-1] / OUTCOME_FILE) if logs else {}
-    if logs and not outcome and (now := read_attempt(logs[-1])) and now.age_s < SIGN_OF_LIFE_S:
-        return "running"
+    if logs and not outcome:
+        now = read_attempt(logs[-1])
+        age_s = now.age_s if now else time.time() - logs[-1].stat().st_mtime  # there is none before the ranks start
+        if age_s < SIGN_OF_LIFE_S:
+            return "running" if now else "starting"
     if job and not Path(job.exit_files[0]).is_file():
         return _state_of_job(job)
     if is_done:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
 import time
 from dataclasses import asdict
@@ -42,7 +43,9 @@ def test_each_experiment_has_its_state(tmp_path: Path, capsys: pytest.CaptureFix
     start(tmp_path, "done", 20, {"exit_code": 0})
     start(tmp_path, "stopped", 6, {"exit_code": 85})
     start(tmp_path, "failed", 3, {"exit_code": 1, "reason": "rank 1 failed"})
-    start(tmp_path, "lost", 2)
+    start(tmp_path, "begun", 0)
+    an_hour_ago = time.time() - 3600
+    os.utime(start(tmp_path, "lost", 2), (an_hour_ago, an_hour_ago))
     write_node(start(tmp_path, "live", 4), 0, [RankProgress(0, step=4)])
     for name in ("queued", "ended"):
         jobs = RunFolder(tmp_path / name).jobs
@@ -63,6 +66,7 @@ def test_each_experiment_has_its_state(tmp_path: Path, capsys: pytest.CaptureFix
         "done": "done",
         "stopped": "stopped",
         "failed": "failed (1)",
+        "begun": "starting",
         "lost": "lost",
         "live": "running",
         "ended": "failed (1)",
@@ -75,7 +79,7 @@ def test_each_experiment_has_its_state(tmp_path: Path, capsys: pytest.CaptureFix
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["experiment", "state", "step", "loss", "held-out", "job"]
     assert "done        done        20/20  3.0000  6.0000" in lines
-    assert len(lines) == 9
+    assert len(lines) == 10
 
 
 def test_a_run_of_long_ago_that_says_nothing_is_not_running(tmp_path: Path) -> None:
