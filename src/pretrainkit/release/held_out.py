@@ -22,8 +22,8 @@ def held_out_of(source: Path) -> dict[str, Any]:
         return {}
     metrics = RunFolder(checkpoint.parents[1]).metrics
     records = [each for each in read_records(metrics) if each.keys() >= {"step", "val_loss"}]
-    evaluations = sorted((each for each in records if each["step"] <= step), key=lambda record: record["step"])
-    return {"first": evaluations[0], "last": evaluations[-1]} if evaluations else {}
+    by_step = {each["step"]: each for each in records if each["step"] <= step}  # a later record of a step counts
+    return {"first": by_step[min(by_step)], "last": by_step[max(by_step)]} if by_step else {}
 
 
 def held_out_rows(found: dict[str, Any]) -> list[tuple[str, str, str, str]]:

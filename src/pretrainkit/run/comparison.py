@@ -61,15 +61,16 @@ def comparison_page(courses: Sequence[Course]) -> str:
         "Router": [(name.replace("_", " "), curves.by_field(courses, "router", name)) for name in router],
         "Evaluations": curves.tasks(courses),
     }
+    names = [course.name for course in courses]
     parts = [
         "<h1>Experiments</h1>",
         _table(_HEAD, map(_summary, courses)),
         _section("Options that differ", _options(courses)),
-        *(_section(title, _pictures(title, panels)) for title, panels in pictures.items()),
+        *(_section(title, _pictures(title, panels, names)) for title, panels in pictures.items()),
         _section("Starts", _starts(courses)),
     ]
     body = "\n".join(part for part in parts if part)
-    title = escape(", ".join(course.name for course in courses))
+    title = escape(", ".join(names))
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -144,10 +145,12 @@ def _starts(courses: Sequence[Course]) -> str:
     return _table(["experiment", "started", "mode", "steps", "ranks", "ended"], rows)
 
 
-def _pictures(salt: str, panels: Sequence[Panel]) -> str:
-    """An SVG for each panel that has something to draw; `salt` makes the ids of a section differ from others'."""
+def _pictures(salt: str, panels: Sequence[Panel], names: Sequence[str]) -> str:
+    """An SVG for each panel that has something to draw; `names` of all experiments give each its colour.
+
+    `salt` makes the ids of a section differ from others'.
+    """
     shown = [panel for panel in panels if any(curve.y and not np.isnan(curve.y).all() for curve in panel[1])]
-    names = list(dict.fromkeys(curve.name for _, found in panels for curve in found))
     figures = (_figure(f"{salt} {title}", title, found, names) for title, found in shown[:MAX_PANELS])
     body = "".join(f"<div>{figure}</div>" for figure in figures)
     more = len(shown) - MAX_PANELS
@@ -156,7 +159,7 @@ def _pictures(salt: str, panels: Sequence[Panel]) -> str:
 
 
 def _figure(salt: str, title: str, found: Sequence[Curve], names: Sequence[str]) -> str:
-    """An SVG of curves; `names` of all experiments give each its colour."""
+    """An SVG of curves."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure

@@ -14,7 +14,7 @@ from pretrainkit.release.report import Check, ReleaseReport
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     """Of step 20 of an experiment that went on."""
-    records = [{"event": "start", "step": 0}]
+    records = [{"event": "start", "step": 0}, {"step": 0, "val_loss": 9.0}, {"event": "start", "step": 0}]
     for step in (0, 20, 40):
         by_label = {"ja": 5 - step / 20, "e|n": 4 - step / 20}
         bits = {"ja": 2.5 - step / 40}
