@@ -45,14 +45,10 @@ def build_parser() -> Parser:
     add("--module", metavar="PKG:FUNCTION", help="a function that gives an object with model, loader and optimizer")
     add("--output", type=Path, metavar="DIR", help="where report.json and report.html go (default: diagnosis/NAME)")
     add("--against", type=Path, metavar="EXPERIMENT", help="another run: is it the amount of data, or the speed?")
-    add("--tokenizer", type=Path, metavar="DIR", help="tokenizer to check (of an experiment: its own)")
-    add("--data", metavar="PATH", help="data to check (of an experiment: its own)")
     add("--budget_s", type=float, default=60.0, help="time for measuring, from the first step on, s")
     add("--longest_s", type=float, default=1800.0, help="longest time of one start of the program, s")
     add("--probes", default="", metavar="A,B", help=f"only these of the probes {', '.join(PROBES)}")
     add("--without", default="", metavar="A,B", help="not these probes")
-    add("--quick", action="store_true", help="no probe that needs the run to be started again")
-    add("--time_checkpoint", action="store_true", help="let an experiment save once, beside its folder, and time it")
     add("--in_place", action="store_true", help="let the program write, change and delete files as it always does")
     add("--keep", action="store_true", help="keep the scratch folder with all outputs of the program")
     add("--json", action="store_true", help="print the report as JSON")
@@ -82,16 +78,12 @@ def command(arguments: argparse.Namespace) -> int:
             output=output,
             experiment=arguments.experiment,
             against=arguments.against,
-            tokenizer=arguments.tokenizer,
-            data=arguments.data,
             longest_s=arguments.longest_s,
             spec=Spec(
                 budget_s=arguments.budget_s,
                 only=probes("--probes", arguments.probes),
                 excluded=probes("--without", arguments.without),
-                time_checkpoint=arguments.time_checkpoint,
             ),
-            quick=arguments.quick,
             in_place=arguments.in_place,
             keep=arguments.keep,
         )

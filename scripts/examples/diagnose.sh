@@ -21,5 +21,5 @@ else
     source=("$experiment") name=$(basename "$experiment")
     "$python" tools/inspect_run.py "$experiment" --no-plot
 fi
-exec "$python" tools/diagnose_speed.py ${SMALL:+--quick --budget_s 20} "${source[@]}" ${against:+--against "$against"} \
+exec "$python" tools/diagnose_speed.py ${SMALL:+--without debug_variables,micro_batch --budget_s 20} "${source[@]}" ${against:+--against "$against"} \
     --output "$reports/$name/$(date +%Y%m%d-%H%M%S)" "$@"

@@ -27,7 +27,7 @@ def test_the_page_is_drawn(width: int, tmp_path: Path) -> None:
     assert pixels.shape[:2] == (2600, width)
     # Nothing is cut off: a margin at the right is empty.
     assert (pixels[:, -8:, :3] == pixels[0, 0, :3]).all()
-    # The colours of a cause's bar, of the histogram and of phases are on it.
+    # The colours of a cause's bar and of phases are on it.
     for colour in ((0xC2, 0x41, 0x0C), (0x25, 0x63, 0xEB), (0x7C, 0x3A, 0xED)):
         distance = np.abs(pixels[..., :3] - np.array(colour) / 255).max(axis=-1)
         assert (distance < 0.02).sum() > 500

@@ -1,15 +1,14 @@
 """The causes of lost time: one row each, with the phase it is in and what the report says about it.
 
 A probe measures it (`probes/`, `diagnose.py`), `findings.py` ranks it. What is only seen and not measured is a row of
-`settings.py`.
+`checks.py`.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from pretrainkit.diagnosis.evidence import Shown
 from pretrainkit.diagnosis.statistics import Interval
 
 MEASURED, AT_MOST, ESTIMATED = "measured", "at most", "estimated"
@@ -99,8 +98,8 @@ CAUSES: dict[str, Row] = {
         "attention kernel",
         "forward, backward",
         "a slow attention kernel is used",
-        "attention runs as {attention}",
-        'use {detail}: attn_implementation="sdpa", no sdpa_kernel(MATH), no dense mask where is_causal=True will do',
+        "attention runs as {detail}",
+        'attn_implementation="sdpa", no sdpa_kernel(MATH), no dense mask where is_causal=True will do',
     ),
     "tf32": Row(
         "TF32",
@@ -118,7 +117,7 @@ CAUSES: dict[str, Row] = {
     ),
     "logging": Row(
         "logging and reading values",
-        "logging, other",
+        "other",
         "logging holds up every step",
         "the loop prints or reads values of tensors: {where}",
         "log every 10 to 100 steps; keep values on the device (no .item(), no print) until then",
@@ -160,15 +159,6 @@ CAUSES: dict[str, Row] = {
         AT_MOST,
         is_option=True,
     ),
-    "save_interval": Row(
-        "saving",
-        "checkpoint",
-        "checkpoints are saved too often",
-        "saving takes {seconds:.3g} s, every {interval} steps",
-        "--save_interval {wanted}",
-        "every {wanted} steps saving takes 1% of the time: {gain}",
-        ESTIMATED,
-    ),
 }
 """Name -> row; probes have the names of their rows."""
 
@@ -189,11 +179,6 @@ class Cause:
     known: str
     """How the gain is known."""
     is_option: bool
-    evidence: dict[str, Any] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        """All fields; the share with its interval."""
-        return {**asdict(self), "share": self.share.to_json()}
 
 
 def percent(share: Interval) -> str:
@@ -202,12 +187,11 @@ def percent(share: Interval) -> str:
     return f"{share.value:.1%} [{share.low:.1%} to {share.high:.1%}]"
 
 
-def cause(name: str, shown: Shown | Interval, known: str = "", **facts: Any) -> Cause:
+def cause(name: str, share: Interval, known: str = "", **facts: Any) -> Cause:
     """The cause of a row, its texts filled with facts."""
-    share, evidence = (shown.share, shown.to_json()) if isinstance(shown, Shown) else (shown, {})
     share, row = share.within_bounds(), CAUSES[name]
     times = " to ".join(f"{1 / max(1 - end, 0.01):.2f}" for end in (share.low, share.high))
     facts["gain"] = f"{percent(share)} of the step time, {times} times as fast"
     texts = (part.format(**facts) for part in (row.title, row.phase, row.seen, row.change, row.gain))
     title, phase, seen, change, gain = texts
-    return Cause(name, title, phase, share, seen, change, gain, known or row.known, row.is_option, evidence)
+    return Cause(name, title, phase, share, seen, change, gain, known or row.known, row.is_option)

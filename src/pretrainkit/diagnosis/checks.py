@@ -1,16 +1,13 @@
-"""What can be checked without measuring: the tokenizer, the special tokens of batches, debug settings, the machine."""
+"""What is seen and advised, but not measured: debug variables, settings of the program, its tokenizer, the machine."""
 
 from __future__ import annotations
 
-import json
-from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from pretrainkit.files import read_object
-
-WARN, FINE, NOTED = "warn", "fine", "noted"
+LOOK_AT, UNCERTAIN, FINE, NOTED, NOT_APPLICABLE = STATES = ("look at", "uncertain", "fine", "noted", "doesn't apply")
+"""Of a check, in the order of the report."""
 
 DEBUG_VARIABLES: dict[str, tuple[str, str]] = {
     # name: values that cost nothing; what the others do
@@ -35,41 +32,131 @@ DEBUG_VARIABLES: dict[str, tuple[str, str]] = {
     "TORCH_NCCL_BLOCKING_WAIT": ("0", "collectives are waited for"),
     "TORCH_SHOW_CPP_STACKTRACES": ("0", "stacks are kept for errors"),
 }
-LEFT_BY_DEFAULT = ("Llama", "CodeLlama", "Cohere", "Gemma", "XLNet", "CpmAnt")
-"""Tokenizer classes of transformers that pad at the left where their files don't say."""
-ENOUGH_ROWS = 4
-PAD_RIGHT = 'tokenizer.padding_side = "right"'
-LOW_CLOCK = 0.9
-"""A GPU at work below this share of its highest clock is held back."""
+_CUDA_ONLY = ("CUDA_", "NCCL_", "NVIDIA_", "TORCH_NCCL_", "PYTORCH_NO_CUDA_")
+SHORT_EPOCH_STEPS = 200
+"""Workers that start again so often are noticed: a start takes about a second."""
+MANY_SHAPES = 2
+VISIBLE = 0.05
+"""Part of the time for the optimizer that is worth a look."""
+FUSED_OPTIMIZERS = ("Adam", "AdamW", "SGD")
+"""Of torch; they take fused=True."""
 BUSY_MACHINE = 0.15
 """Share of the machine's cores that others may use without a warning."""
-_SPECIAL_COUNTS = ("ended_rows", "unended_rows", "ends", "masked_ends", "double_bos")
-_CUDA_ONLY = ("CUDA_", "NCCL_", "NVIDIA_", "TORCH_NCCL_", "PYTORCH_NO_CUDA_")
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at."""
+    """One thing that was looked at, or tried."""
 
     what: str
     state: str
-    """warn: costs time or spoils training; fine; noted: a fact to know."""
+    """One of STATES."""
     found: str
     change: str = ""
 
 
-def warning(what: str, found: str, change: str = "") -> Check:
-    """What costs time or spoils training."""
-    return Check(what, WARN, found, change)
+@dataclass(frozen=True)
+class Setting:
+    """One row: what it is, when it costs time, what was found, and the change."""
+
+    what: str
+    is_slow: Callable[[dict[str, Any], dict[str, Any], dict[str, Any]], object]
+    """By the facts of a rank, its loader's, and what was observed of it."""
+    found: str
+    change: str
 
 
-def rated(what: str, is_bad: object, found: str, change: str = "") -> Check:
-    """A warning with its change where something is bad; fine otherwise."""
-    return Check(what, WARN, found, change) if is_bad else Check(what, FINE, found)
+SETTINGS = (
+    Setting(
+        "pinned memory",
+        lambda facts, loader, seen: facts["device"] != "cpu" and loader and not loader["pin_memory"],
+        "batches are copied to the GPU from pageable memory",
+        "DataLoader(..., pin_memory=True), and .to(device, non_blocking=True)",
+    ),
+    Setting(
+        "prefetching",
+        lambda facts, loader, seen: loader.get("num_workers") and (loader.get("prefetch_factor") or 2) < 2,
+        "each worker prepares one batch ahead",
+        "DataLoader(..., prefetch_factor=4)",
+    ),
+    Setting(
+        "workers of an epoch",
+        lambda facts, loader, seen: (
+            loader.get("num_workers")
+            and not loader["persistent_workers"]
+            and (loader["batches"] or SHORT_EPOCH_STEPS) < SHORT_EPOCH_STEPS
+        ),
+        "workers are started again for every short epoch",
+        "DataLoader(..., persistent_workers=True) (Trainer: dataloader_persistent_workers=True)",
+    ),
+    Setting(
+        "fused optimizer",
+        lambda facts, loader, seen: (
+            seen["phases_s"].get("optimizer", 0.0) > VISIBLE * seen["wall_s"]
+            and any(item["class"] in FUSED_OPTIMIZERS and not item["fused"] for item in facts["optimizers"])
+        ),
+        "the optimizer's step is a visible part of the time, and made of many small ones",
+        "fused=True for the optimizer",
+    ),
+    Setting(
+        "precision",
+        lambda facts, loader, seen: (
+            facts["device"] != "cpu"
+            and facts["dtypes"] == ["torch.float32"]
+            and facts["attention_dtype"] in ("", "torch.float32")
+        ),
+        "the model computes in float32",
+        'bf16, if the training bears it: torch.autocast("cuda", torch.bfloat16) (Trainer: bf16=True)',
+    ),
+    Setting(
+        "deterministic algorithms",
+        lambda facts, loader, seen: facts["deterministic"],
+        "torch.use_deterministic_algorithms is on",
+        "turn it off where runs needn't be equal bit by bit",
+    ),
+    Setting(
+        "CPU binding",
+        lambda facts, loader, seen: facts["affinity"] < facts["cpus"],
+        "the process is bound to fewer cores than its part of the machine",
+        "taskset, numactl or the scheduler's --cpus-per-task",
+    ),
+    Setting(
+        "new shapes",
+        lambda facts, loader, seen: seen["compiled_frames"] > MANY_SHAPES,
+        "torch.compile compiles again for new shapes of batches",
+        "batches of one shape (packed, or pad_to_multiple_of), or torch.compile(dynamic=True)",
+    ),
+    Setting(
+        "padding side",
+        lambda facts, loader, seen: facts["tokenizer"].get("padding_side") == "left",
+        "left, in the program's tokenizer: a model in training sees padding first",
+        'tokenizer.padding_side = "right"',
+    ),
+    Setting(
+        "padding token",
+        lambda facts, loader, seen: (
+            facts["tokenizer"].get("pad_token_id") is not None
+            and facts["tokenizer"]["pad_token_id"] == facts["tokenizer"]["eos_token_id"]
+        ),
+        "PAD = EOS in the program's tokenizer: a collator that masks padding by its id (as "
+        "DataCollatorForLanguageModeling) masks every end of a document, too, and the model never learns to stop",
+        "mask by attention_mask, or add a padding token of its own; packed data needs none",
+    ),
+)
+
+
+def check_settings(rank: dict[str, Any]) -> list[Check]:
+    """The rows that hold for a rank."""
+    facts = rank["facts"]
+    return [
+        Check(row.what, LOOK_AT, row.found, row.change)
+        for row in SETTINGS
+        if row.is_slow(facts, facts["loader"], rank["observed"])
+    ]
 
 
 def debug_variables(variables: dict[str, str], *, on_gpu: bool) -> dict[str, str]:
-    """Of an environment the variables that are set for finding faults and that cost time."""
+    """Variables for finding faults that cost time, name -> value."""
     return {
         name: variables[name]
         for name, (harmless, _) in DEBUG_VARIABLES.items()
@@ -79,109 +166,22 @@ def debug_variables(variables: dict[str, str], *, on_gpu: bool) -> dict[str, str
     }
 
 
-def check_environment(variables: dict[str, str], *, on_gpu: bool) -> list[Check]:
-    """Debug settings in the environment."""
-    found = debug_variables(variables, on_gpu=on_gpu)
+def check_environment(found: dict[str, str]) -> list[Check]:
+    """Debug variables that are set."""
     return [
-        warning("debug variable", f"{name}={value}: {DEBUG_VARIABLES[name][1]}", f"unset {name}")
+        Check("debug variable", LOOK_AT, f"{name}={value}: {DEBUG_VARIABLES[name][1]}", f"unset {name}")
         for name, value in found.items()
     ] or [Check("debug variables", FINE, "none is set")]
 
 
-def check_tokenizer(folder: Path) -> list[Check]:
-    """A Hugging Face tokenizer's files: padding and the special tokens of documents."""
-    config = read_object(folder / "tokenizer_config.json")
-    roles = {**read_object(folder / "special_tokens_map.json"), **config}
-    pad, eos, bos = (_content(roles.get(role)) for role in ("pad_token", "eos_token", "bos_token"))
-    if not config and not (folder / "tokenizer.json").is_file():
-        return [Check("tokenizer", NOTED, f"no files of one in {folder}")]
-    checks = [_padding_side(config, pad), _padding_token(pad, eos)]
-    if eos is None:
-        change = "--eod-token of tools/preprocess_data.py"
-        checks.append(warning("end of documents", "the tokenizer has no EOS token", change))
-    post = json.dumps(read_object(folder / "tokenizer.json").get("post_processor"))
-    if (bos and json.dumps(bos)[1:-1] in post) or config.get("add_bos_token"):
-        checks.append(Check("BOS", NOTED, f"the tokenizer puts {bos} before each text: a text that holds it has two"))
-    return checks
-
-
-def _padding_side(config: dict[str, Any], pad: str | None) -> Check:
-    by_default = str(config.get("tokenizer_class", "")).startswith(LEFT_BY_DEFAULT)
-    if config.get("padding_side", "left" if by_default else "right") == "right":
-        return Check("padding side", FINE, "right")
-    if pad is None:
-        return Check("padding side", NOTED, "left, but it has no padding token")
-    return warning("padding side", "left: a model in training sees padding first", PAD_RIGHT)
-
-
-def _padding_token(pad: str | None, eos: str | None) -> Check:
-    if pad is None:
-        return Check("padding token", NOTED, "none: packed data needs none")
-    if pad != eos:
-        return Check("padding token", FINE, f"{pad}, not EOS")
-    return warning(
-        "padding token",
-        f"PAD = EOS ({pad}): a collator that masks padding by its id (DataCollatorForLanguageModeling) takes "
-        "every end of a document out of the loss, and the model never learns to stop",
-        "mask by attention_mask, or add a padding token of its own; packed data needs none",
-    )
-
-
-def check_batches(batches: list[Any], tokenizer: dict[str, Any] | None) -> list[Check]:
-    """What the batches that were trained on show of padding and special tokens, by the program's own tokenizer."""
-    if not tokenizer:
-        return []
-    count = Counter[str]()
-    for batch in batches:
-        count.update({name: batch.get(name, 0) for name in _SPECIAL_COUNTS})
-    checks = []
-    if tokenizer.get("padding_side") == "left":
-        checks.append(warning("padding side", "left, in the program", PAD_RIGHT))
-    pad, eos = tokenizer.get("pad_token_id"), tokenizer.get("eos_token_id")
-    if pad is not None and pad == eos:
-        found = f"PAD = EOS (id {pad}) in the program: ends of documents may be masked"
-        if count["ends"]:
-            found = f"PAD = EOS (id {pad}) in the program: {count['masked_ends']} of {count['ends']} EOS are masked"
-        is_harmless = count["ends"] and not count["masked_ends"]
-        checks.append(rated("padding token", not is_harmless, found, "mask by attention_mask, not by id"))
-    elif count["masked_ends"]:
-        found = f"{count['masked_ends']} of {count['ends']} EOS are masked: the model doesn't learn to stop there"
-        checks.append(warning("EOS in the loss", found, "labels of EOS = its id"))
-    rows = count["ended_rows"] + count["unended_rows"]
-    if rows:
-        found = f"{count['unended_rows']} of {rows} padded rows don't end with EOS"
-        many = rows >= ENOUGH_ROWS and count["unended_rows"] > rows / 2
-        change = "append tokenizer.eos_token_id to each document"
-        checks.append(rated("ends of documents in batches", many, found, change))
-    if count["double_bos"]:
-        found = f"{count['double_bos']} rows begin with two BOS"
-        checks.append(warning("BOS in batches", found, "take BOS out of the text, or add_special_tokens=False"))
-    return checks
-
-
 def check_machine(machine: dict[str, Any]) -> list[Check]:
-    """Clocks of the GPUs at work, and who else used GPUs and cores meanwhile."""
-    found = [] if machine["gpus"] else [Check("GPU clock and sharing", NOTED, "no GPU is seen")]
-    for gpu in machine["gpus"]:
-        if gpu["clock_mhz"] is None or not gpu["highest_clock_mhz"]:
-            continue
-        text = f"GPU {gpu['index']} at {gpu['clock_mhz']:.0f} of {gpu['highest_clock_mhz']:.0f} MHz while at work"
-        text += f", {gpu['power_w']:.0f} of {gpu['power_limit_w']:.0f} W, {gpu['temperature_c']:.0f} C"
-        held_back = gpu["clock_mhz"] < LOW_CLOCK * gpu["highest_clock_mhz"]
-        change = "look at power limit, cooling and nvidia-smi -q -d PERFORMANCE"
-        found.append(rated("GPU clock", held_back, text, change))
-    if machine["gpu_processes_of_others"]:
-        names = ", ".join(item.get("name", "?") for item in machine["gpu_processes_of_others"])
-        text = f"other processes compute on it: {names}"
-        found.append(warning("sharing of the GPU", text, "take a GPU of its own"))
-    others = machine["cpu_used_by_others"]
-    if others is not None:
-        text = f"others used {others:.0%} of the machine's {machine['cores']} cores"
-        change = "diagnose on a quiet machine for narrow intervals"
-        found.append(rated("sharing of the CPU", others > BUSY_MACHINE, text, change))
-    return found
-
-
-def _content(token: Any) -> str | None:
-    content = token.get("content") if isinstance(token, dict) else token
-    return content if isinstance(content, str) else None
+    """Who else used GPUs and cores meanwhile."""
+    others, gpus = machine["cpu_used_by_others"], ", ".join(map(str, machine["used_gpus"]))
+    text = f"others used {others:.0%} of the machine's {machine['cores']} cores"
+    change = "diagnose on a quiet machine for narrow intervals"
+    is_busy = others > BUSY_MACHINE
+    checks = [Check("sharing of the CPU", LOOK_AT if is_busy else FINE, text, change if is_busy else "")]
+    if gpus:
+        text = f"others hold memory of GPU {gpus}, and may compute there"
+        checks.append(Check("sharing of the GPU", LOOK_AT, text, "take a GPU of its own"))
+    return checks

@@ -7,8 +7,9 @@ import dataclasses
 import os
 import signal
 import subprocess
+import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,10 @@ from pretrainkit import files
 from pretrainkit.diagnosis import sandbox
 from pretrainkit.diagnosis.machine import watched
 from pretrainkit.diagnosis.observe import uploads
-from pretrainkit.diagnosis.observe.sampler import read_workers
-from pretrainkit.diagnosis.processes import Watch, read_ranks
+from pretrainkit.diagnosis.processes import Watch
 from pretrainkit.diagnosis.program import Program
 from pretrainkit.diagnosis.spec import SPEC_VARIABLE, UNSET_VARIABLE, Spec
-from pretrainkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED_AFTER_SAVING, PretrainkitError
+from pretrainkit.errors import EXIT_DONE, EXIT_STOPPED_AFTER_SAVING, PretrainkitError
 from pretrainkit.logs import get_logger
 from pretrainkit.run.folder import RunFolder
 
@@ -44,11 +44,10 @@ class Measured:
     ranks: list[dict[str, Any]]
     """Each rank's results, by rank."""
     machine: dict[str, Any]
-    folder: Path
     cut_short: str = ""
     """Why not all was measured."""
     broken: tuple[str, ...] = ()
-    """Probes that the program doesn't bear."""
+    """Probes that make the program fail."""
     notes: tuple[str, ...] = ()
     """Processes that weren't measured, and places that the program couldn't write to."""
 
@@ -65,53 +64,43 @@ class Starter:
     """Nothing that the program writes or deletes stays."""
     keep: bool
     """Keep what it has written, in the scratch folder."""
-    starts: list[Path] = field(default_factory=list)
 
     def measure(self, *, unset: tuple[str, ...] = (), changes: dict[str, Any] | None = None, **spec: Any) -> Measured:
         """One measurement; `changes` are of a run's training settings, `unset` variables are taken away.
 
         Raises PretrainkitError with the end of the program's output when it fails for another reason than a probe.
         """
-        excluded: tuple[str, ...] = self.spec.excluded
+        broken: tuple[str, ...] = ()
         for _ in range(MOST_RETRIES):
-            folder = self.scratch / f"start_{len(self.starts)}"
-            self.starts.append(folder)
-            folder.mkdir(parents=True)
+            folder = Path(tempfile.mkdtemp(prefix="start-", dir=self.scratch))
+            excluded = (*self.spec.excluded, *broken)
             asked = dataclasses.replace(self.spec, folder=str(folder), excluded=excluded, **spec)
             files.write_json(folder / "spec.json", dataclasses.asdict(asked))
-            late = ""
             with watched() as machine:
-                try:
-                    exit_code, unmeasured = self._run(folder, unset, changes or {})
-                except subprocess.TimeoutExpired:
-                    exit_code, unmeasured = EXIT_FAILED, []
-                    late = f"it took longer than {self.longest_s:.0f} s (--longest_s)"
-            notes = tuple([f"not measured: {item}" for item in unmeasured] + _protected(folder))
-            ranks = _read_ranks(folder)
+                exit_code, unmeasured = self._run(folder, unset, changes or {})
+            if self.is_protected:
+                sandbox.check(folder, (folder / "output.log").read_text(errors="replace"))
+            notes = [f"not measured: {item}" for item in unmeasured]
+            notes += [f"the program could only read {item}" for item in sandbox.read_only_places(folder)]
+            ranks = sorted(map(files.read_json, folder.glob("rank_*.json")), key=lambda rank: int(rank["rank"]))
+            is_whole = bool(ranks) and len(ranks) == ranks[0]["world_size"]
             tried = {path.read_text() for path in folder.glob("trying_*")} - {""}
-            if ranks and all(rank.get("ended") for rank in ranks):
-                return Measured(ranks, machine, folder, "", tuple(set(excluded) - set(self.spec.excluded)), notes)
-            has_windows = bool(ranks) and all("windows" in rank for rank in ranks)
-            if has_windows and (late or (exit_code == 0 and not tried)):
-                if late and tried:
-                    late += f", while {', '.join(sorted(tried))} was tried"
+            if is_whole and all(rank.get("ended") for rank in ranks):
+                return Measured(ranks, machine, "", broken, tuple(notes))
+            late = f"it took longer than {self.longest_s:.0f} s (--longest_s)" if exit_code is None else ""
+            if is_whole and all("windows" in rank for rank in ranks) and (late or not (exit_code or tried)):
                 why = late or "it has come to its own end: more of its steps are needed"
+                why += f", while {', '.join(sorted(tried))} was tried" if tried else ""
                 log.warning("the program ended before all was measured: %s", why)
-                return Measured(ranks, machine, folder, why, notes=notes)
-            if late:
-                raise PretrainkitError(
-                    f"the program took longer than {self.longest_s:.0f} s",
-                    action="--longest_s allows more; its output:\n" + _tail(folder),
-                    where=self.program.name,
-                )
-            if not tried:
-                raise _failed(self.program, folder, exit_code, bool(ranks), unmeasured)
+                return Measured(ranks, machine, why, broken, tuple(notes))
+            if late or not tried:
+                break
             log.warning("the program fails with %s: it is started again without", ", ".join(sorted(tried)))
-            excluded = (*excluded, *sorted(tried))
-        raise _failed(self.program, folder, exit_code, True, [])
+            broken = (*broken, *sorted(tried))
+        raise _failed(self.program, folder, ranks, late, exit_code, unmeasured)
 
-    def _run(self, folder: Path, unset: tuple[str, ...], changes: dict[str, Any]) -> tuple[int, list[str]]:
-        """Exit code, and processes that weren't measured."""
+    def _run(self, folder: Path, unset: tuple[str, ...], changes: dict[str, Any]) -> tuple[int | None, list[str]]:
+        """Exit code, None when it took too long, and processes that weren't measured."""
         paths = [str(INJECTED), str(Path(pretrainkit.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
         # What the program's own paths were; a script's folder is added by Python itself.
         if self.program.kind == "module":
@@ -123,14 +112,11 @@ class Starter:
             "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         }
         if self.program.kind != "experiment":  # a run of this project is started without trackers
-            trackers = folder / "trackers"
-            trackers.mkdir()
-            environment |= uploads.offline(environment, trackers)
+            environment |= uploads.offline(environment, folder)
         if unset:
             environment[UNSET_VARIABLE] = ",".join(unset)
         command = self.program.start_command(folder, changes)
-        outputs = self.scratch / f"files_{len(self.starts)}"
-        outputs.mkdir()
+        outputs = Path(tempfile.mkdtemp(prefix="files-", dir=self.scratch))
         if self.is_protected:
             command = sandbox.command(command, outputs, keep=folder)
         with (folder / "output.log").open("wb") as output:
@@ -149,27 +135,21 @@ class Starter:
                 if not self.keep:
                     sandbox.remove(outputs)
 
-    def _wait(self, process: subprocess.Popen[bytes], watch: Watch) -> tuple[int, list[str]]:
-        """Wait until all is measured, nothing can be, or the program ends. Raises TimeoutExpired."""
+    def _wait(self, process: subprocess.Popen[bytes], watch: Watch) -> tuple[int | None, list[str]]:
+        """Wait until all is measured, nothing can be, the program ends, or it has taken too long."""
         begin_s = shown_s = time.monotonic()
         shown = ""
         while process.poll() is None:
             now_s = time.monotonic()
-            if watch.has_ended():
-                return EXIT_DONE, list(watch.unmeasured.values())
-            if watch.is_hopeless():
+            if watch.has_ended() or watch.is_hopeless():
                 break
             if now_s - begin_s > self.longest_s:
-                raise subprocess.TimeoutExpired(self.program.name, self.longest_s)
+                return None, []
             if now_s - shown_s > PROGRESS_EVERY_S and (text := watch.progress()) != shown:
                 log.info("%s", text)
                 shown, shown_s = text, now_s
             time.sleep(POLL_S)
-        return process.returncode or EXIT_DONE, list(watch.unmeasured.values())
-
-
-def _protected(folder: Path) -> list[str]:
-    return [f"the program could only read {item}" for item in sandbox.read_only_places(folder)]
+        return process.returncode or EXIT_DONE, watch.unmeasured
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -187,47 +167,35 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _read_ranks(folder: Path) -> list[dict[str, Any]]:
-    ranks = read_ranks(folder)
-    for rank in ranks:
-        rank["worker_samples"] = read_workers(folder, rank["rank"])
-    return ranks if not ranks or len(ranks) == ranks[0]["world_size"] else []
-
-
 def _tail(folder: Path) -> str:
     """The end of what the program has written to its outputs."""
     attempt = RunFolder(folder).attempt(1)
     logs = [folder / "output.log", attempt / "node.log", *sorted(attempt.glob("rank_*.err"))]
-    tail = ""
-    for path in logs:
-        if path.is_file() and path.stat().st_size:
-            tail = path.read_text(encoding="utf-8", errors="replace")[-TAIL_CHARACTERS:]
-    return tail
+    texts = [path.read_text(encoding="utf-8", errors="replace") for path in logs if path.is_file()]
+    return next((text[-TAIL_CHARACTERS:] for text in reversed(texts) if text), "")
 
 
 def _failed(
-    program: Program, folder: Path, exit_code: int, has_trained: bool, unmeasured: list[str]
+    program: Program,
+    folder: Path,
+    ranks: list[dict[str, Any]],
+    late: str,
+    exit_code: int | None,
+    unmeasured: list[str],
 ) -> PretrainkitError:
-    if unmeasured and not has_trained:
-        return PretrainkitError(
-            "it trains where it can't be measured:\n" + "\n".join(unmeasured),
-            needed="a loop with backward() and a torch optimizer's step(), in Python with this environment",
-            where=program.name,
-        )
-    tail = _tail(folder)
-    seen = read_ranks(folder)
-    if seen and len(seen) < seen[0]["world_size"] and exit_code == 0:
-        return PretrainkitError(
-            f"{len(seen)} of {seen[0]['world_size']} ranks were seen",
-            needed="all ranks on this machine",
-            action="diagnose the same command on one node",
-            where=program.name,
-        )
-    if exit_code in (0, EXIT_STOPPED_AFTER_SAVING) and not has_trained:
-        return PretrainkitError(
-            "the program ended before it had trained enough steps, or no step was seen",
-            needed="a loop with backward() and a torch optimizer's step(), of some dozens of steps",
-            action="give it more steps or data; its output:\n" + tail,
-            where=program.name,
-        )
-    return PretrainkitError(f"the program failed with exit code {exit_code}:\n{tail}", where=program.name)
+    """The error for a program of which nothing can be reported."""
+    tail = f"its output:\n{_tail(folder)}"
+    found, needed, action = f"the program failed with exit code {exit_code}", "", tail
+    if late:
+        found, action = late, f"--longest_s allows more; {tail}"
+    elif unmeasured and not ranks:
+        found, action = "it trains where it can't be measured:\n" + "\n".join(unmeasured), ""
+        needed = "a loop with backward() and a torch optimizer's step(), in Python with this environment"
+    elif exit_code == EXIT_DONE and ranks and len(ranks) < ranks[0]["world_size"]:
+        found, action = f"{len(ranks)} of {ranks[0]['world_size']} ranks were seen", "diagnose it on one node"
+        needed = "all ranks on this machine"
+    elif exit_code in (EXIT_DONE, EXIT_STOPPED_AFTER_SAVING):
+        found = "the program ended before it had trained enough steps, or no step was seen"
+        needed = "a loop with backward() and a torch optimizer's step(), of some dozens of steps"
+        action = f"give it more steps or data; {tail}"
+    return PretrainkitError(found, needed=needed, action=action, where=program.name)

@@ -74,11 +74,9 @@ def of_experiment(folder: Path, train_script: Path) -> Program:
             action="diagnose the same run made for one node (its --data_parallel part changes, not its speed per rank)",
             where=str(run_file),
         )
-    missing = [
-        prefix for prefix in run.dataset.prefixes if not (Path(prefix).exists() or Path(f"{prefix}.idx").exists())
-    ]
+    missing = [prefix for prefix in run.dataset.prefixes if not any(map(os.path.exists, (prefix, f"{prefix}.idx")))]
     if missing:
-        raise RequestError(f"its data is gone: {missing[0]}", action="put it back there", where=str(run_file))
+        raise RequestError(f"its data is not there: {missing[0]}", action="put it back", where=str(run_file))
     return Program("experiment", folder.resolve().name, run=run, train_script=train_script.resolve())
 
 

@@ -41,8 +41,8 @@ LARGEST_COPY_BYTES, MOST_ENTRIES = 256 << 20, 20_000
 """What is copied at most, where a working folder, or files of other groups in it, can't be overlaid."""
 UNKNOWN_ID = 65534
 """User or group that the namespace doesn't have: an ordinary user's has one user and one group."""
-NOT_POSSIBLE = 97
-"""Exit code of this module as a program where the namespaces can't be made; stderr says why."""
+READ_ONLY = "read_only.json"
+"""Written before the command is started: places that it can only read."""
 GRACE_S = 10.0
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -53,19 +53,15 @@ def command(words: Sequence[str], scratch: Path, *, keep: Path) -> list[str]:
     return [sys.executable, "-m", __name__, str(scratch), str(keep), *words]
 
 
-def check(scratch: Path) -> None:
-    """Raise RequestError where a command can't be run like this."""
-    folder = scratch / "check"
-    folder.mkdir()
-    done = subprocess.run(command(["true"], folder, keep=folder), capture_output=True, text=True, env=_environment())
-    if done.returncode:
+def check(keep: Path, output: str) -> None:
+    """Raise RequestError where a command that has ended wasn't started, with the end of its output."""
+    if not (keep / READ_ONLY).is_file():
         raise RequestError(
-            f"the program's files can't be protected here: {(done.stderr.strip().splitlines() or ['?'])[-1]}",
+            f"the program's files can't be protected here: {(output.strip().splitlines() or ['?'])[-1]}",
             needed="user namespaces and overlayfs for ordinary users (Linux 5.13; sysctl user.max_user_namespaces, "
             "kernel.apparmor_restrict_unprivileged_userns; in Docker --security-opt seccomp=unconfined)",
             action="--in_place runs it with all that it writes and deletes; make a copy of its folders first",
         )
-    shutil.rmtree(folder, onerror=_make_removable)
 
 
 def remove(scratch: Path) -> None:
@@ -73,16 +69,10 @@ def remove(scratch: Path) -> None:
     shutil.rmtree(scratch, onerror=_make_removable)
 
 
-def read_only_places(scratch: Path) -> list[str]:
+def read_only_places(keep: Path) -> list[str]:
     """What the command could only read, or had a copy of, as sentences."""
-    path = scratch / "read_only.json"
+    path = keep / READ_ONLY
     return list(json.loads(path.read_text())) if path.is_file() else []
-
-
-def _environment() -> dict[str, str]:
-    """With this package on Python's path."""
-    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def _make_removable(function: object, path: str, _: object) -> None:
@@ -288,12 +278,12 @@ def main(words: Sequence[str]) -> int:
         root.build(Path("/"))
         root.show(keep)
         root.copy(folder)
-        (keep / "read_only.json").write_text(json.dumps(root.read_only))
+        (keep / READ_ONLY).write_text(json.dumps(root.read_only))
         root.enter()
         os.chdir(folder)
     except OSError as error:
         print(error.strerror or error, file=sys.stderr)
-        return NOT_POSSIBLE
+        return 1
     _call("prctl", PR_SET_CHILD_SUBREAPER, 1)
     _call("prctl", PR_SET_PDEATHSIG, int(signal.SIGTERM))
     signal.signal(signal.SIGTERM, _end)

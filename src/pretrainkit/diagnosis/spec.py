@@ -1,4 +1,4 @@
-"""What the diagnosing process asks of the training processes that it starts, handed over in one JSON file."""
+"""What the diagnosing process asks of the training processes that it starts, as one JSON file."""
 
 from __future__ import annotations
 
@@ -14,15 +14,13 @@ UNSET_VARIABLE = "PRETRAINKIT_DIAGNOSIS_UNSET"
 SPEC_VARIABLE = "PRETRAINKIT_DIAGNOSIS"
 """Environment variable with the path of the file; without it the hooks do nothing."""
 
+RESTARTED = ("debug_variables", "micro_batch")
+"""Probes that start the program again."""
 PROBES = (
     *("packing", "larger_micro_batch", "attention", "tf32", "threads"),
-    *("anomaly_detection", "workers_2", "workers_4", "workers_8", "no_gradient_exchange"),
-    *("debug_variables", "micro_batch"),
+    *("anomaly_detection", "workers_2", "workers_4", "workers_8", "no_gradient_exchange", *RESTARTED),
 )
 """What can be asked for or left out; the data probe is always made, since its batches are those of the others."""
-
-FULL, SPEED_ONLY = "full", "speed_only"
-"""Plans: all probes that can be switched within a process, or a few windows of the program as it is."""
 
 
 @dataclass(frozen=True)
@@ -31,26 +29,18 @@ class Spec:
 
     folder: str = ""
     """Where each rank writes rank_K.json; absolute."""
-    plan: str = FULL
+    speed_only: bool = False
+    """Measure a few windows of the program as it is, and nothing else."""
     source: str = "script"
     """experiment, script or module."""
     num_cpus: int = 1
     """Cores that all ranks of this machine have together."""
-    warmup_steps: int = 4
-    window_s: float = 0.15
-    """A window holds as many steps as fit into this, at least 2."""
-    longest_window_steps: int = 16
-    rounds: int = 6
-    """Pairs of windows of each probe, before those that show something are measured again."""
-    confirming_rounds: int = 12
     budget_s: float = 60.0
     """Time from the first step of one process to the end of its last window."""
     excluded: tuple[str, ...] = ()
     """Probes to leave out."""
     only: tuple[str, ...] = ()
     """If given, the probes to make, no others."""
-    time_checkpoint: bool = False
-    """Let the program save once at the end; only a run of this project can be asked to."""
 
     def wants(self, probe: str) -> bool:
         """Whether a probe is to be made."""

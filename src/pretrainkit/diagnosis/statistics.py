@@ -7,13 +7,14 @@ alternate between the two settings, so that both have seen the same quiet and bu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 CONFIDENCE = 0.95
+_ENDS = ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2)
 RESAMPLES = 1000
 UNDISTURBED = 0.25
 """Quantile over the rounds that is taken for a step without disturbance."""
@@ -51,12 +52,8 @@ class Interval:
         low, high = ((end**2 + half**2) ** 0.5 for end in (self.value - self.low, self.high - self.value))
         return Interval(self.value, self.value - low, self.value + high)
 
-    def to_json(self) -> dict[str, float]:
-        """The numbers, rounded to what they are worth."""
-        return {"value": round(self.value, 5), "low": round(self.low, 5), "high": round(self.high, 5)}
 
-
-def saved_share(before_s: Rounds, after_s: Rounds, *, confidence: float = CONFIDENCE) -> Interval:
+def saved_share(before_s: Rounds, after_s: Rounds) -> Interval:
     """Share of the time that a change saves: 1 - after / before; negative when it costs time.
 
     Round i of both was measured one after the other. Of many rounds the interval is found by resampling them, and
@@ -74,7 +71,7 @@ def saved_share(before_s: Rounds, after_s: Rounds, *, confidence: float = CONFID
     drawn = np.random.default_rng(count).integers(0, count, (RESAMPLES, count))
     logs = np.log(_undisturbed(after[drawn]) / _undisturbed(before[drawn]))
     centre = float(np.log(_undisturbed(after) / _undisturbed(before)))
-    low, high = np.quantile(logs, [(1 - confidence) / 2, (1 + confidence) / 2])
+    low, high = np.quantile(logs, _ENDS)
     widening = 1 + 4 / count
     return _share(centre, min(0, low - centre) * widening + centre, max(0, high - centre) * widening + centre)
 
@@ -84,19 +81,9 @@ def _share(centre: float, low: float, high: float) -> Interval:
     return Interval(1 - float(np.exp(centre)), 1 - float(np.exp(high)), 1 - float(np.exp(low)))
 
 
-def noise_of(windows_s: Rounds) -> float | None:
-    """The share by which as many windows of one and the same setting could seem to differ; None of too few of them."""
-    if len(windows_s) < MANY:
-        return None
-    seconds = _matrix(windows_s)
-    drawn = np.random.default_rng(0).integers(0, len(seconds), (2, RESAMPLES, len(seconds)))
-    first, second = _undisturbed(seconds[drawn[0]]), _undisturbed(seconds[drawn[1]])
-    return float(np.quantile(np.abs(1 - second / first), CONFIDENCE))
-
-
-def whole(windows_s: Rounds, factor: float = 1.0) -> Rounds:
-    """Windows as one step each, their time times a factor."""
-    return [[sum(window) * factor] for window in windows_s]
+def whole(windows_s: Iterable[Sequence[float]]) -> list[list[float]]:
+    """Windows as one step each."""
+    return [[sum(window)] for window in windows_s]
 
 
 def typical_s(windows_s: Rounds) -> Interval:
@@ -104,7 +91,7 @@ def typical_s(windows_s: Rounds) -> Interval:
     totals = np.asarray([sum(window) for window in windows_s], float)
     drawn = np.random.default_rng(len(totals)).integers(0, len(totals), (RESAMPLES, len(totals)))
     medians = np.median(totals[drawn], axis=1)
-    low, high = np.quantile(medians, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    low, high = np.quantile(medians, _ENDS)
     return Interval(float(np.median(totals)), float(low), float(high))
 
 

@@ -63,18 +63,3 @@ def test_a_copy_keeps_tensors_and_not_containers() -> None:
     assert len(batch["a"]) == 1
     assert "b" in batch
     assert batches.copied(batch)["b"] is batch["b"]
-
-
-def test_ends_and_beginnings_of_documents_are_counted() -> None:
-    bos, eos = 1, 2
-    ids = torch.tensor([[1, 1, 5, 2, 2, 2], [1, 5, 5, 5, 0, 0], [1, 5, 5, 5, 5, 5]])
-    mask = torch.tensor([[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]])
-    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(ids == eos, -100)}
-    counts = {"ended_rows": 1, "unended_rows": 1, "ends": 1, "masked_ends": 1, "double_bos": 1}
-    assert batches.special_tokens(batch, eos_id=eos, bos_id=bos) == counts
-    batch["labels"] = ids.masked_fill(mask == 0, -100)
-    assert batches.special_tokens(batch, eos_id=eos, bos_id=bos)["masked_ends"] == 0
-    left = {name: value.flip(1) for name, value in batch.items()}
-    left["input_ids"] = torch.tensor([[0, 0, 1, 1, 5, 2]] * 3)
-    assert batches.special_tokens(left, eos_id=eos, bos_id=bos)["double_bos"] == 2
-    assert batches.special_tokens(torch.ones(2, 3), eos_id=eos, bos_id=bos) == {}

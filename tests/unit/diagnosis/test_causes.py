@@ -9,15 +9,20 @@ import numpy as np
 import pytest
 
 from pretrainkit.diagnosis.causes import CAUSES
+from pretrainkit.diagnosis.checks import FINE, NOT_APPLICABLE, UNCERTAIN, check_settings
 from pretrainkit.diagnosis.evidence import Evidence
 from pretrainkit.diagnosis.findings import Findings, find
-from pretrainkit.diagnosis.settings import check_settings
 from pretrainkit.diagnosis.spec import PROBES
 
 
 def findings(*ranks: dict[str, Any]) -> Findings:
     """What some ranks' windows show."""
     return find(list(map(Evidence, ranks)), kind="script")
+
+
+def noted(found: Findings, *states: str) -> dict[str, str]:
+    """What was noted in one of these states: probe -> what was found."""
+    return {check.what: check.found for check in found.checks if check.state in states}
 
 
 @pytest.mark.parametrize("disturbed", [0.0, 0.3])
@@ -88,12 +93,11 @@ def test_samples_in_memory_are_not_to_be_prepared(dataset: str) -> None:
 
 def test_a_saving_of_wall_time_without_cpu_time_is_doubted() -> None:
     rank = samples.rank_result(np.random.default_rng(0), {"attention": 0.3})
-    for window in rank["windows"]:
-        if window["probe"] == "attention":
-            window["cpu_s"] = window["before_cpu_s"]
+    for pair in rank["pairs"]["attention"]:
+        pair["after_cpu_s"] = pair["before_cpu_s"]
     found = findings(rank)
     assert found.causes == []
-    assert "CPU time" in found.uncertain[0]["found"]
+    assert "CPU time" in noted(found, UNCERTAIN)["attention kernel"]
 
 
 def test_the_slowest_rank_is_named() -> None:
@@ -113,36 +117,34 @@ def test_equal_ranks_have_no_slowest() -> None:
     ranks = [samples.rank_result(generator, {"exchange": 0.2}, rank=rank, world_size=2) for rank in range(2)]
     found = findings(*ranks)
     assert found.causes == []
-    assert "speed of the ranks" in [item["what"] for item in found.fine + found.uncertain]
+    assert "speed of the ranks" in noted(found, FINE, UNCERTAIN)
 
 
 def test_what_does_not_apply_is_not_called_fine() -> None:
     found = findings(samples.rank_result(np.random.default_rng(0)))
-    assert {"what": "anomaly detection", "found": "off"} in found.not_applicable
-    assert "anomaly detection" not in [item["what"] for item in found.fine]
+    assert noted(found, NOT_APPLICABLE) == {"anomaly detection": "off"}
+    assert "anomaly detection" not in noted(found, FINE)
 
 
 @pytest.mark.parametrize(("rounds", "is_shown"), [(1, False), (2, True), (4, True)])
 def test_few_rounds_show_a_large_cause(rounds: int, is_shown: bool) -> None:
     """Steps of seconds leave time for a few windows alone."""
     rank = samples.rank_result(np.random.default_rng(0), {"packing": 0.76}, disturbed=0.0)
-    rank["windows"] = [window for window in rank["windows"] if window["round"] < rounds]
-    rank["switches"]["packing"]["screened"] = rounds
+    rank["pairs"] = {name: pairs[:rounds] for name, pairs in rank["pairs"].items()}
     found = findings(rank)
     assert [cause.name for cause in found.causes] == (["packing"] if is_shown else [])
     for cause in found.causes:
         assert 0 <= cause.share.low < cause.share.value < cause.share.high <= 1
         assert cause.share.value == pytest.approx(0.76, abs=0.03)
     if not is_shown:
-        (item,) = [item for item in found.uncertain if item["what"] == "padding"]
-        assert "too few rounds (1)" in item["found"] and "0.0% to" in item["found"]
+        padding = noted(found, UNCERTAIN)["padding"]
+        assert "too few rounds (1)" in padding and "0.0% to" in padding
 
 
 def test_a_change_that_was_not_measured_is_uncertain() -> None:
     rank = samples.rank_result(np.random.default_rng(0))
-    rank["windows"] = [window for window in rank["windows"] if window["probe"] != "threads"]
-    uncertain = {item["what"]: item["found"] for item in findings(rank).uncertain}
-    assert "no time was left" in uncertain["CPU threads"]
+    del rank["pairs"]["threads"]
+    assert "no time was left" in noted(findings(rank), UNCERTAIN)["CPU threads"]
 
 
 def test_padding_of_few_batches_widens_the_interval() -> None:
@@ -177,19 +179,21 @@ def test_settings_are_advised_and_not_measured() -> None:
     rank["facts"]["loader"]["batches"] = 40
     rank["facts"] |= {"deterministic": True, "device": "NVIDIA H200"}
     rank["facts"]["optimizers"] = [{"class": "Adam", "fused": False}]
+    rank["facts"]["tokenizer"] = {"padding_side": "left", "pad_token_id": 2, "eos_token_id": 2}
     found = check_settings(rank)
     assert {check.what for check in found} == {
-        *("pinned memory", "workers of an epoch", "precision", "deterministic algorithms", "fused optimizer")
+        *("pinned memory", "workers of an epoch", "precision", "deterministic algorithms", "fused optimizer"),
+        *("padding side", "padding token"),
     }
-    assert all("wasn't measured" in check.found and check.change for check in found)
+    assert all(check.change for check in found)
+    rank["facts"]["tokenizer"] = {"padding_side": "right", "pad_token_id": None, "eos_token_id": None}
+    assert "padding token" not in {check.what for check in check_settings(rank)}
 
 
 def test_a_change_that_may_save_much_is_not_called_fine() -> None:
     rank = samples.rank_result(np.random.default_rng(0))
-    for window in rank["windows"]:
-        if window["probe"] == "tf32":
-            factor = 3.0 if window["round"] % 2 else 0.5
-            window["steps_s"] = [step_s * factor for step_s in window["steps_s"]]
+    for number, pair in enumerate(rank["pairs"]["tf32"]):
+        pair["after_s"] = [step_s * (3.0 if number % 2 else 0.5) for step_s in pair["after_s"]]
     found = findings(rank)
-    assert "TF32" in [item["what"] for item in found.uncertain]
-    assert "CPU threads" in [item["what"] for item in found.fine]
+    assert "TF32" in noted(found, UNCERTAIN)
+    assert "CPU threads" in noted(found, FINE)

@@ -15,7 +15,6 @@ import pytest
 
 from pretrainkit.diagnosis import measure, program
 from pretrainkit.diagnosis.measure import Measured, Starter
-from pretrainkit.diagnosis.spec import SPEED_ONLY
 from pretrainkit.errors import RequestError
 from pretrainkit.files import wait_until
 
@@ -53,22 +52,19 @@ def test_a_folder_that_is_no_experiment_is_refused(tmp_path: Path) -> None:
         program.of_experiment(tmp_path, Path("train.py"))
 
 
-@pytest.mark.parametrize(
-    "words", [["--quick"], ["--without", "debug_variables"], ["--probes", "tf32"]], ids=lambda x: x[0]
-)
+@pytest.mark.parametrize("words", [["--without", "debug_variables"], ["--probes", "tf32"]], ids=lambda x: x[0])
 def test_no_start_is_made_for_what_was_left_out(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PYTHONDEVMODE is set, so that the program would be started again without it."""
     rank = samples.rank_result(np.random.default_rng(0))
-    rank["environment"]["variables"] = {"PYTHONDEVMODE": "1"}
+    rank["facts"]["variables"] = {"PYTHONDEVMODE": "1"}
     monkeypatch.setenv("PYTHONDEVMODE", "1")
     starts: list[dict[str, Any]] = []
 
     def measured(self: Starter, **settings: object) -> Measured:
         starts.append(settings)
-        machine = {"cores": 2, "gpus": [], "gpu_processes_of_others": [], "cpu_used_by_others": 0.0}
-        return Measured([rank], machine, tmp_path)
+        return Measured([rank], {"cores": 2, "used_gpus": [], "cpu_used_by_others": 0.0})
 
     monkeypatch.setattr(Starter, "measure", measured)
     command = ["--script", "train.py", "--output", str(tmp_path / "report")]
@@ -77,7 +73,7 @@ def test_no_start_is_made_for_what_was_left_out(
     assert starts == [{"budget_s": 60.0}]
     assert tool["main"](command) == 0
     # Starts that take turns have what they need of the budget.
-    settings = {"plan": SPEED_ONLY, "time_checkpoint": False, "budget_s": 6.0}
+    settings = {"speed_only": True, "budget_s": 6.0}
     assert settings | {"unset": ("PYTHONDEVMODE",)} in starts
     assert sum(start["budget_s"] for start in starts[1:]) == 60.0
 

@@ -23,38 +23,31 @@ AFTER_IMPORT = {
 """Module -> what is called once it is imported, before any code of the program has seen it."""
 
 
-class _Hook(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports modules as usual, then calls what follows them."""
+class _Hook(importlib.abc.MetaPathFinder):
+    """Lets modules be imported as usual, and calls what follows them."""
 
     def __init__(self) -> None:
-        self._loaders: dict[str, Any] = {}
+        self._found: set[str] = set()
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name not in AFTER_IMPORT or name in self._loaders:
+        if name not in AFTER_IMPORT or name in self._found:
             return None
-        self._loaders[name] = None  # find_spec below asks this finder, too
+        self._found.add(name)  # find_spec below asks this finder, too
         spec = importlib.util.find_spec(name)
-        if spec is None or spec.loader is None:
-            return None
-        self._loaders[name] = spec.loader
-        spec.loader = self
+        loader: Any = spec.loader if spec else None
+        if loader is None:
+            return spec
+
+        def exec_module(module: ModuleType) -> None:
+            del loader.exec_module
+            loader.exec_module(module)
+            owner, function = AFTER_IMPORT[name]
+            getattr(importlib.import_module(owner), function)()
+
+        loader.exec_module = exec_module
         return spec
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        created: ModuleType | None = self._loaders[spec.name].create_module(spec)
-        return created
-
-    def exec_module(self, module: ModuleType) -> None:
-        # Relative lookups in torch expect its own loader.
-        loader = self._loaders[module.__name__]
-        if module.__spec__ is not None:
-            module.__spec__.loader = loader
-        module.__loader__ = loader
-        loader.exec_module(module)
-        owner, function = AFTER_IMPORT[module.__name__]
-        getattr(importlib.import_module(owner), function)()
 
 
 def _keep_unset(names: list[str]) -> None:
@@ -71,12 +64,17 @@ def _keep_unset(names: list[str]) -> None:
         os.environ.pop(name, None)
 
 
+def _can_be_measured() -> None:
+    """Say so of this process, however long its imports take."""
+    open(os.path.join(os.path.dirname(os.environ["PRETRAINKIT_DIAGNOSIS"]), f"python_{os.getpid()}"), "w").close()
+
+
 if os.environ.get("PRETRAINKIT_DIAGNOSIS_UNSET"):
     _keep_unset(os.environ["PRETRAINKIT_DIAGNOSIS_UNSET"].split(","))
 if os.environ.get("PRETRAINKIT_DIAGNOSIS"):
     sys.meta_path.insert(0, _Hook())
-    # This process can be measured, however long its imports take.
-    open(os.path.join(os.path.dirname(os.environ["PRETRAINKIT_DIAGNOSIS"]), f"python_{os.getpid()}"), "w").close()
+    _can_be_measured()
+    os.register_at_fork(after_in_child=_can_be_measured)
 
 sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != HERE]
 _own = importlib.machinery.PathFinder.find_spec("sitecustomize", sys.path)

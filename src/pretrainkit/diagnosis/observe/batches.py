@@ -41,10 +41,8 @@ def tensors_of(batch: Any) -> list[torch.Tensor]:
     if torch.is_tensor(batch):
         return [batch]
     if isinstance(batch, Mapping):
-        return [tensor for value in batch.values() for tensor in tensors_of(value)]
-    if isinstance(batch, (list, tuple)):
-        return [tensor for value in batch for tensor in tensors_of(value)]
-    return []
+        return tensors_of(list(batch.values()))
+    return [tensor for value in batch for tensor in tensors_of(value)] if isinstance(batch, (list, tuple)) else []
 
 
 def num_bytes(batch: Any) -> int:
@@ -54,9 +52,7 @@ def num_bytes(batch: Any) -> int:
 
 def token_ids(batch: Any) -> torch.Tensor | None:
     """[b, s] token ids, if it is a batch of them."""
-    if not isinstance(batch, Mapping):
-        return None
-    for name in IDS:
+    for name in IDS if isinstance(batch, Mapping) else ():
         ids: Any = batch.get(name)
         if torch.is_tensor(ids) and ids.dim() == 2 and not ids.is_floating_point():
             return ids
@@ -68,57 +64,18 @@ def real_tokens(batch: Any) -> torch.Tensor | None:
     ids = token_ids(batch)
     if ids is None:
         return None
-    mask, labels = _of_tokens(batch, "attention_mask"), _of_tokens(batch, "labels")
-    if mask is not None:
+    mask, labels = batch.get("attention_mask"), batch.get("labels")
+    if torch.is_tensor(mask) and mask.shape == ids.shape:
         return mask.bool()
-    if labels is not None:
-        learnt = labels != IGNORED_LABEL
+    if torch.is_tensor(labels) and labels.shape == ids.shape:
         # Only ignored labels that go on to the end of the row are padding; prompts are ignored, too.
-        return learnt.flip(1).cumsum(1).flip(1) > 0
+        return (labels != IGNORED_LABEL).flip(1).cumsum(1).flip(1) > 0
     return torch.ones_like(ids, dtype=torch.bool)
 
 
 def num_samples(batch: Any) -> int:
     """Rows of the batch: the first dimension of its first tensor."""
-    for tensor in tensors_of(batch):
-        if tensor.dim():
-            return int(tensor.shape[0])
-    return 1
-
-
-def special_tokens(batch: Any, *, eos_id: int | None, bos_id: int | None) -> dict[str, int]:
-    """How documents end and begin in one batch: counts of rows and of EOS among the real tokens; empty without ids.
-
-    ended_rows, unended_rows: rows with padding, whose document is there to its end, with and without EOS as last token.
-    ends, masked_ends: EOS tokens, and those that the loss ignores. double_bos: rows that begin with two BOS.
-    """
-    # By the attention mask alone: labels may hide the tokens that are asked for.
-    ids, attended, labels = token_ids(batch), _of_tokens(batch, "attention_mask"), _of_tokens(batch, "labels")
-    if ids is None or attended is None:
-        return {}
-    mask = attended.bool()
-    counts = {"ended_rows": 0, "unended_rows": 0, "ends": 0, "masked_ends": 0, "double_bos": 0}
-    if eos_id is not None:
-        is_end = (ids == eos_id) & mask
-        for row, row_mask in zip(is_end.tolist(), mask.tolist(), strict=True):
-            if not all(row_mask) and any(row_mask):
-                last = len(row_mask) - 1 - row_mask[::-1].index(True)
-                counts["ended_rows" if row[last] else "unended_rows"] += 1
-        if labels is not None:
-            counts |= {"ends": int(is_end.sum()), "masked_ends": int((is_end & (labels == IGNORED_LABEL)).sum())}
-    if bos_id is not None and bos_id != eos_id and ids.shape[1] > 1:
-        first = mask.int().argmax(1)  # padding may be at the left
-        second = (first + 1).clamp(max=ids.shape[1] - 1)
-        rows = torch.arange(len(ids), device=ids.device)
-        counts["double_bos"] = int(((ids[rows, first] == bos_id) & (ids[rows, second] == bos_id)).sum())
-    return counts
-
-
-def _of_tokens(batch: Any, name: str) -> torch.Tensor | None:
-    """The tensor [b, s] of a name that belongs to the batch's token ids, if it has one."""
-    ids = token_ids(batch)
-    value: Any = batch.get(name) if ids is not None else None
-    return value if ids is not None and torch.is_tensor(value) and value.shape == ids.shape else None
+    return next((int(tensor.shape[0]) for tensor in tensors_of(batch) if tensor.dim()), 1)
 
 
 def measure(batch: Any) -> dict[str, Any]:
@@ -128,13 +85,8 @@ def measure(batch: Any) -> dict[str, Any]:
         shape = next((list(tensor.shape) for tensor in tensors_of(batch)), [])
         return {"samples": num_samples(batch), "tokens": 0, "real_tokens": 0, "shape": shape, "lengths": []}
     lengths = real.sum(1).tolist()
-    return {
-        "samples": int(ids.shape[0]),
-        "tokens": ids.numel(),
-        "real_tokens": int(sum(lengths)),
-        "shape": list(ids.shape),
-        "lengths": lengths,
-    }
+    amounts = {"samples": len(ids), "tokens": ids.numel(), "real_tokens": int(sum(lengths))}
+    return {**amounts, "shape": list(ids.shape), "lengths": lengths}
 
 
 def mean_work(seen: list[Any]) -> dict[str, float]:
@@ -173,11 +125,7 @@ def packed(batch: Any) -> Any:
     total = int(real.sum())
     width = min(ids.shape[1], total)
     rows = total // width
-
-    def arrange(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor[real][: rows * width].reshape(rows, width)
-
-    return _like(batch, {name: arrange(value) for name, value in batch.items()})
+    return _like(batch, {name: value[real][: rows * width].reshape(rows, width) for name, value in batch.items()})
 
 
 def merged(batches: list[Any]) -> Any:
@@ -186,13 +134,10 @@ def merged(batches: list[Any]) -> Any:
     if torch.is_tensor(first):
         return _concatenated(batches, 0)
     if isinstance(first, Mapping):
-        values = {
-            name: _concatenated([batch[name] for batch in batches], IGNORED_LABEL if name == "labels" else 0)
-            if torch.is_tensor(value)
-            else merged([batch[name] for batch in batches])
-            for name, value in first.items()
-        }
-        return _like(first, values)
+        parts = {name: [batch[name] for batch in batches] for name in first}
+        if torch.is_tensor(first.get("labels")):
+            parts["labels"] = [_concatenated(parts["labels"], IGNORED_LABEL)]
+        return _like(first, {name: merged(values) for name, values in parts.items()})
     if isinstance(first, (list, tuple)):
         return type(first)(merged(list(parts)) for parts in zip(*batches, strict=True))
     return first
@@ -200,11 +145,8 @@ def merged(batches: list[Any]) -> Any:
 
 def can_be_merged(batches: list[Any]) -> bool:
     """Whether every tensor has a first dimension that counts samples."""
-    rows = [num_samples(batch) for batch in batches]
     return all(
-        tensor.dim() > 0 and tensor.shape[0] == count
-        for batch, count in zip(batches, rows, strict=True)
-        for tensor in tensors_of(batch)
+        tensor.dim() > 0 and tensor.shape[0] == num_samples(batch) for batch in batches for tensor in tensors_of(batch)
     )
 
 

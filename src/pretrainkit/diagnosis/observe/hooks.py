@@ -6,23 +6,21 @@ Each costs one Python call per step, batch or collective; none is called per ope
 from __future__ import annotations
 
 import builtins
+import contextlib
 import functools
-import importlib
-import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed
 import torch.nn.functional as F
 import torch.utils.data
+from torch.nn.attention import SDPBackend
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from pretrainkit.diagnosis.observe import phases
-from pretrainkit.diagnosis.observe.sampler import sampled_worker_loop
-
-if TYPE_CHECKING:
-    from pretrainkit.diagnosis.observe.session import Session
+from pretrainkit.diagnosis.observe.session import Session
+from pretrainkit.diagnosis.observe.streams import Stream
 
 COLLECTIVES = (
     *("all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all"),
@@ -30,18 +28,6 @@ COLLECTIVES = (
     *("all_to_all_single", "send", "recv", "isend", "irecv", "batch_isend_irecv", "all_gather_object"),
     *("broadcast_object_list", "monitored_barrier"),
 )
-LATE = (
-    ("megatron.core.dist_checkpointing", "save", phases.CHECKPOINT),
-    ("pretrainkit.engine.callbacks.checkpoints", "Checkpoints._save", phases.CHECKPOINT),
-    ("pretrainkit.engine.callbacks.recording", "Recording.on_train_batch_end", phases.LOGGING),
-    ("safetensors.torch", "save_file", phases.CHECKPOINT),
-    ("torch.distributed.checkpoint", "save", phases.CHECKPOINT),
-    ("torch.utils.tensorboard", "SummaryWriter.add_scalar", phases.LOGGING),
-    ("transformers.trainer", "Trainer._save_checkpoint", phases.CHECKPOINT),
-    ("transformers.trainer", "Trainer.log", phases.LOGGING),
-    ("wandb", "log", phases.LOGGING),
-)
-"""Functions of packages that are imported later, and the phase that their time belongs to."""
 
 
 def install(session: Session) -> None:
@@ -52,56 +38,32 @@ def install(session: Session) -> None:
     _watch_modules(session)
     _watch_attention(session)
     _watch_reads(session)
+    torch.save = _timed(session, torch.save, phases.CHECKPOINT)
     if torch.distributed.is_available():
-        for name in COLLECTIVES:
-            if hasattr(torch.distributed, name):
-                _time(session, torch.distributed, name, phases.COMMUNICATION)
-        work = getattr(torch._C._distributed_c10d, "Work", None)
-        if work is not None:
-            _time(session, work, "wait", phases.COMMUNICATION)
-    _time(session, torch, "save", phases.CHECKPOINT)
+        owners = [(torch.distributed, name) for name in COLLECTIVES if hasattr(torch.distributed, name)]
+        for owner, name in (*owners, (torch._C._distributed_c10d.Work, "wait")):
+            setattr(owner, name, _timed(session, getattr(owner, name), phases.COMMUNICATION))
 
 
-def install_late(session: Session) -> None:
-    """Patch what the program has imported by the time it trains."""
-    for module_name, name, phase in LATE:
-        if module_name in sys.modules:
-            owner: Any = importlib.import_module(module_name)
-            *outer, attribute = name.split(".")
-            for part in outer:
-                owner = getattr(owner, part, None)
-            if hasattr(owner, attribute) and not hasattr(getattr(owner, attribute), "is_timed"):
-                _time(session, owner, attribute, phase)
-
-
-def _time(session: Session, owner: Any, name: str, phase: str) -> None:
-    original = getattr(owner, name)
-
+def _timed(session: Session, original: Callable[..., Any], phase: str) -> Callable[..., Any]:
     @functools.wraps(original)
     def timed(*args: Any, **kwargs: Any) -> Any:
         with session.clock.phase(phase):
             return original(*args, **kwargs)
 
-    timed.is_timed = True  # type: ignore[attr-defined]
-    try:
-        setattr(owner, name, timed)
-    except (AttributeError, TypeError):
-        session.notes.append(f"{name} can't be timed here")
+    return timed
 
 
 def _watch_loaders(session: Session) -> None:
     loader_class: Any = torch.utils.data.DataLoader
-    worker: Any = torch.utils.data._utils.worker
     make_iterator = loader_class.__iter__
 
     def iterate(loader: Any) -> Any:
         if torch.utils.data.get_worker_info() is not None:
             return make_iterator(loader)
-        return session.stream(loader, functools.partial(make_iterator, loader))
+        return Stream(session, loader, functools.partial(make_iterator, loader))
 
     loader_class.__iter__ = iterate
-    functools.update_wrapper(sampled_worker_loop, worker._worker_loop, assigned=(), updated=())
-    worker._worker_loop = sampled_worker_loop
 
 
 class _Engine:
@@ -114,9 +76,8 @@ class _Engine:
         return getattr(self._engine, name)
 
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
-        session = self._session
-        session.before_backward()
-        with session.clock.phase(phases.BACKWARD):
+        self._session.before_backward()
+        with self._session.clock.phase(phases.BACKWARD):
             return self._engine.run_backward(*args, **kwargs)
 
 
@@ -129,7 +90,6 @@ def _watch_optimizers(session: Session) -> None:
     clock = session.clock
 
     def before(optimizer: Any, args: Any, kwargs: Any) -> Any:
-        session.before_optimizer(optimizer)
         clock.enter(phases.OPTIMIZER)
         # Lightning runs the whole step inside a closure.
         in_closure = clock.phase(phases.OTHER)
@@ -158,8 +118,8 @@ def _watch_modules(session: Session) -> None:
         if depth or not torch.is_grad_enabled() or not session.is_main_thread():
             return call(module, *args, **kwargs)
         depth += 1
-        if not any(known is module for known in session.seen_modules):
-            session.seen_modules.append(module)
+        if not any(known is module for known in session.modules):
+            session.modules.append(module)
         try:
             with session.clock.phase(phases.FORWARD):
                 return call(module, *args, **kwargs)
@@ -168,42 +128,25 @@ def _watch_modules(session: Session) -> None:
 
     def narrow() -> None:
         module_class.__call__ = call
-        for module in session.seen_modules:
-            module.forward = _watched_forward(session, module.forward)
+        for module in session.modules:
+            module.forward = _timed(session, module.forward, phases.FORWARD)
 
     module_class.__call__ = watched
     session.stop_looking_for_modules = narrow
 
 
-def _watched_forward(session: Session, forward: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(forward)
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        with session.clock.phase(phases.FORWARD):
-            return forward(*args, **kwargs)
-
-    return watched
-
-
 def _watch_attention(session: Session) -> None:
     attend = F.scaled_dot_product_attention
 
-    def watched(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+    def watched(query: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return attend(query, key, value, *args, **kwargs)
-        if not session.loop.attention:
-            mask = args[0] if args else kwargs.get("attn_mask")
-            session.loop.attention.update(
-                query=list(query.shape),
-                key=list(key.shape),
-                dtype=str(query.dtype).removeprefix("torch."),
-                has_mask=mask is not None,
-                is_causal=bool(kwargs.get("is_causal", args[2] if len(args) > 2 else False)),
-                dropout=float(kwargs.get("dropout_p", args[1] if len(args) > 1 else 0.0)),
-            )
+            return attend(query, *args, **kwargs)
+        if not session.attention:
+            session.attention, session.attention_dtype = "unknown", str(query.dtype)
+            with contextlib.suppress(RuntimeError, TypeError):
+                session.attention = SDPBackend(torch._fused_sdp_choice(query, *args, **kwargs)).name.lower()
         with session.attention_context():
-            return attend(query, key, value, *args, **kwargs)
+            return attend(query, *args, **kwargs)
 
     F.scaled_dot_product_attention = watched
 
@@ -219,9 +162,7 @@ def _watch_reads(session: Session) -> None:
 def _watched_read(session: Session, read: Callable[..., Any], name: str) -> Callable[..., Any]:
     @functools.wraps(read)
     def watched(*args: Any, **kwargs: Any) -> Any:
-        is_between = session.is_watching_reads and session.clock.current in (phases.OTHER, phases.LOGGING)
-        if is_between and session.is_main_thread():
-            session.loop.saw_read(name)
+        session.saw_read(name)
         return read(*args, **kwargs)
 
     return watched

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 DATA, FORWARD, BACKWARD, OPTIMIZER = "data", "forward", "backward", "optimizer"
-COMMUNICATION, CHECKPOINT, LOGGING, OTHER = "communication", "checkpoint", "logging", "other"
-PHASES = (DATA, FORWARD, BACKWARD, OPTIMIZER, COMMUNICATION, CHECKPOINT, LOGGING, OTHER)
+COMMUNICATION, CHECKPOINT, OTHER = "communication", "checkpoint", "other"
+PHASES = (DATA, FORWARD, BACKWARD, OPTIMIZER, COMMUNICATION, CHECKPOINT, OTHER)
 
 
 class PhaseClock:

@@ -5,76 +5,45 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.utils.data
 
 from pretrainkit.diagnosis.observe import batches, phases
+from pretrainkit.diagnosis.observe.session import Session
 
-if TYPE_CHECKING:
-    from pretrainkit.diagnosis.observe.session import Session
+KEPT_SETTINGS = (
+    *("num_workers", "collate_fn", "pin_memory", "worker_init_fn", "prefetch_factor", "generator"),
+    "multiprocessing_context",
+)
 
 
-def replay(seen: list[Any]) -> Iterator[Any]:
+def replay(seen: list[Any]) -> Iterator[Any] | None:
     """Batches that were seen before, again and again, in containers of their own: data without the cost of reading."""
-    return map(batches.copied, itertools.cycle(seen))
-
-
-class OtherLoader:
-    """The loop's dataset, sampler and collation under a DataLoader with other settings; begins again at its end."""
-
-    def __init__(self, loader: Any, **changed: Any) -> None:
-        self._loader = clone(loader, **changed)
-        self._iterator: Iterator[Any] = iter(())
-        self.depth = depth_of(self._loader)
-        """Batches that its workers fetch ahead."""
-
-    def __iter__(self) -> OtherLoader:
-        return self
-
-    def __next__(self) -> Any:
-        try:
-            return next(self._iterator)
-        except StopIteration:
-            self._iterator = self._loader._get_iterator()  # no hook sees it
-            return next(self._iterator)
-
-    def close(self) -> None:
-        """End its workers."""
-        shutdown = getattr(self._iterator, "_shutdown_workers", None)
-        if shutdown:
-            shutdown()
+    return map(batches.copied, itertools.cycle(seen)) if seen else None
 
 
 def depth_of(loader: Any) -> int:
     """Batches that a loader's workers fetch ahead."""
-    return int(loader.num_workers * (loader.prefetch_factor or 2)) if loader.num_workers else 0
+    return int(loader.num_workers * (loader.prefetch_factor or 2)) if loader is not None else 0
 
 
-def clone(loader: Any, **changed: Any) -> Any:
-    """A plain DataLoader as `loader`, some settings changed."""
-    settings: dict[str, Any] = {
-        "num_workers": loader.num_workers,
-        "collate_fn": loader.collate_fn,
-        "pin_memory": loader.pin_memory,
-        "worker_init_fn": loader.worker_init_fn,
-        "prefetch_factor": loader.prefetch_factor,
-        "generator": loader.generator,
-    }
-    settings |= changed
-    if not settings["num_workers"]:
-        settings["prefetch_factor"] = None
-    elif loader.multiprocessing_context is not None:
-        settings["multiprocessing_context"] = loader.multiprocessing_context
+def reread(loader: Any, num_workers: int) -> Iterator[Any]:
+    """The loop's dataset, sampler and collation under a plain DataLoader with other workers, again and again."""
+    settings = {name: getattr(loader, name) for name in KEPT_SETTINGS} | {"num_workers": num_workers}
+    if not num_workers:
+        settings |= {"prefetch_factor": None, "multiprocessing_context": None}
     if isinstance(loader.dataset, torch.utils.data.IterableDataset) or loader.batch_sampler is None:
-        settings |= {"batch_size": loader.batch_size}
+        settings["batch_size"] = loader.batch_size
         if loader.batch_size is not None:
             settings["drop_last"] = loader.drop_last
         if not isinstance(loader.dataset, torch.utils.data.IterableDataset):
             settings["sampler"] = loader.sampler
     else:
         settings["batch_sampler"] = loader.batch_sampler
-    return torch.utils.data.DataLoader(loader.dataset, **settings)
+    other: Any = torch.utils.data.DataLoader(loader.dataset, **settings)
+    while True:
+        yield from other._get_iterator()  # no hook sees it
 
 
 class Stream:
@@ -82,7 +51,7 @@ class Stream:
 
     def __init__(self, session: Session, loader: Any, make_iterator: Callable[[], Iterator[Any]]) -> None:
         self._session, self.loader, self._make_iterator = session, loader, make_iterator
-        self._iterator = make_iterator()
+        self._iterator, self._epochs = make_iterator(), 0
 
     def __iter__(self) -> Stream:
         return self
@@ -96,7 +65,7 @@ class Stream:
     def __next__(self) -> Any:
         session = self._session
         session.last_loader = self.loader
-        is_trained_on = session.loop.loader is self.loader
+        is_trained_on = session.loader is self.loader
         with session.clock.phase(phases.DATA):
             if is_trained_on and session.source is not None:
                 batch = next(session.source)
@@ -112,8 +81,8 @@ class Stream:
         except StopIteration:
             if not again:
                 raise
-        self._session.epochs_begun += 1
+        self._epochs += 1
         with contextlib.suppress(AttributeError):
-            self.loader.batch_sampler.sampler.set_epoch(self._session.epochs_begun)
+            self.loader.batch_sampler.sampler.set_epoch(self._epochs)
         self._iterator = self._make_iterator()
         return next(self._iterator)

@@ -5,7 +5,7 @@ A namespace doesn't hold back the network, which downloads and ranks need.
 
 from __future__ import annotations
 
-import sys
+import importlib
 from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
@@ -25,20 +25,14 @@ def offline(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
 
 
 def hold_back_commits() -> None:
-    """Let commits to a Hugging Face hub from this process do nothing; harmless when called again."""
-    hub: Any = sys.modules.get("huggingface_hub.hf_api")
-    if hub is None or hasattr(hub.HfApi.create_commit, "is_held_back"):
-        return
+    """Let commits to a Hugging Face hub from this process do nothing."""
+    hub: Any = importlib.import_module("huggingface_hub.hf_api")
 
     def create_commit(self: Any, repo_id: str, *_: Any, run_as_future: bool = False, **__: Any) -> Any:
         log.warning("a diagnosis doesn't upload: the commit to %s is left out", repo_id)
         url = f"{self.endpoint}/{repo_id}/commit/0"
-        info = hub.CommitInfo(commit_url=url, commit_message="", commit_description="", oid="0")
-        if not run_as_future:
-            return info
-        future: Future[Any] = Future()
-        future.set_result(info)
-        return future
+        done: Future[Any] = Future()
+        done.set_result(hub.CommitInfo(commit_url=url, commit_message="", commit_description="", oid="0"))
+        return done if run_as_future else done.result()
 
-    create_commit.is_held_back = True  # type: ignore[attr-defined]
     hub.HfApi.create_commit = create_commit

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
 
 Steps = Generator[None, dict[str, float], Any]
 """Lets the program run: each bare `yield` lasts one step and gives the seconds of its phases."""
+WINDOW_S, MOST_STEPS = 0.15, 16
+"""A window holds as many steps as fit into this, at least 2 and at most so many."""
+WARM_UP_S = 0.5
+FEWEST_WARM_UP_STEPS, MOST_WARM_UP_STEPS = 4, 40
 
 
 @dataclass(frozen=True)
@@ -21,10 +25,11 @@ class Window:
     probe: str
     is_changed: bool
     """Measured with the probe's change, or as before it."""
-    round: int
-    first_step: int
+    reads_data: bool
+    """The loop's own data, in place of batches that were kept."""
     steps: int
     micro_batches: int
+    backward_passes: int
     wall_s: float
     steps_s: list[float]
     """Each step by itself; on a GPU only their sum is known, since steps are not waited for."""
@@ -39,13 +44,13 @@ Measuring = Generator[None, dict[str, float], Window]
 """Steps that give a window."""
 
 
-def measure(session: Session, probe: str, number: int, is_changed: bool, steps: int, settle_steps: int) -> Measuring:
+def measure(session: Session, probe: str, is_changed: bool, steps: int, settle_steps: int) -> Measuring:
     """Let `settle_steps` pass, then time `steps`."""
     for _ in range(settle_steps):
         yield
     session.synchronize()
-    session.micro_batches = 0
-    begin_s, begin_cpu_s, first_step = time.perf_counter(), time.process_time(), session.step + 1
+    session.micro_batches = session.backward_passes = 0
+    begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
     of_steps: list[dict[str, float]] = []
     steps_s, since_s = [], begin_s
     for _ in range(steps):
@@ -54,26 +59,20 @@ def measure(session: Session, probe: str, number: int, is_changed: bool, steps: 
         steps_s.append(now_s - since_s)
         since_s = now_s
     session.synchronize()
-    if session.on_gpu:
-        steps_s = [time.perf_counter() - begin_s]
-    window = Window(
+    wall_s = time.perf_counter() - begin_s
+    return Window(
         probe=probe,
         is_changed=is_changed,
-        round=number,
-        first_step=first_step,
+        reads_data=session.source is None,
         steps=steps,
         micro_batches=session.micro_batches,
-        wall_s=time.perf_counter() - begin_s,
-        steps_s=steps_s,
+        backward_passes=session.backward_passes,
+        wall_s=wall_s,
+        steps_s=[wall_s] if session.on_gpu else steps_s,
         cpu_s=time.process_time() - begin_cpu_s,
         phases_s={name: sum(step.get(name, 0.0) for step in of_steps) for name in set().union(*of_steps)},
         step_phases_s=of_steps,
     )
-    return window
-
-
-WARM_UP_S = 0.5
-MOST_WARM_UP_STEPS = 40
 
 
 def warm_up(session: Session, slow_s: float) -> Generator[None, dict[str, float], int]:
@@ -89,9 +88,8 @@ def warm_up(session: Session, slow_s: float) -> Generator[None, dict[str, float]
         times.append(time.perf_counter() - step_begin_s)
         if len(times) == 2:
             session.stop_looking_for_modules()
-        is_short = len(times) < session.spec.warmup_steps or time.perf_counter() - begin_s < WARM_UP_S
+        is_short = len(times) < FEWEST_WARM_UP_STEPS or time.perf_counter() - begin_s < WARM_UP_S
         is_slow = len(times) > 1 and times[-1] > slow_s
         goes_on = session.agree(len(times) < 2 or (is_short and not is_slow and len(times) < MOST_WARM_UP_STEPS))
     step_s = sorted(times[len(times) // 2 :])[len(times) // 8]
-    fitting = round(session.spec.window_s / step_s)
-    return int(session.agree(1 if step_s > slow_s else max(2, min(session.spec.longest_window_steps, fitting))))
+    return int(session.agree(1 if step_s > slow_s else max(2, min(MOST_STEPS, round(WINDOW_S / step_s)))))

@@ -1,6 +1,6 @@
 """The changes of settings that are tried inside the running program: each is one thing, and can be taken back.
 
-Only what torch changes within a moment; anything else is seen and advised (`settings.py`), or needs another start.
+Only what torch changes within a moment; anything else is seen and advised (`causes.py`), or needs another start.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Switch:
     """Makes the change, or takes it back."""
     seen: list[Any] | None = None
     """Batches to replay instead of the kept ones: the same samples arranged otherwise."""
-    loader: dict[str, Any] | None = None
-    """Settings of another DataLoader to read from: then both windows read data."""
+    num_workers: int = 0
+    """Of another DataLoader over the loop's dataset, to read from."""
     reads_data: bool = False
-    """Both windows read the loop's own data."""
+    """Both windows read data, in place of kept batches."""
     likely: float = 0.1
     """Share of the step that it may save, by what was seen: the likely ones are measured first."""
     detail: str = ""
@@ -105,12 +105,12 @@ def _attention(session: Session) -> Built:
     """Any kernel that torch chooses, where the plain one is used."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    used = max(session.attention_kinds, key=lambda kind: session.attention_kinds[kind], default="")
-    models = [model for root in session.seen_modules for model in (root, getattr(root, "module", None))]
+    models = [model for root in session.modules for model in (root, getattr(root, "module", None))]
     configs = [getattr(model, "config", None) for model in models]
     eager: list[Any] = [config for config in configs if getattr(config, "_attn_implementation", None) == "eager"]
-    if not eager and (used != "math" or not session.loop.attention):
-        return f"attention is {used}" if used else "no attention was seen"
+    used = "eager" if eager else session.attention
+    if used not in ("eager", "math"):
+        return f"attention is {used}" if used else "scaled_dot_product_attention isn't called"
     kinds = [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
     def turn(is_on: bool) -> None:
@@ -118,7 +118,7 @@ def _attention(session: Session) -> Built:
         for config in eager:
             config._attn_implementation = "sdpa" if is_on else "eager"
 
-    return Switch(turn, likely=0.3, detail=f"fused kernels instead of {used or 'eager'}")
+    return Switch(turn, likely=0.3, detail=used)
 
 
 def _tf32(session: Session) -> Built:
@@ -155,7 +155,7 @@ def _anomaly_detection() -> Built:
 
 
 def _workers(session: Session, count: int, data_share: float) -> Built:
-    loader = session.loop.loader
+    loader = session.loader
     if loader is None:
         return "no DataLoader"
     if data_share < WORTH_A_LOOK:
@@ -164,7 +164,7 @@ def _workers(session: Session, count: int, data_share: float) -> Built:
         return "as it is"
     if count > max(2, session.num_cpus):
         return f"{session.num_cpus} cores"
-    return Switch(loader={"num_workers": count}, likely=data_share, detail=f"{count} workers")
+    return Switch(num_workers=count, reads_data=True, likely=data_share, detail=f"{count} workers")
 
 
 def _no_gradient_exchange(session: Session) -> Built:
@@ -173,7 +173,7 @@ def _no_gradient_exchange(session: Session) -> Built:
 
     if session.world_size == 1:
         return "one rank"
-    modules = [root for root in session.seen_modules if isinstance(root, DistributedDataParallel)]
+    modules = [root for root in session.modules if isinstance(root, DistributedDataParallel)]
 
     def turn(is_on: bool) -> None:
         for module in modules:
