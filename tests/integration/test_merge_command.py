@@ -117,8 +117,6 @@ def experiment(make_parents: Callable[[str, str], list[Path]], tmp_path_factory:
 def test_the_average_is_the_reference_from_any_format_and_layout_to_any(
     make_parents: Callable[[str, str], list[Path]], tmp_path: Path, name: str, dtype: str, target: CheckpointFormat
 ) -> None:
-    if (name, target) == ("qwen2-moe", CheckpointFormat.NEMO):
-        pytest.skip("NeMo has no Qwen2-MoE")
     parents = make_parents(name, dtype)
     layout = Parallelism(2, 2, 4 if "moe" in name else 1)
     convert(parents[1], tmp_path / "dist", Options(CheckpointFormat.TORCH_DIST, iteration=7))

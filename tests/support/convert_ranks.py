@@ -58,3 +58,22 @@ def logits_rank(
     logits = megatron_model.logits(model.eval(), tokens, vocab_size=263)
     if rank == 0:
         torch.save(logits, tokens_file.with_name("logits.pt"))
+
+
+def nemo_logits_rank(rank: int, world_size: int, *, hf_folder: Path, checkpoint: Path, tokens_file: Path) -> None:
+    """Write the logits of a converted NeMo checkpoint, in the folder of their tokens; the ranks are tensor-parallel."""
+    import torch
+
+    from pretrainkit.checkpoint.transforms import padded_vocabulary
+    from pretrainkit.megatron import model as megatron_model
+    from pretrainkit.models.registry import read_shape
+
+    torch.distributed.init_process_group("gloo")
+    megatron_model.initialize(tensor_parallel_size=world_size)
+    tokens, shape = torch.load(tokens_file), read_shape(hf_folder)
+    rows = padded_vocabulary(shape.vocab_size, 1, world_size)
+    settings = {"padded_vocab_size": rows, "sequence_length": tokens.size(1)}
+    model = megatron_model.load_model(checkpoint / "weights", shape, **settings)
+    logits = megatron_model.logits(model, tokens, vocab_size=shape.vocab_size)
+    if rank == 0:
+        torch.save(logits, tokens_file.with_name("logits.pt"))

@@ -24,6 +24,24 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+    "attention_factor": 1.2,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
+GROWING_ROPE = {
+    **YARN_ROPE,
+    "attention_factor": None,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "rope_theta": 1000000.0,
+    "max_position_embeddings": 512,
+    "llama_4_scaling_beta": 0.1,
+}
+WINDOW = {"sliding_window": 40}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -36,8 +54,49 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None}),
     "qwen3-moe": ("Qwen3Moe", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True}),
     "qwen2-moe": ("Qwen2Moe", {**EXPERTS, "shared_expert_intermediate_size": 64}),
+    "phi3": ("Phi3", {"original_max_position_embeddings": 512, "pad_token_id": 2}),
+    "seed-oss": ("SeedOss", {"head_dim": 16}),
 }
 """Name -> transformers' class prefix, and what differs from BASE."""
+FEATURED: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "mistral-window": ("Mistral", {"head_dim": 16, **WINDOW}),
+    "qwen3-windows": ("Qwen3", {"head_dim": 16, "use_sliding_window": True, "max_window_layers": 2, **WINDOW}),
+    "qwen3-yarn": ("Qwen3", {"head_dim": 16, "rope_theta": 10000.0, "rope_scaling": YARN_ROPE}),
+    "olmo2": ("Olmo2", {"pad_token_id": 2}),
+    "olmo3": ("Olmo3", {"pad_token_id": 2, "rope_theta": 500000.0, "rope_scaling": YARN_ROPE, **WINDOW}),
+    "smollm3": ("SmolLM3", {"pad_token_id": 2, "tie_word_embeddings": True}),
+    "granite": (
+        "Granite",
+        {
+            "attention_multiplier": 0.2,
+            "embedding_multiplier": 12.0,
+            "logits_scaling": 4.0,
+            "residual_multiplier": 0.22,
+            "pad_token_id": 2,
+        },
+    ),
+    "glm4": ("Glm4", {"head_dim": 16, "pad_token_id": 2}),
+    "gemma3": (
+        "Gemma3",
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 24,
+            "tie_word_embeddings": True,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "rope_theta": 1000000.0,
+            "rope_local_base_freq": 10000.0,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+            "pad_token_id": 2,
+            **WINDOW,
+        },
+    ),
+    "exaone4": ("Exaone4", {**WINDOW}),
+    "apertus": ("Apertus", {"pad_token_id": 2}),
+    "ministral3": ("Ministral3", {"head_dim": 16, "pad_token_id": 2, "rope_parameters": GROWING_ROPE}),
+}
+"""Those with features of layers, which Megatron-LM's arguments can't express, or another scaling."""
+_CONFIGS = {"Gemma3": "TextConfig"}
 MIXTURES = ("mixtral", "qwen3-moe", "qwen2-moe")
 
 
@@ -46,11 +105,10 @@ def save_random_model(name: str, folder: Path, *, seed: int, dtype: str, max_sha
     import torch
     import transformers
 
-    prefix, settings = MODELS[name]
+    prefix, settings = (MODELS | FEATURED)[name]
     torch.manual_seed(seed)
-    model = getattr(transformers, f"{prefix}ForCausalLM")(
-        getattr(transformers, f"{prefix}Config")(**{**BASE, **settings, **config})
-    )
+    classes = [getattr(transformers, f"{prefix}{kind}") for kind in ("ForCausalLM", _CONFIGS.get(prefix, "Config"))]
+    model = classes[0](classes[1](**{**BASE, **settings, **config}))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, 0.0 if parameter.dim() > 1 else 1.0, 0.1)
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=max_shard_size)

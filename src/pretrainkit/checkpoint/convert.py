@@ -185,7 +185,7 @@ def _copy(reader: WeightReader, writer: WeightWriter, plan: ConversionPlan) -> l
                 tensors = [replace(value.to(dtype), watch=watch) for value in reader.read(mapping)]
                 yield mapping, tensors
                 progress.update(mapping.numel * dtype.itemsize)
-                checked = dict(zip(mapping.hf, tensors, strict=True)) if watch.found else {}
+                checked = dict(zip(mapping.part_names, tensors, strict=True)) if watch.found else {}
                 if padding := reader.padding(mapping):
                     checked[f"padding rows of {mapping}"] = padding
                 for name, value in checked.items():

@@ -66,7 +66,7 @@ def _different_tensors(reader: WeightReader, there: WeightReader, plan: Conversi
         if there.dtypes[mapping] != dtype:
             yield f"{mapping.hf[0]} is {there.dtypes[mapping]} and not {dtype}".replace("torch.", "")
             continue
-        for name, ours, theirs in zip(mapping.hf, reader.read(mapping), there.read(mapping), strict=True):
+        for name, ours, theirs in zip(mapping.part_names, reader.read(mapping), there.read(mapping), strict=True):
             if not same_bits(ours.to(dtype).rows(0, 1).tensor(), theirs.rows(0, 1).tensor()):
                 yield f"{name} has other values"
 

@@ -33,8 +33,21 @@ class TensorMapping:
 
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes of the Hugging Face tensors."""
+        """Shapes of the parts that Megatron's tensor is made of; each is a Hugging Face tensor, unless it is fused."""
         return self.weight.shapes
+
+    @property
+    def hf_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the Hugging Face tensors."""
+        return ((),) if self.weight.is_scalar else (self.megatron_shape,) if self.weight.is_fused else self.shapes
+
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        """Names of the parts, for people."""
+        count = len(self.shapes)
+        if not self.weight.is_fused:
+            return self.hf
+        return tuple(f"{self.hf[0]} (part {number} of {count})" for number in range(1, count + 1))
 
     @property
     def megatron_shape(self) -> tuple[int, ...]:

@@ -15,11 +15,11 @@ from pretrainkit.checkpoint.formats.torch_dist_writer import TorchDistWriter
 from pretrainkit.checkpoint.formats.torch_legacy import TorchLegacyReader
 from pretrainkit.checkpoint.formats.torch_legacy_writer import TorchLegacyWriter
 from pretrainkit.checkpoint.mapping import TensorMapping
-from pretrainkit.checkpoint.plan import CheckpointFormat, ConversionPlan
+from pretrainkit.checkpoint.plan import MEGATRON_LM, CheckpointFormat, ConversionPlan
 from pretrainkit.checkpoint.vocabulary import ExtendedReader
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import RequestError
-from pretrainkit.models.megatron_fields import megatron_lm_arguments, nemo_model
+from pretrainkit.models.megatron_fields import megatron_lm_arguments
 
 
 @dataclass(frozen=True)
@@ -111,9 +111,7 @@ def open_reader(checkpoint: DetectedCheckpoint, mappings: Sequence[TensorMapping
 
 def check_expressible(shape: ModelShape, format: CheckpointFormat) -> None:
     """Raise RequestError when a format can't describe the model."""
-    if format is CheckpointFormat.NEMO:
-        nemo_model(shape)
-    elif format is not CheckpointFormat.HF:
+    if format in MEGATRON_LM:
         megatron_lm_arguments(shape)
 
 

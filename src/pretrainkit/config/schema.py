@@ -10,6 +10,7 @@ import dataclasses
 from dataclasses import dataclass, field
 
 from pretrainkit.config.launch import LaunchConfig
+from pretrainkit.config.layer_features import LLAMA, LayerFeatures
 from pretrainkit.config.option import option, options_of
 from pretrainkit.config.split import parse_split
 from pretrainkit.config.training import DataConfig, OptimizerConfig, ParallelConfig, TrackingConfig, TrainingConfig
@@ -18,14 +19,22 @@ from pretrainkit.errors import RequestError
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3's frequency-dependent scaling of rotary position embeddings (Hugging Face: rope_type 'llama3')."""
+    """Scaling of rotary position embeddings, in Hugging Face's terms; a kind ignores the fields of the others."""
 
     factor: float = 8.0
     """How many times the context grows."""
     low_freq_factor: float = 1.0
+    """Of llama3, as the next."""
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
     """Context length before the scaling, tokens."""
+    kind: str = "llama3"
+    """Its rope_type: llama3, linear or yarn."""
+    beta_fast: float = 32.0
+    """Of yarn, as those that follow."""
+    beta_slow: float = 1.0
+    attention_factor: float = 1.0
+    """Factor of rotated queries and of rotated keys."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +73,14 @@ class ModelShape:
     router_aux_loss_coef: float = 0.0
     """Weight of the load balancing loss."""
     initializer_range: float = 0.02
+    features: LayerFeatures = field(default_factory=LayerFeatures)
+    """What its layers have beyond Llama's."""
+
+    @property
+    def needs_our_layers(self) -> bool:
+        """Whether Transformer Engine's layers compute something else: features, and YaRN's factor of attention."""
+        factor = self.rope_scaling.attention_factor if self.rope_scaling else 1.0
+        return self.features != LLAMA or factor != 1
 
 
 def check_folder_name(name: str) -> None:

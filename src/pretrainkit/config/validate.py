@@ -1,7 +1,8 @@
 """Everything that can be found wrong with a request without a GPU, all of it at once.
 
-`validate_data` checks the dataset and its tokenizer, this module all else: each option's value, the launch settings,
-the schedule, and whether ranks, batch, TP, PP, CP and sequence length fit each other and the model.
+`validate_data` checks the dataset and its tokenizer, `validate_features` what a model's layers have, this module all
+else: each option's value, the launch settings, the schedule, and whether ranks, batch, TP, PP, CP and sequence length
+fit each other and the model.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pretrainkit.config.resolve import RunFacts
 from pretrainkit.config.schema import OPTIONS, ModelShape, RunConfig
 from pretrainkit.config.training import cooldown_steps
 from pretrainkit.config.validate_data import data_problems
+from pretrainkit.config.validate_features import feature_problems
 from pretrainkit.errors import RequestError
 from pretrainkit.logs import is_secret
 from pretrainkit.machine import SEMAPHORE_BYTES, MachineFacts
@@ -42,6 +44,7 @@ def problems_of(config: RunConfig, facts: RunFacts) -> list[RequestError]:
         *_schedule(config, facts),
         *_batch(config),
         *(_model(config, facts.model, facts.machine) if facts.model else ()),
+        *(feature_problems(config, facts.model, facts) if facts.model else ()),
         *(_sequence_length(config, facts.model) if facts.model else ()),
         *(_fp8(config, facts.model, facts.machine) if facts.model and config.training.precision == "fp8" else ()),
         *data_problems(config, facts),

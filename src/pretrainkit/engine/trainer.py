@@ -61,6 +61,8 @@ def build_model(
             fused_norm=chosen.norm == "triton",
             overlaps=chosen.tp_comm_overlap == "copies",
             fp8=run.fp8,
+            features=run.model.features,
+            rope_scaling=run.model.rope_scaling,
         )
     # Else Megatron takes the mean of the microbatches' means: tokens count more where more of their microbatch is
     # masked. Without masks both are the same, and this one reads all gradients once more.

@@ -25,7 +25,6 @@ from pretrainkit.launch.local import LaunchPlan, run_attempt
 from pretrainkit.launch.supervise import GRACE_S
 from pretrainkit.logs import get_logger
 from pretrainkit.machine import read_machine
-from pretrainkit.models.megatron_fields import nemo_model
 from pretrainkit.models.registry import read_shape
 from pretrainkit.run import branch, initial_weights
 from pretrainkit.run.folder import LAUNCHER_LOCK, SOURCE_FILE, RunFolder, locked, wait_for_ranks
@@ -75,11 +74,6 @@ def _model(config: RunConfig, _: RunFacts) -> dict[str, Any]:
     folder = local_folder(config.hf_model_id)
     tokenizer = load_tokenizer(folder)
     shape = read_shape(folder)
-    try:
-        nemo_model(shape)
-    except RequestError as error:
-        needed = "a model that NeMo can train; of other families than llama, none with llama3 rope scaling"
-        raise RequestError(error.found, needed=needed, where="--hf_model_id") from None
     facts = {"tokenizer_sha256": tokenizer.sha256, "tokenizer_largest_id": tokenizer.largest_id}
     return {"model": shape, "hf_folder": str(folder), **facts}
 

@@ -16,15 +16,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, distributed
 
+from pretrainkit.config.layer_features import LLAMA, LayerFeatures
 from pretrainkit.megatron.attention_kernels import AttentionBlock, block_kernel
-from pretrainkit.megatron.document_attention import attend_within_documents
+from pretrainkit.megatron.document_attention import attend_within_documents, segment_bounds
+from pretrainkit.megatron.window_attention import attend_causally
 
 
 class ScaledDotProductAttention(MegatronModule):
@@ -44,17 +45,27 @@ class ScaledDotProductAttention(MegatronModule):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        features: LayerFeatures = LLAMA,
+        rotary_factor: float = 1.0,
     ) -> None:
+        """`rotary_factor` is YaRN's factor of rotated queries and of rotated keys."""
         super().__init__(config=config)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         if attn_mask_type != AttnMaskType.causal or dropout or config.window_size:
             raise NotImplementedError(
-                f"only causal attention without dropout and windows is supported; found {attn_mask_type}, "
-                f"dropout {dropout}, window {config.window_size}"
+                f"only causal attention without dropout is supported, and windows as LayerFeatures states them; found "
+                f"{attn_mask_type}, dropout {dropout}, window {config.window_size}"
             )
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])
         self.cp_group = groups.cp
-        self.softmax_scale = softmax_scale
+        layer = layer_number - 1
+        is_local = layer in features.local_layers
+        self.window = features.sliding_window if is_local else 0
+        self.softmax_scale = softmax_scale if features.attention_scale is None else features.attention_scale
+        self.growth, self.span = features.query_growth, features.query_span
+        is_scaled = layer not in features.nope_layers and not (is_local and features.local_rope_theta)
+        if is_scaled and rotary_factor != 1:
+            self.softmax_scale = (self.softmax_scale or config.kv_channels**-0.5) * rotary_factor**2
 
     def forward(
         self,
@@ -73,14 +84,27 @@ class ScaledDotProductAttention(MegatronModule):
         """
         if packed_seq_params is not None or attention_bias is not None:
             raise NotImplementedError("packed sequences and attention biases need Transformer Engine")
-        if attention_mask is not None and attention_mask.dim() == 2:
-            return attend_within_documents(query, key, value, attention_mask, self.cp_group, self.softmax_scale)
+        documents = attention_mask if attention_mask is not None and attention_mask.dim() == 2 else None
+        tokens = query.size(0) * self.cp_group.size()
+        window = self.window if self.window < tokens else 0
+        if self.growth and tokens > self.span:
+            query = self._grown(query, has_documents=documents is not None)
+        if window and self.cp_group.size() > 1 and documents is None:  # each sequence is one document
+            positions = torch.arange(tokens).expand(query.size(1), tokens)
+            documents = segment_bounds(positions, self.cp_group.rank(), self.cp_group.size()).to(query.device)
+        if documents is not None:
+            return attend_within_documents(query, key, value, documents, self.cp_group, self.softmax_scale, window)
         if self.cp_group.size() > 1:
             return attend_across_ranks(query, key, value, self.cp_group, self.softmax_scale).flatten(2)
         q, k, v = map(_heads_first, (query, key, value))
-        has_groups = q.size(1) != k.size(1)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.softmax_scale, enable_gqa=has_groups)
-        return _tokens_first(out).flatten(2)
+        return _tokens_first(attend_causally(q, k, v, self.softmax_scale, window)).flatten(2)
+
+    def _grown(self, query: Tensor, *, has_documents: bool) -> Tensor:
+        """Queries [s, b, h, d] multiplied by what LayerFeatures.query_growth says."""
+        if has_documents or self.cp_group.size() > 1:
+            raise NotImplementedError("queries that grow are not supported within documents and across ranks")
+        spans = torch.arange(query.size(0), device=query.device).div(self.span, rounding_mode="floor")
+        return query * (1 + self.growth * torch.log1p(spans)).to(query.dtype)[:, None, None, None]
 
 
 def attend_across_ranks(

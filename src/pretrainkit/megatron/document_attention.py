@@ -20,11 +20,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core.parallel_state import get_context_parallel_rank, get_context_parallel_world_size
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor, distributed
-from torch.nn.attention.bias import causal_lower_right
+
+from pretrainkit.megatron.window_attention import attend_causally
 
 
 def with_document_bounds(data_step: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,16 +79,20 @@ def attend_within_documents(
     bounds: Tensor,  # [2, m + 1], int32, on the same device
     group: distributed.ProcessGroup,
     scale: float | None = None,
+    window: int = 0,
 ) -> Tensor:  # [s, b, h * d]
-    """Each token attends to the tokens of its own document up to itself. `group`: the context-parallel ranks."""
+    """Each token attends to the tokens of its own document up to itself, with a window to no more than so many.
+
+    `group`: the context-parallel ranks.
+    """
     length, batch = query.shape[:2]
     if group.size() > 1:
         key, value = _up_to_chunks(key, value, group)
     q, k, v = (part.transpose(0, 1).flatten(0, 1) for part in (query, key, value))  # [b * tokens, heads, d]
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and not window:
         out = _flash(q, k, v, bounds, length * group.size(), scale)
     else:
-        out = _one_by_one(q, k, v, bounds, scale)
+        out = _one_by_one(q, k, v, bounds, scale, window)
     return out.unflatten(0, (batch, length)).transpose(0, 1).flatten(2)
 
 
@@ -109,17 +113,13 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: i
     return out
 
 
-def _one_by_one(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float | None) -> Tensor:
-    """One call per segment, for what the flash kernel doesn't support: fp32 and CPU."""
+def _one_by_one(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float | None, window: int) -> Tensor:
+    """One call per segment, for what the flash kernel doesn't support: fp32 and CPU, and windows."""
     queries, keys = bounds.diff().tolist()
     outs = []
     for q, k, v in zip(query.split(queries), key.split(keys), value.split(keys), strict=True):  # [l, heads, d]
         if not len(q):
             continue
         q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (q, k, v))  # [1, heads, l, d]
-        causal: dict[str, Any] = {"is_causal": True}
-        if q.size(2) < k.size(2):
-            causal = {"attn_mask": causal_lower_right(q.size(2), k.size(2))}
-        out = F.scaled_dot_product_attention(q, k, v, **causal, scale=scale, enable_gqa=q.size(1) != k.size(1))
-        outs.append(out.squeeze(0).transpose(0, 1))
+        outs.append(attend_causally(q, k, v, scale, window).squeeze(0).transpose(0, 1))
     return torch.cat(outs)

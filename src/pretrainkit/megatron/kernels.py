@@ -64,8 +64,10 @@ def choose_for(run: ResolvedRun, installed: frozenset[str]) -> Kernels:
     can_be_graphed = is_whole and not run.reset_attention_mask
     overlaps = run.sequence_parallel and run.config.launch.num_gpus % parallel.tensor_model_parallel_size == 0
     return choose(
-        # Only our layers have attention within documents, and FP8.
-        layer_spec="torch" if run.reset_attention_mask or run.fp8 else training.layer_spec,
+        # Only our layers have attention within documents, FP8, and some families' features.
+        layer_spec="torch"
+        if run.reset_attention_mask or run.fp8 or run.model.needs_our_layers
+        else training.layer_spec,
         fused_kernels=training.fused_kernels,
         accelerator=run.accelerator,
         precision=run.precision,

@@ -10,15 +10,18 @@ import copy
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from pretrainkit.config.schema import Fp8
+from pretrainkit.config.layer_features import LLAMA, LayerFeatures
+from pretrainkit.config.schema import Fp8, RopeScaling
 from pretrainkit.megatron import patches
 from pretrainkit.megatron.attention import ScaledDotProductAttention
 from pretrainkit.megatron.experts import GroupedExperts
+from pretrainkit.megatron.features import BlockOutputLinear, LocalSelfAttention, RMSNormOverHeads, Xielu
 from pretrainkit.megatron.fp8.layers import use_fp8
 from pretrainkit.megatron.linear import (
     FusedResidualRMSNormColumnParallelLinear,
@@ -36,6 +39,8 @@ def torch_layer_spec(
     fused_norm: bool = False,
     overlaps: bool = False,
     fp8: Fp8 | None = None,
+    features: LayerFeatures = LLAMA,
+    rope_scaling: RopeScaling | None = None,
 ) -> TransformerBlockSubmodules:
     """The decoder's layers and final norm for an RMSNorm transformer that is dense or has experts in every layer.
 
@@ -51,9 +56,13 @@ def torch_layer_spec(
     )
     parts = layer.submodules
     attention = parts.self_attention.submodules
-    attention.core_attention = ScaledDotProductAttention
+    factor = rope_scaling.attention_factor if rope_scaling else 1.0
+    attention.core_attention = ModuleSpec(
+        module=ScaledDotProductAttention, params={"features": features, "rotary_factor": factor}
+    )
+    fused_norm = fused_norm and features.norm_before
     linear = FusedResidualRMSNormColumnParallelLinear if fused_norm else RMSNormColumnParallelLinear
-    attention.linear_qkv = ModuleSpec(module=linear, params={"overlaps": overlaps})
+    attention.linear_qkv = ModuleSpec(module=linear, params={"overlaps": overlaps, "has_norm": features.norm_before})
     if config.num_moe_experts:
         parts.pre_mlp_layernorm = RMSNorm
         parts.mlp.submodules.experts = GroupedExperts
@@ -65,6 +74,8 @@ def torch_layer_spec(
         parts.self_attn_bda = parts.mlp_bda = add_fused_residual
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if features != LLAMA:
+        _use_features(layer, config, features)
     parts.input_layernorm = IdentityOp
     # Megatron's local spec renames separate norms to Transformer Engine's names when saving; ours have those names.
     parts.sharded_state_dict_keys_map = {}
@@ -74,3 +85,31 @@ def torch_layer_spec(
         kept = range(fp8.first_last_bf16, config.num_layers - fp8.first_last_bf16)
         layers = [in_fp8 if first + number in kept else layer for number in range(len(layers))]
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+
+
+def _use_features(layer: ModuleSpec, config: TransformerConfig, features: LayerFeatures) -> None:
+    """Put the modules of features into the spec of a layer."""
+    attention, mlp = layer.submodules.self_attention, layer.submodules.mlp
+    if features.local_rope_theta:
+        attention.module = LocalSelfAttention
+        attention.params = {**attention.params, "features": features}
+    parts = attention.submodules
+    if features.qk_norm_over_heads:
+        heads = {"q_layernorm": config.num_attention_heads, "k_layernorm": config.num_query_groups}
+        for name, num_heads in heads.items():
+            setattr(parts, name, ModuleSpec(module=RMSNormOverHeads, params={"num_heads": num_heads}))
+    if features.norm_after or features.output_bias or features.mlp_bias or features.residual_multiplier != 1:
+
+        def output(has_bias: bool) -> ModuleSpec:
+            return ModuleSpec(module=BlockOutputLinear, params={"features": features, "has_bias": has_bias})
+
+        parts.linear_proj = output(features.output_bias)
+        if mlp.module is MLP:
+            mlp.submodules.linear_fc2 = output(features.mlp_bias)
+    if mlp.module is MLP:
+        if features.activation == "xielu":
+            mlp.submodules.activation_func = Xielu
+        first = mlp.submodules.linear_fc1
+        mlp.submodules.linear_fc1 = ModuleSpec(
+            module=first.module, params={**first.params, "has_bias": features.mlp_bias}
+        )

@@ -19,18 +19,27 @@ from pretrainkit.megatron.tp_overlap import AllGatherMatmul, MatmulReduceScatter
 
 
 def _norm_weight(config: TransformerConfig, size: int) -> torch.nn.Parameter:
-    weight = torch.nn.Parameter(torch.ones(size, dtype=config.params_dtype))
+    first = torch.zeros if config.layernorm_zero_centered_gamma else torch.ones
+    weight = torch.nn.Parameter(first(size, dtype=config.params_dtype))
     # Under sequence parallelism each rank has a chunk of the tokens; Megatron sums these gradients over TP ranks.
     weight.sequence_parallel = config.sequence_parallel
     return weight
 
 
-class RMSNorm(torch.nn.Module):
+def rms_norm(hidden: Tensor, weight: Tensor, config: TransformerConfig) -> Tensor:
     """Root-mean-square norm over the last dimension, in fp32 inside (torch's own kernel)."""
+    if config.layernorm_zero_centered_gamma:
+        scale = 1 + weight.float()  # in bf16 the sum would lose most of the weight
+        return F.rms_norm(hidden.float(), hidden.shape[-1:], scale, config.layernorm_epsilon).to(hidden.dtype)
+    return F.rms_norm(hidden, hidden.shape[-1:], weight, config.layernorm_epsilon)
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+
+class RMSNorm(torch.nn.Module):
+    """The norm of Megatron's layers and of its final norm."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, **_: Any) -> None:
         super().__init__()
-        self.eps = eps
+        self.config = config
         self.weight = _norm_weight(config, hidden_size)
 
     def get_extra_state(self) -> None:
@@ -40,17 +49,27 @@ class RMSNorm(torch.nn.Module):
         """Nothing to restore."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return F.rms_norm(hidden, hidden.shape[-1:], self.weight, self.eps)
+        return rms_norm(hidden, self.weight, self.config)
 
 
 class RMSNormColumnParallelLinear(ColumnParallelLinear):
     """RMSNorm, then a column-parallel linear layer: Transformer Engine's LayerNormColumnParallelLinear."""
 
     def __init__(
-        self, input_size: int, output_size: int, *, config: TransformerConfig, overlaps: bool = False, **kwargs: Any
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        bias: bool,
+        overlaps: bool = False,
+        has_norm: bool = True,
+        has_bias: bool = False,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(input_size, output_size, config=config, **kwargs)
-        self.layer_norm_weight = _norm_weight(config, input_size)
+        """`has_bias` gives a bias that Megatron, which asks for one by `bias`, doesn't know of."""
+        super().__init__(input_size, output_size, config=config, bias=bias or has_bias, **kwargs)
+        self.layer_norm_weight = _norm_weight(config, input_size) if has_norm else None
         self._overlaps = overlaps
 
     def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None, **settings: Any) -> Tensor:
@@ -63,7 +82,7 @@ class RMSNormColumnParallelLinear(ColumnParallelLinear):
         return super().forward(self._normalize(hidden), *args, **kwargs)
 
     def _normalize(self, hidden: Tensor) -> Tensor:
-        return F.rms_norm(hidden, hidden.shape[-1:], self.layer_norm_weight, self.config.layernorm_epsilon)
+        return hidden if self.layer_norm_weight is None else rms_norm(hidden, self.layer_norm_weight, self.config)
 
 
 class FusedResidualRMSNormColumnParallelLinear(RMSNormColumnParallelLinear):

@@ -6,12 +6,10 @@ of Megatron's TransformerConfig that depend on the run; `models.megatron_fields`
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
@@ -19,7 +17,8 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from pretrainkit.config.schema import Fp8, Kernels, ModelShape, Recompute, RopeScaling
+from pretrainkit.config.schema import Fp8, Kernels, ModelShape, Recompute
+from pretrainkit.megatron import features
 from pretrainkit.megatron.kernels import config_fields
 from pretrainkit.megatron.layer_spec import torch_layer_spec
 from pretrainkit.models.megatron_fields import transformer_config_fields
@@ -33,7 +32,6 @@ def precision_fields(precision: str) -> dict[str, Any]:
     bf16 = precision == "bf16"
     dtype = torch.bfloat16 if bf16 else torch.float32
     return {
-        "activation_func": F.silu,
         "bf16": bf16,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
@@ -75,19 +73,6 @@ def recompute_fields(recompute: Recompute) -> dict[str, Any]:
     return {}
 
 
-def scaled_inverse_frequencies(inverse_frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Llama 3.1's scaling of rotary inverse frequencies [head_dim / 2], in radians per token.
-
-    Frequencies that turn less than `low_freq_factor` times in the old context are divided by `factor`, those that
-    turn more than `high_freq_factor` times are kept, and those between are blended
-    (transformers: modeling_rope_utils._compute_llama3_parameters).
-    """
-    turns = scaling.original_max_position_embeddings * inverse_frequencies / (2 * math.pi)
-    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    kept = kept.clamp(0, 1)
-    return kept * inverse_frequencies + (1 - kept) * inverse_frequencies / scaling.factor
-
-
 def initialize(*, tensor_parallel_size: int = 1) -> None:
     """Create Megatron's process groups, on every rank, after torch.distributed is initialized."""
     if not parallel_state.model_parallel_is_initialized():
@@ -110,6 +95,7 @@ def build_model(
     """
     tensor_parallel_size = parallel_state.get_tensor_model_parallel_world_size()
     fields = {**transformer_config_fields(shape), **precision_fields(precision)}
+    fields |= features.config_fields(shape.features, shape.num_layers)
     fields |= expert_fields(
         shape,
         expert=parallel_state.get_expert_model_parallel_world_size(),
@@ -124,7 +110,11 @@ def build_model(
     model = GPTModel(
         config,
         transformer_layer_spec=torch_layer_spec(
-            config, fused_norm=kernels is not None and kernels.norm == "triton", fp8=fp8
+            config,
+            fused_norm=kernels is not None and kernels.norm == "triton",
+            fp8=fp8,
+            features=shape.features,
+            rope_scaling=shape.rope_scaling,
         ),
         vocab_size=padded_vocab_size,
         max_sequence_length=sequence_length,
@@ -132,10 +122,9 @@ def build_model(
         rotary_base=shape.rope_theta,
         share_embeddings_and_output_weights=shape.tie_word_embeddings,
     )
-    if shape.rope_scaling:
-        rotary = model.rotary_pos_emb
-        rotary.inv_freq = scaled_inverse_frequencies(rotary.inv_freq, shape.rope_scaling)
-    return model
+    return features.finish_model(
+        model, rope_theta=shape.rope_theta, rope_scaling=shape.rope_scaling, features=shape.features
+    )
 
 
 def load_model(weights: Path, shape: ModelShape, *, key_prefix: str = "module.", **settings: Any) -> GPTModel:

@@ -1,13 +1,16 @@
-"""What decoder-only families share: fields of config.json, reading them, and rows of the weight table."""
+"""What decoder-only families share: fields of config.json, their defaults, and reading them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from pretrainkit.config.layer_features import LayerFeatures
 from pretrainkit.config.schema import ModelShape, RopeScaling
 from pretrainkit.errors import RequestError
-from pretrainkit.models.family import ConfigFields, Layout, Weight, names
+from pretrainkit.models.family import SLIDING, ConfigFields, names
 
 _READ = names("""
     head_dim hidden_size initializer_range intermediate_size layer_types max_position_embeddings num_attention_heads
@@ -53,11 +56,17 @@ DECODER_FIELDS = ConfigFields(
 Private fields (`_name_or_path`) and ids of special tokens (`eos_token_id`) are ignored by their form.
 """
 
+BIAS_FIELDS = ConfigFields(read=names("attention_bias mlp_bias"))
+"""Fields of families whose projections may have biases: of query, key, value and output; of gate, up and down."""
+
 QWEN_FIELDS = ConfigFields(
     fixed={"use_sliding_window": (False, None)},
     ignored=names("sliding_window max_window_layers use_mrope"),  # no effect without use_sliding_window
 )
-"""Fields of Qwen2 and Qwen3 in addition to those of every decoder."""
+"""Fields of Qwen's models in addition to those of every decoder; without sliding windows."""
+
+QWEN_WINDOW_FIELDS = QWEN_FIELDS | ConfigFields(read=names("use_sliding_window sliding_window max_window_layers"))
+"""The same with sliding windows."""
 
 QWEN_MOE_FIELDS = QWEN_FIELDS | ConfigFields(
     read=names("num_experts num_experts_per_tok moe_intermediate_size norm_topk_prob router_aux_loss_coef"),
@@ -83,6 +92,8 @@ Those of the sizes differ. A test compares every family's with the config classe
 QWEN_DEFAULTS: Mapping[str, Any] = {
     **DECODER_DEFAULTS,
     "max_position_embeddings": 32768,
+    "max_window_layers": 28,
+    "sliding_window": None,
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
@@ -99,8 +110,6 @@ QWEN_MOE_DEFAULTS: Mapping[str, Any] = {
 }
 """Defaults of Qwen's mixtures of experts."""
 
-_MLP_NORM = "model.layers.{layer}.post_attention_layernorm"
-
 
 def read_qwen_moe(config: Mapping[str, Any]) -> dict[str, Any]:
     """The expert fields of a ModelShape, as Qwen's configs name them."""
@@ -114,23 +123,13 @@ def read_qwen_moe(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_decoder(
-    family: str, config: Mapping[str, Any], *, has_sliding_window: bool = False, **extra: Any
+    family: str, config: Mapping[str, Any], *, features: Mapping[str, Any] | None = None, **extra: Any
 ) -> ModelShape:
-    """A ModelShape from the fields that all decoder families share; `extra` adds fields.
+    """A ModelShape from the fields that all decoder families share; `features` and `extra` add fields.
 
-    `config` is what `hf_config.read_fields` gives. With `has_sliding_window`, a window that is shorter than the context
-    is refused.
+    `config` is what `hf_config.read_fields` gives. Of what layers may have, `features` are those that a family has
+    otherwise than by the fields of BIAS_FIELDS and `partial_rotary_factor`.
     """
-    window, context = config.get("sliding_window"), config["max_position_embeddings"]
-    if has_sliding_window and window is not None and window < context:
-        raise RequestError(
-            f"sliding_window = {window} is not supported",
-            where="config.json",
-            needed="null, or at least max_position_embeddings; a config.json without this field has the default of its "
-            "class in transformers (4096 for Mistral)",
-            action="if the model has no window, write null; if you train at sequences up to the window, set "
-            "max_position_embeddings to it",
-        )
     heads = config["num_attention_heads"]
     groups = config["num_key_value_heads"]
     if heads % groups:
@@ -139,8 +138,13 @@ def read_decoder(
             where="config.json",
             needed="num_attention_heads a multiple of num_key_value_heads",
         )
-    scaling = {name: value for name, value in (config["rope_scaling"] or {}).items() if name != "rope_type"}
-    original = scaling.pop("original_max_position_embeddings", 0)
+    bias = bool(config.get("attention_bias"))
+    found = {
+        "output_bias": bias,
+        "mlp_bias": bool(config.get("mlp_bias")),
+        "rotary_fraction": float(config.get("partial_rotary_factor") or 1),
+        **(features or {}),
+    }
     return ModelShape(
         family,
         num_layers=config["num_hidden_layers"],
@@ -150,101 +154,69 @@ def read_decoder(
         num_query_groups=groups,
         head_dim=config["head_dim"],
         vocab_size=config["vocab_size"],
-        max_position_embeddings=context,
+        max_position_embeddings=config["max_position_embeddings"],
         rope_theta=config["rope_theta"],
         rms_norm_eps=config["rms_norm_eps"],
         tie_word_embeddings=config["tie_word_embeddings"],
-        rope_scaling=RopeScaling(
-            **{name: float(value) for name, value in scaling.items()}, original_max_position_embeddings=original
-        )
-        if scaling
-        else None,
+        rope_scaling=_rope_scaling(config["rope_scaling"]),
         initializer_range=config["initializer_range"],
-        **extra,
+        features=LayerFeatures(**found),
+        **{"qkv_bias": bias, **extra},
     )
 
 
-def embedding(shape: ModelShape, megatron: str = "embedding.word_embeddings", hf: str = "model.embed_tokens") -> Weight:
-    """The word embedding, or another matrix with a row per token id."""
-    return Weight(f"{megatron}.weight", (f"{hf}.weight",), Layout.VOCABULARY, ((shape.vocab_size, shape.hidden_size),))
+def _rope_scaling(stated: Mapping[str, Any] | None) -> RopeScaling | None:
+    """A scaling as `hf_config` reads it."""
+    if not stated:
+        return None
+    factor, fields = stated["factor"], {"kind": stated["rope_type"], **stated}
+    if stated["rope_type"] == "yarn" and stated.get("attention_factor") is None:
+        # transformers: modeling_rope_utils._compute_yarn_parameters
+        scales = [0.1 * (stated.get(name) or 1) * math.log(factor) + 1 for name in ("mscale", "mscale_all_dim")]
+        has_both = stated.get("mscale") and stated.get("mscale_all_dim")
+        fields["attention_factor"] = 1.0 if factor <= 1 else scales[0] / scales[1] if has_both else scales[0]
+    known: dict[str, Any] = {field.name: type(field.default) for field in dataclasses.fields(RopeScaling)}
+    return RopeScaling(**{name: known[name](value) for name, value in fields.items() if name in known})
 
 
-def norm(megatron: str, hf: str, size: int) -> Weight:
-    """The weight of an RMSNorm."""
-    return Weight(megatron, (f"{hf}.weight",), Layout.REPLICATED, ((size,),))
+def window_features(
+    config: Mapping[str, Any], has_window: Callable[[int], bool] = lambda layer: True
+) -> dict[str, Any]:
+    """The LayerFeatures of layers with a window: those of `layer_types`, or those for which `has_window` holds.
 
-
-def head(shape: ModelShape) -> tuple[Weight, ...]:
-    """The final norm, and the output layer unless it is the embedding."""
-    final = norm("decoder.final_layernorm.weight", "model.norm", shape.hidden_size)
-    return (final,) if shape.tie_word_embeddings else (final, embedding(shape, "output_layer", "lm_head"))
-
-
-def attention(shape: ModelShape) -> tuple[Weight, ...]:
-    """Grouped-query attention with its input norm; QKV biases and query/key norms if the shape has them."""
-    ours, theirs = "decoder.layers.{layer}.self_attention.", "model.layers.{layer}.self_attn."
-    query, key_value = shape.num_attention_heads * shape.head_dim, shape.num_query_groups * shape.head_dim
-    hidden, sizes = shape.hidden_size, (query, key_value, key_value)
-
-    def qkv(kind: str, shapes: tuple[tuple[int, ...], ...]) -> Weight:
-        return Weight(
-            f"{ours}linear_qkv.{kind}", tuple(f"{theirs}{name}_proj.{kind}" for name in "qkv"), Layout.QKV, shapes
+    A window that covers the context changes nothing, and is left out.
+    """
+    types, layers = config.get("layer_types"), range(config["num_hidden_layers"])
+    windowed = tuple(layer for layer in layers if (types[layer] == SLIDING if types else has_window(layer)))
+    window = config["sliding_window"]
+    if types and windowed and window is None:
+        raise RequestError(
+            f"layer_types has {SLIDING!r}, and there is no window",
+            where="config.json",
+            needed="a sliding_window (in Qwen's models with use_sliding_window true), or full_attention for all layers",
         )
+    if window is None or not windowed:
+        return {}
+    base, scaling = config.get("local_rope_theta"), config["rope_scaling"]
+    found: dict[str, Any] = {}
+    if window < config["max_position_embeddings"]:
+        found["sliding_window"] = window
+    if base is not None and (scaling or base != config["rope_theta"]):
+        found["local_rope_theta"] = base
+    return {**found, "local_layers": windowed} if found else {}
 
-    return (
-        norm(ours + "linear_qkv.layer_norm_weight", "model.layers.{layer}.input_layernorm", hidden),
-        qkv("weight", tuple((size, hidden) for size in sizes)),
-        *([qkv("bias", tuple((size,) for size in sizes))] if shape.qkv_bias else []),
-        *(
-            norm(f"{ours}{name}_layernorm.weight", f"{theirs}{name}_norm", shape.head_dim)
-            for name in ("qk" if shape.qk_norm else "")
-        ),
-        Weight(ours + "linear_proj.weight", (theirs + "o_proj.weight",), Layout.ROW, ((hidden, query),)),
+
+def read_qwen(family: str, config: Mapping[str, Any], **extra: Any) -> ModelShape:
+    """A ModelShape as `read_decoder` gives it, with the windows of Qwen's dense models."""
+    uses_windows = config["use_sliding_window"]
+    if uses_windows and config["sliding_window"] is None:
+        raise RequestError(
+            "use_sliding_window is true, and there is no sliding_window",
+            where="config.json",
+            needed="the window's tokens, or use_sliding_window false",
+        )
+    window = config["sliding_window"] if uses_windows else None
+    features = window_features(
+        {**config, "sliding_window": window}, lambda layer: bool(window) and layer >= config["max_window_layers"]
     )
-
-
-def gated_mlp(
-    shape: ModelShape,
-    ours: str = "decoder.layers.{layer}.mlp.",
-    theirs: str = "model.layers.{layer}.mlp.",
-    *,
-    ffn_hidden_size: int | None = None,
-    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
-) -> tuple[Weight, ...]:
-    """The SwiGLU matrices under a prefix on each side."""
-    ffn, hidden = ffn_hidden_size or shape.ffn_hidden_size, shape.hidden_size
-    gate, up, down = (f"{theirs}{name}.weight" for name in names)
-    return (
-        Weight(ours + "linear_fc1.weight", (gate, up), Layout.GATED, ((ffn, hidden), (ffn, hidden))),
-        Weight(ours + "linear_fc2.weight", (down,), Layout.ROW, ((hidden, ffn),)),
-    )
-
-
-def dense_weights(shape: ModelShape) -> tuple[Weight, ...]:
-    """The complete table of a dense decoder."""
-    mlp_norm = norm("decoder.layers.{layer}.mlp.linear_fc1.layer_norm_weight", _MLP_NORM, shape.hidden_size)
-    return (embedding(shape), *attention(shape), mlp_norm, *gated_mlp(shape), *head(shape))
-
-
-def moe_weights(
-    shape: ModelShape,
-    *,
-    block: str = "model.layers.{layer}.mlp.",
-    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
-    more: tuple[Weight, ...] = (),
-) -> tuple[Weight, ...]:
-    """The complete table of a decoder with experts in every layer; `block` and `names` are Hugging Face's."""
-    ours, theirs = "decoder.layers.{layer}.", block + "experts.{expert}."
-    experts = gated_mlp(
-        shape, ours + "mlp.experts.experts.", theirs, ffn_hidden_size=shape.expert_ffn_hidden_size, names=names
-    )
-    router_shape = (shape.num_experts, shape.hidden_size)
-    return (
-        embedding(shape),
-        *attention(shape),
-        norm(ours + "pre_mlp_layernorm.weight", _MLP_NORM, shape.hidden_size),
-        Weight(ours + "mlp.router.weight", (block + "gate.weight",), Layout.REPLICATED, (router_shape,)),
-        *experts,  # stacked in megatron-core's distributed checkpoints
-        *more,
-        *head(shape),
-    )
+    return read_decoder(family, config, features=features, **extra)

@@ -14,6 +14,9 @@ from typing import Any
 
 from pretrainkit.config.schema import ModelShape
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""What Hugging Face's layer_types calls layers, without and with a sliding window."""
+
 
 class Layout(Enum):
     """How the Hugging Face tensors of one row form one Megatron tensor, and how tensor parallelism splits it."""
@@ -41,6 +44,10 @@ class Weight:
     layout: Layout
     shapes: tuple[tuple[int, ...], ...]
     """Shapes of the Hugging Face tensors, in the order of `hf`."""
+    is_fused: bool = False
+    """Hugging Face has one tensor, the parts of these shapes one after another (Phi-3's qkv_proj)."""
+    is_scalar: bool = False
+    """Hugging Face's tensor has no dimension, Megatron's has one element."""
     keep_dtype: bool = False
     """Never cast: a router bias in fp32 chooses other experts when it is rounded."""
 
@@ -105,6 +112,14 @@ class Family:
     """Reads what `hf_config.read_fields` makes of a checked config.json: every field of `defaults` is there."""
     weights: Callable[[ModelShape], tuple[Weight, ...]]
     """The table for a shape, in the order of the Hugging Face model."""
+    has_layer_types: bool = False
+    """Whether layer_types may give layers a sliding window."""
+    rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
+    """Rotary scalings that its class in transformers computes."""
+    rope_settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of its scalings that others don't have, with values of their type."""
+    local_rope: str = ""
+    """Layers with a window have their own rotary base: the field of transformers 4 that states it."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Fields of config.json that transformers 5 calls otherwise, with the names that `shape` reads."""
     nemo: NemoClasses | None = None

@@ -14,7 +14,7 @@ def layer_parameters(shape: ModelShape) -> int:
     """The share of one layer in `matmul_parameters`."""
     heads, groups = shape.num_attention_heads, shape.num_query_groups
     attention = shape.hidden_size * shape.head_dim * (2 * heads + 2 * groups)
-    mlp = 3 * shape.hidden_size * shape.ffn_hidden_size
+    mlp = (3 if shape.features.is_gated else 2) * shape.hidden_size * shape.ffn_hidden_size
     if shape.num_experts:
         router = shape.hidden_size * shape.num_experts
         visited = shape.expert_ffn_hidden_size * shape.experts_per_token + shape.shared_expert_ffn_hidden_size
@@ -26,9 +26,12 @@ def training_flops_per_token(shape: ModelShape, sequence_length: int) -> float:
     """FLOPs of forward and backward for one token: 6 N + 6 L H S.
 
     N: matmul_parameters; 2 FLOPs each forward, 4 backward. L layers, H = heads x head size, S tokens: causal
-    attention, in which a token attends to half the sequence on average. Recomputation is not counted, so that
-    MFU = this x tokens/s / peak compares implementations (https://arxiv.org/abs/2204.02311, appendix B, with causal
-    attention halved).
+    attention, in which a token attends to half the sequence on average, and to less in layers with a window.
+    Recomputation is not counted, so that MFU = this x tokens/s / peak compares implementations
+    (https://arxiv.org/abs/2204.02311, appendix B, with causal attention halved).
     """
-    attention = 6 * shape.num_layers * shape.num_attention_heads * shape.head_dim * sequence_length
-    return 6 * matmul_parameters(shape) + attention
+    window, num_local = shape.features.sliding_window, len(shape.features.local_layers)
+    seen = [sequence_length / 2] * shape.num_layers  # tokens that a token attends to, by layer
+    if 0 < window < sequence_length:
+        seen[:num_local] = [window - window**2 / (2 * sequence_length)] * num_local
+    return 6 * matmul_parameters(shape) + 12 * shape.num_attention_heads * shape.head_dim * sum(seen)

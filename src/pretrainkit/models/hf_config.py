@@ -4,6 +4,8 @@
 |---|---|---|
 | rotary base | `rope_theta` | `rope_parameters.rope_theta` |
 | rotary scaling | `rope_scaling` | `rope_parameters` |
+| rotated part of a head | `partial_rotary_factor` | `rope_parameters.partial_rotary_factor` |
+| rotary base of layers with a window | `rope_local_base_freq` (Gemma 3) | `rope_parameters.sliding_attention` |
 | dtype of the weights | `torch_dtype` or `dtype` | `dtype` |
 | number of experts of Qwen3-MoE | `num_experts` | `num_local_experts` |
 
@@ -14,19 +16,14 @@ they are refused. A field that is absent has the default of the family's config 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
 from typing import Any
 
-from pretrainkit.config.schema import RopeScaling
 from pretrainkit.errors import RequestError
-from pretrainkit.models.family import Family
-from pretrainkit.models.field_types import needed_type, wrong_types
+from pretrainkit.models.family import FULL, SLIDING, Family
+from pretrainkit.models.field_types import wrong_types
+from pretrainkit.models.rope_config import PARTIAL, read_rope
 
 _DTYPES = ("dtype", "torch_dtype")
-_LLAMA3 = {field.name: field.default for field in fields(RopeScaling)}
-_SCALINGS: Mapping[str, Mapping[str, Any]] = {"default": {}, "llama3": _LLAMA3}
-"""Rotary scalings that are supported, with the settings of each; each of them must be there."""
-_FULL = "full_attention"
 _OFF: tuple[Any, ...] = (None, False, [])
 _NULLABLE = {"num_key_value_heads", "sliding_window", "tie_word_embeddings"}
 """Fields in which null has a meaning although their default may be a number: as many as heads, no window, untied."""
@@ -47,11 +44,11 @@ def read_fields(config: Mapping[str, Any], family: Family, where: str) -> dict[s
         *_layer_types(config, family, where),
     ]
     with RequestError.collected(problems):
-        theta, scaling = _read_rope(config, family, where)
+        rope = read_rope(config, family, where)
     RequestError.raise_all(problems)
     dropped = {"rope_parameters", *_DTYPES, *family.aliases}
     known = {name: value for name, value in stated.items() if name not in dropped}
-    read = {**family.defaults, **known, "rope_theta": theta, "rope_scaling": scaling, "dtype": dtype_of(config)}
+    read = {**family.defaults, **known, **rope, "dtype": dtype_of(config)}
     heads = read["num_key_value_heads"]
     read["num_key_value_heads"] = read["num_attention_heads"] if heads is None else heads
     read["tie_word_embeddings"] = bool(read["tie_word_embeddings"])
@@ -73,6 +70,10 @@ def absent_fields(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     stated = {*config, *(name for alias, name in family.aliases.items() if alias in config)}
     if any("rope_theta" in (config.get(name) or {}) for name in ("rope_parameters", "rope_scaling")):
         stated.add("rope_theta")
+    if FULL in (config.get("rope_parameters") or {}):
+        stated |= {"rope_theta", family.local_rope}
+    if PARTIAL in (config.get("rope_parameters") or {}):
+        stated.add(PARTIAL)
     return {name: value for name, value in family.defaults.items() if name not in stated and value not in _OFF}
 
 
@@ -98,12 +99,18 @@ def in_both_spellings(config: Mapping[str, Any], family: Family, where: str = "c
     read = read_fields(config, family, where)
     theta, scaling = read["rope_theta"], read["rope_scaling"]
     both = {**config, "model_type": family.name}
-    if config.get("rope_theta") != theta:
-        both["rope_theta"] = theta
+    for name in {"rope_theta", family.local_rope, *([PARTIAL] if PARTIAL in family.defaults else [])} - {""}:
+        if config.get(name) != read[name]:
+            both[name] = read[name]
     if scaling and config.get("rope_scaling") != scaling:
         both["rope_scaling"] = scaling
     both.setdefault("rope_scaling", None)
     parameters = {"rope_type": "default", **(scaling or {}), "rope_theta": theta}
+    if PARTIAL in family.defaults:
+        parameters[PARTIAL] = read[PARTIAL]
+    if family.local_rope:
+        local = {"rope_type": "default", "rope_theta": read["local_rope_theta"]}
+        parameters = {FULL: parameters, SLIDING: local}
     if config.get("rope_parameters") != parameters:
         both["rope_parameters"] = parameters
     for alias, name in family.aliases.items():
@@ -118,7 +125,10 @@ def misread_by_4(config: Mapping[str, Any], family: Family, where: str = "config
     """What transformers 4 would take from a config.json instead of what it means; empty if it reads it right."""
     meant = read_fields(config, family, where)
     unknown = {"rope_parameters", *family.aliases}
-    taken = read_fields({name: value for name, value in config.items() if name not in unknown}, family, where)
+    try:
+        taken = read_fields({name: value for name, value in config.items() if name not in unknown}, family, where)
+    except RequestError as error:
+        return [error.found]
     return [f"{name} {taken[name]!r} and not {value!r}" for name, value in meant.items() if taken[name] != value]
 
 
@@ -168,83 +178,11 @@ def _nulls(config: Mapping[str, Any], family: Family, where: str) -> Iterator[Re
 
 def _layer_types(config: Mapping[str, Any], family: Family, where: str) -> Iterator[RequestError]:
     types, layers = config.get("layer_types"), config.get("num_hidden_layers", family.defaults["num_hidden_layers"])
-    if types is not None and types != [_FULL] * (layers or 0):
-        yield RequestError(
-            f"layer_types = {types!r} is not supported for {family.name}",
-            where=where,
-            needed=f"{_FULL!r} for each of the {layers} layers, null, or no such field",
-        )
-
-
-def _read_rope(config: Mapping[str, Any], family: Family, where: str) -> tuple[float, dict[str, Any] | None]:
-    """The rotary base and its scaling (None, or a dict), from every place in which config.json states them."""
-    bases = {"rope_theta": config["rope_theta"]} if config.get("rope_theta") is not None else {}
-    scalings: dict[str, dict[str, Any] | None] = {}
-    for name in ("rope_scaling", "rope_parameters"):
-        if (stated := config.get(name)) or (name in config and name == "rope_scaling"):
-            inner, scalings[name] = _read_parameters(stated or {}, f"{where}: {name}")
-            if inner is not None:
-                bases[f"{name}.rope_theta"] = inner
-    if len(set(bases.values())) > 1:
-        raise RequestError(
-            " and ".join(f"{name} {value!r}" for name, value in bases.items()) + " contradict each other",
-            where=where,
-            needed="one rotary base: transformers 4 reads rope_theta, transformers 5 rope_parameters",
-            action="set all of them to the base that the model was trained with",
-        )
-    if len(scalings) == 2 and scalings["rope_scaling"] != scalings["rope_parameters"]:
-        raise RequestError(
-            f"rope_scaling {config['rope_scaling']!r} and rope_parameters {config['rope_parameters']!r} contradict "
-            "each other",
-            where=where,
-            needed="one rotary scaling: transformers 4 reads rope_scaling, transformers 5 rope_parameters",
-            action="make both say how the model was trained",
-        )
-    if not bases and "rope_theta" in config:
-        raise RequestError(
-            "rope_theta: null",
-            where=where,
-            needed=f"a number, or no such field, which means {family.defaults['rope_theta']}",
-        )
-    theta = next(iter(bases.values()), family.defaults["rope_theta"])
-    return float(theta), next((scaling for scaling in scalings.values() if scaling), None)
-
-
-def _read_parameters(stated: Any, where: str) -> tuple[float | None, dict[str, Any] | None]:
-    """The rotary base that a set of rotary settings states, if it does, and its scaling."""
-    if not isinstance(stated, Mapping):
-        raise RequestError(f"{stated!r} is not a JSON object", where=where)
-    if nested := sorted(name for name, value in stated.items() if isinstance(value, Mapping)):
-        raise RequestError(
-            f"settings by type of layer ({', '.join(nested)}) are not supported",
-            where=where,
-            needed="one set of rotary settings for all layers",
-        )
-    parameters = dict(stated)
-    theta = parameters.pop("rope_theta", None)
-    kinds = {name: parameters.pop(name) for name in ("rope_type", "type") if parameters.get(name) is not None}
-    kind = next(iter(kinds.values()), "default")
-    if len(set(kinds.values())) > 1:
-        raise RequestError(
-            " and ".join(f"{name} {value!r}" for name, value in kinds.items()) + " contradict each other", where=where
-        )
-    if kind not in _SCALINGS:
-        raise RequestError(f"rope type {kind!r} is not supported", where=where, needed="'default' or 'llama3'")
-    if (partial := parameters.pop("partial_rotary_factor", None)) not in (None, 1):
-        raise RequestError(f"partial_rotary_factor = {partial!r} is not supported", where=where, needed="1.0")
-    parameters = {name: value for name, value in parameters.items() if name not in ("rope_type", "type")}
-    known = _SCALINGS[kind]
-    if missing := [name for name in known if parameters.get(name) is None]:
-        raise RequestError(f"rope type {kind!r} lacks {', '.join(missing)}", where=where)
-    types = {"rope_theta": 1.0, **known}
-    wrong = {name: needed_type(value, types[name]) for name, value in stated.items() if name in types}
-    RequestError.raise_all(
-        [
-            RequestError(f"{name} {stated[name]!r}", where=where, needed=needed)
-            for name, needed in wrong.items()
-            if needed
-        ]
+    known = (FULL, SLIDING) if family.has_layer_types else (FULL,)
+    if types is None or (len(types) == (layers or 0) and all(name in known for name in types)):
+        return
+    yield RequestError(
+        f"layer_types = {types!r} is not supported for {family.name}",
+        where=where,
+        needed=f"{' or '.join(map(repr, known))} for each of the {layers} layers, null, or no such field",
     )
-    if unknown := sorted(parameters.keys() - set(known)):
-        raise RequestError(f"unknown rope settings: {', '.join(unknown)}", where=where)
-    return theta, {"rope_type": kind, **parameters} if known else None

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from functools import partial
 
-from pretrainkit.models.decoder import DECODER_DEFAULTS, dense_weights, read_decoder
-from pretrainkit.models.family import ConfigFields, Family, NemoClasses
+from pretrainkit.models.decoder import BIAS_FIELDS, DECODER_DEFAULTS, read_decoder
+from pretrainkit.models.family import Family, NemoClasses
+from pretrainkit.models.weight_rows import dense_weights
 
 FAMILY = Family(
     name="llama",
     architectures=("LlamaForCausalLM",),
-    fields=ConfigFields(fixed={"attention_bias": (False,), "mlp_bias": (False,)}),
+    fields=BIAS_FIELDS,
     defaults={
         **DECODER_DEFAULTS,
         "attention_bias": False,

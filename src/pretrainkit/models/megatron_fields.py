@@ -12,10 +12,12 @@ length, parallel sizes, kernels) is added by the caller.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from pretrainkit.config.layer_features import LLAMA
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import RequestError
 from pretrainkit.models.family import names
@@ -39,15 +41,24 @@ NEUTRAL: Mapping[str, Any] = {
         scale_factor low_freq_factor high_freq_factor old_context_len use_rope_scaling window_size rotary_interleaved
         seq_len_interpolation_factor rotary_seq_len_interpolation_factor squared_relu apply_layernorm_1p
         layernorm_zero_centered_gamma multi_latent_attention moe_router_pre_softmax moe_shared_expert_gate
-        moe_shared_expert_intermediate_size
+        moe_shared_expert_intermediate_size features rope_scaling
     """)),
     "rotary_percent": 1.0,
 }  # fmt: skip
 """Further such fields, with the value (None: off) at which a model has nothing of the kind, and which those that are
 absent have in Megatron-core, Megatron-LM and NeMo's base class."""
 
+OUR_CONFIG = "pretrainkit.engine.gpt_config:LayerFeaturesConfig"
+"""NeMo's config class for what none of its own computes."""
+_GPT_MODEL = "nemo.collections.llm.gpt.model.base:GPTModel"
+
 _MEGATRON_LM_EXPERTS = {"moe_router_load_balancing_type": "aux_loss", "moe_layer_freq": 1}
-_MEGATRON_LM_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_MEGATRON_LM_ROPE = {
+    "kind": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 """The constants behind Megatron-LM's --use-rope-scaling; only the factor is an argument."""
 
 
@@ -61,9 +72,10 @@ class NemoModel:
 
 
 def transformer_config_fields(shape: ModelShape) -> dict[str, Any]:
-    """Keyword arguments for Megatron-core's TransformerConfig that describe `shape`.
+    """Keyword arguments for Megatron-core's TransformerConfig that describe `shape`, without its features.
 
-    The activation is SiLU for every family; `activation_func` is a function and therefore left to the caller.
+    The activation is SiLU; `activation_func` is a function and therefore left to the caller, and so are the features
+    (`pretrainkit.megatron.features`).
     """
     fields = {
         "num_layers": shape.num_layers,
@@ -106,7 +118,11 @@ def nemo_config_fields(shape: ModelShape) -> dict[str, Any]:
         "rotary_base": shape.rope_theta,
         "share_embeddings_and_output_weights": shape.tie_word_embeddings,
     }
-    if scaling := shape.rope_scaling:
+    if _needs_our_config(shape):
+        # As text: a context holds plain values.
+        text = json.dumps(asdict(shape.rope_scaling)) if shape.rope_scaling else ""
+        fields |= {"features": shape.features.to_json(), "rope_scaling": text}
+    elif scaling := shape.rope_scaling:
         fields |= {
             "scale_factor": scaling.factor,
             "low_freq_factor": scaling.low_freq_factor,
@@ -117,25 +133,34 @@ def nemo_config_fields(shape: ModelShape) -> dict[str, Any]:
 
 
 def nemo_model(shape: ModelShape) -> NemoModel:
-    """The NeMo classes that compute `shape`. Raises RequestError when NeMo has none."""
+    """The classes that compute `shape` in NeMo: its own, or where it has none a config class of this package."""
     classes = family_named(shape.family).nemo
-    config_class = classes and (classes.scaled_rope_config if shape.rope_scaling else classes.config)
-    if not classes or not config_class:
-        scaled = " with llama3 rope scaling" if classes else ""
-        raise RequestError(
-            f"NeMo has no model class for {shape.family}{scaled}",
-            needed="the format torch_dist or torch",
-            where="target format",
-        )
+    if classes is None or _needs_our_config(shape):
+        return NemoModel(_GPT_MODEL, OUR_CONFIG, nemo_config_fields(shape))
+    config_class = classes.scaled_rope_config if shape.rope_scaling else classes.config
     context_length = {classes.context_length_field: shape.max_position_embeddings}
     return NemoModel(classes.model, config_class, {**nemo_config_fields(shape), **context_length, **classes.fields})
+
+
+def _needs_our_config(shape: ModelShape) -> bool:
+    """Whether NeMo has no config class that computes `shape`."""
+    classes, scaling = family_named(shape.family).nemo, shape.rope_scaling
+    scales = scaling is None or (scaling.kind == "llama3" and classes is not None and classes.scaled_rope_config != "")
+    return classes is None or not scales or shape.features != LLAMA
 
 
 def megatron_lm_arguments(shape: ModelShape) -> dict[str, Any]:
     """The command-line arguments of Megatron-LM that describe `shape`, by name.
 
-    Raises RequestError when Megatron-LM can't express the model's rotary scaling.
+    Raises RequestError when Megatron-LM can't express the model's rotary scaling or features of its layers.
     """
+    if features := shape.features.names():
+        raise RequestError(
+            f"Megatron-LM's arguments can't express {features} ({shape.family})",
+            where="target format",
+            needed="a format that can",
+            action="use the format nemo",
+        )
     return {
         **{_MEGATRON_LM_NAMES.get(name, name): value for name, value in transformer_config_fields(shape).items()},
         **(_MEGATRON_LM_EXPERTS if shape.num_experts else {"num_experts": None}),
@@ -149,11 +174,6 @@ def megatron_lm_arguments(shape: ModelShape) -> dict[str, Any]:
         "untie_embeddings_and_output_weights": not shape.tie_word_embeddings,
         "vocab_size": shape.vocab_size,
     }
-
-
-def _scales_in_nemo(shape: ModelShape) -> bool:
-    classes = family_named(shape.family).nemo
-    return bool(classes and classes.scaled_rope_config)
 
 
 def _megatron_lm_rope(shape: ModelShape) -> dict[str, Any]:
@@ -175,7 +195,7 @@ def _megatron_lm_rope(shape: ModelShape) -> dict[str, Any]:
             "Megatron-LM can't express " + ", ".join(f"{name} {found[name]}" for name in wrong),
             where="rope_scaling",
             needed=", ".join(f"{name} {value}" for name, value in wrong.items()),
-            action="use the format nemo" if _scales_in_nemo(shape) else "",
+            action="use the format nemo",
         )
     return {**fields, "rope_scaling_factor": shape.rope_scaling.factor}
 

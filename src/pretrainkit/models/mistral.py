@@ -1,11 +1,20 @@
-"""Mistral: Llama's computation with an independent head dimension; sliding windows are not supported."""
+"""Mistral: Llama's computation with an independent head dimension, and a sliding window in every layer."""
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Mapping
+from typing import Any
 
-from pretrainkit.models.decoder import DECODER_DEFAULTS, dense_weights, read_decoder
+from pretrainkit.config.schema import ModelShape
+from pretrainkit.models.decoder import DECODER_DEFAULTS, read_decoder, window_features
 from pretrainkit.models.family import ConfigFields, Family, NemoClasses, names
+from pretrainkit.models.weight_rows import dense_weights
+
+
+def read_shape(config: Mapping[str, Any]) -> ModelShape:
+    """The shape that a Mistral config.json describes."""
+    return read_decoder("mistral", config, features=window_features(config))
+
 
 FAMILY = Family(
     name="mistral",
@@ -22,7 +31,7 @@ FAMILY = Family(
         "sliding_window": 4096,
         "vocab_size": 32000,
     },
-    shape=partial(read_decoder, "mistral", has_sliding_window=True),
+    shape=read_shape,
     weights=dense_weights,
     nemo=NemoClasses(
         model="nemo.collections.llm.gpt.model.mistral:MistralModel",

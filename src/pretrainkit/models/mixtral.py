@@ -7,8 +7,9 @@ from functools import partial
 from typing import Any
 
 from pretrainkit.config.schema import ModelShape
-from pretrainkit.models.decoder import DECODER_DEFAULTS, moe_weights, read_decoder
+from pretrainkit.models.decoder import DECODER_DEFAULTS, read_decoder, window_features
 from pretrainkit.models.family import ConfigFields, Family, NemoClasses, names
+from pretrainkit.models.weight_rows import moe_weights
 
 
 def read_shape(config: Mapping[str, Any]) -> ModelShape:
@@ -16,7 +17,7 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
     return read_decoder(
         "mixtral",
         config,
-        has_sliding_window=True,
+        features=window_features(config),
         num_experts=config["num_local_experts"],
         experts_per_token=config["num_experts_per_tok"],
         expert_ffn_hidden_size=config["intermediate_size"],

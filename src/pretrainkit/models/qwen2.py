@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from functools import partial
 
-from pretrainkit.models.decoder import QWEN_DEFAULTS, QWEN_FIELDS, dense_weights, read_decoder
+from pretrainkit.models.decoder import QWEN_DEFAULTS, QWEN_WINDOW_FIELDS, read_qwen
 from pretrainkit.models.family import Family, NemoClasses
+from pretrainkit.models.weight_rows import dense_weights
 
 FAMILY = Family(
     name="qwen2",
     architectures=("Qwen2ForCausalLM",),
-    fields=QWEN_FIELDS,
+    fields=QWEN_WINDOW_FIELDS,
     defaults={
         **QWEN_DEFAULTS,
         "hidden_size": 4096,
@@ -19,7 +20,8 @@ FAMILY = Family(
         "num_hidden_layers": 32,
         "num_key_value_heads": 32,
     },
-    shape=partial(read_decoder, "qwen2", qkv_bias=True),
+    has_layer_types=True,
+    shape=partial(read_qwen, "qwen2", qkv_bias=True),
     weights=dense_weights,
     nemo=NemoClasses(
         model="nemo.collections.llm.gpt.model.qwen2:Qwen2Model",

@@ -1,4 +1,4 @@
-"""Qwen2-MoE (Qwen1.5-MoE): Qwen2 with experts and a gated shared expert in every layer. NeMo has no class for it."""
+"""Qwen2-MoE (Qwen1.5-MoE): Qwen2 with experts and a gated shared expert in every layer."""
 
 from __future__ import annotations
 
@@ -6,15 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from pretrainkit.config.schema import ModelShape
-from pretrainkit.models.decoder import (
-    QWEN_MOE_DEFAULTS,
-    QWEN_MOE_FIELDS,
-    gated_mlp,
-    moe_weights,
-    read_decoder,
-    read_qwen_moe,
-)
+from pretrainkit.models.decoder import QWEN_MOE_DEFAULTS, QWEN_MOE_FIELDS, read_decoder, read_qwen_moe
 from pretrainkit.models.family import ConfigFields, Family, Layout, Weight, names
+from pretrainkit.models.weight_rows import gated_mlp, moe_weights
 
 
 def read_shape(config: Mapping[str, Any]) -> ModelShape:

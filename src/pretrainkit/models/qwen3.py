@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from functools import partial
 
-from pretrainkit.models.decoder import QWEN_DEFAULTS, QWEN_FIELDS, dense_weights, read_decoder
-from pretrainkit.models.family import ConfigFields, Family, NemoClasses
+from pretrainkit.models.decoder import QWEN_DEFAULTS, QWEN_WINDOW_FIELDS, read_qwen
+from pretrainkit.models.family import ConfigFields, Family, NemoClasses, names
+from pretrainkit.models.weight_rows import dense_weights
 
 FAMILY = Family(
     name="qwen3",
     architectures=("Qwen3ForCausalLM",),
-    fields=QWEN_FIELDS | ConfigFields(fixed={"attention_bias": (False,)}),
+    fields=QWEN_WINDOW_FIELDS | ConfigFields(read=names("attention_bias")),
     defaults={
         **QWEN_DEFAULTS,
         "attention_bias": False,
@@ -21,7 +22,8 @@ FAMILY = Family(
         "num_hidden_layers": 32,
         "num_key_value_heads": 32,
     },
-    shape=partial(read_decoder, "qwen3", qk_norm=True),
+    has_layer_types=True,
+    shape=partial(read_qwen, "qwen3", qk_norm=True),
     weights=dense_weights,
     nemo=NemoClasses(
         model="nemo.collections.llm.gpt.model.qwen3:Qwen3Model",

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from pretrainkit.config.schema import ModelShape
-from pretrainkit.models.decoder import QWEN_MOE_DEFAULTS, QWEN_MOE_FIELDS, moe_weights, read_decoder, read_qwen_moe
+from pretrainkit.models.decoder import QWEN_MOE_DEFAULTS, QWEN_MOE_FIELDS, read_decoder, read_qwen_moe
 from pretrainkit.models.family import ConfigFields, Family, NemoClasses
+from pretrainkit.models.weight_rows import moe_weights
 
 
 def read_shape(config: Mapping[str, Any]) -> ModelShape:

@@ -12,13 +12,52 @@ from typing import Any
 
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import RequestError
-from pretrainkit.models import llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
+from pretrainkit.models import (
+    apertus,
+    exaone4,
+    gemma3_text,
+    glm4,
+    granite,
+    llama,
+    ministral3,
+    mistral,
+    mixtral,
+    olmo2,
+    olmo3,
+    phi3,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+    seed_oss,
+    smollm3,
+)
 from pretrainkit.models.decoder import DECODER_FIELDS
 from pretrainkit.models.family import Family
 from pretrainkit.models.hf_config import read_fields
 
 FAMILIES: tuple[Family, ...] = tuple(
-    module.FAMILY for module in (llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe)
+    module.FAMILY
+    for module in (
+        apertus,
+        exaone4,
+        gemma3_text,
+        glm4,
+        granite,
+        llama,
+        ministral3,
+        mistral,
+        mixtral,
+        olmo2,
+        olmo3,
+        phi3,
+        qwen2,
+        qwen2_moe,
+        qwen3,
+        qwen3_moe,
+        seed_oss,
+        smollm3,
+    )
 )
 """All families; a new one is registered here."""
 

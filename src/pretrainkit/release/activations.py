@@ -98,7 +98,9 @@ def first_difference(
         expected = [hugging_face[name] for name in theirs if name in hugging_face]
         if ours not in megatron or len(expected) < len(theirs):
             continue
-        found = _whole(mapping.layout, megatron[ours], expected, groups)
+        sizes = [rows for rows, *_ in mapping.shapes] if mapping.weight.is_fused else [len(each) for each in expected]
+        found = _whole(mapping.layout, megatron[ours], expected[0].shape[1], sizes, groups)
+        found = [torch.cat(found)] if mapping.weight.is_fused else found
         for name, output, wanted in zip(theirs, found, expected, strict=True):
             if output.shape != wanted.shape:
                 continue  # the two implementations put the border of the module elsewhere
@@ -112,9 +114,10 @@ def first_difference(
     return f"no module's outputs differ by more than {TOLERANCE} of the largest; the last that is equal: {before}"
 
 
-def _whole(layout: Layout, parts: Sequence[Tensor], expected: Sequence[Tensor], groups: int) -> list[Tensor]:
-    """The outputs in transformers' form, from those of all tensor parallel ranks."""
-    num_tokens, counts = expected[0].shape[1], [tensor.shape[0] for tensor in expected]
+def _whole(
+    layout: Layout, parts: Sequence[Tensor], num_tokens: int, counts: Sequence[int], groups: int
+) -> list[Tensor]:
+    """The outputs in transformers' form, of `counts` features, from those of all tensor parallel ranks."""
     if len(parts) > 1 and parts[0].shape[1] < num_tokens:  # sequence parallelism: each rank has some of the tokens
         parts = [torch.cat(list(parts), dim=1)]
     parts = [part[:, :num_tokens] for part in parts]  # without the tokens that fill up a call

@@ -19,7 +19,7 @@ from pretrainkit.checkpoint.convert import convert, default_target
 from pretrainkit.checkpoint.formats import hf
 from pretrainkit.checkpoint.formats.hf_files import readable_folder
 from pretrainkit.checkpoint.formats.torch_dist import EMBEDDING, GlobalTensor, embedding_of
-from pretrainkit.checkpoint.open import DetectedCheckpoint, check_expressible, detect
+from pretrainkit.checkpoint.open import DetectedCheckpoint, detect
 from pretrainkit.checkpoint.parallel import Parallelism
 from pretrainkit.checkpoint.plan import CheckpointFormat, Options
 from pretrainkit.checkpoint.report import Report
@@ -265,7 +265,7 @@ def _loss(logits: Any, tokens: Any) -> float:
 
 def conversion_to_megatron(source: ReleaseSource, hf_folder: Path | None, ignored: tuple[str, ...]) -> Options:
     """How `megatron_checkpoint` converts."""
-    return Options(_torch_dist_format(source.shape), hf_folder, ignore_config_fields=ignored)
+    return Options(CheckpointFormat.NEMO, hf_folder, ignore_config_fields=ignored)
 
 
 def megatron_checkpoint(source: ReleaseSource, scratch: Path, conversion: Options) -> DetectedCheckpoint:
@@ -279,18 +279,6 @@ def megatron_checkpoint(source: ReleaseSource, scratch: Path, conversion: Option
         convert(found, scratch / "megatron", conversion)
         found = detect(scratch / "megatron")
     return found
-
-
-def _torch_dist_format(shape: ModelShape) -> CheckpointFormat:
-    """The format with torch_dist weights that can describe a model.
-
-    NeMo hasn't a class for every family and every family's scaling; Megatron-LM can't express every rotary scaling.
-    """
-    try:
-        check_expressible(shape, CheckpointFormat.NEMO)
-    except RequestError:
-        return CheckpointFormat.TORCH_DIST
-    return CheckpointFormat.NEMO
 
 
 def _prepare_ranks() -> None:

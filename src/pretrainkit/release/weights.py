@@ -43,7 +43,9 @@ def check_weights(source: ReleaseSource, released: Path) -> Iterator[Check]:
         yield Check.of("no tensor that the architecture doesn't have", sorted(extra), "none")
         for mapping, tensors in source.read_tensors():
             keep_dtype = mapping.weight.keep_dtype
-            for name, hf_shape, expected in zip(mapping.hf, mapping.shapes, tensors, strict=True):
+            whole = [torch.cat(tensors)] if mapping.weight.is_fused else tensors
+            for name, hf_shape, expected in zip(mapping.hf, mapping.hf_shapes, whole, strict=True):
+                expected = expected.reshape(hf_shape)  # of a scalar
                 if name not in names:
                     continue
                 tensor = read(name)

@@ -14,7 +14,7 @@ import pytest
 from pretrainkit.checkpoint.convert import convert
 from pretrainkit.checkpoint.parallel import Parallelism
 from pretrainkit.checkpoint.plan import CheckpointFormat, Options
-from pretrainkit.errors import CheckpointError, PretrainkitError, RequestError
+from pretrainkit.errors import CheckpointError, PretrainkitError
 
 
 def refused(source: Path, target: Path, options: Options | None = None) -> str:
@@ -241,9 +241,35 @@ def test_unsupported_scaling_for_megatron_lm(make_model: Callable[..., Path], tm
     convert(source, tmp_path / "out")
 
 
-def test_nemo_without_a_class_for_the_family(make_model: Callable[..., Path], tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="NeMo has no model class"):
-        convert(make_model("qwen2-moe"), tmp_path / "out")
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        ("mistral-window", "sliding_window", None),
+        ("qwen3-windows", "use_sliding_window", False),
+        ("qwen3-yarn", "rope_parameters", {"rope_type": "default", "rope_theta": 10000.0}),
+        ("olmo3", "sliding_window", 41),
+        ("smollm3", "no_rope_layers", [1, 1, 1, 1]),
+        ("granite", "logits_scaling", 8.0),
+        ("glm4", "rope_parameters", {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}),
+        ("gemma3", "query_pre_attn_scalar", 16),
+        ("exaone4", "layer_types", ["full_attention"] * 4),
+        ("ministral3", "rope_theta", 10000.0),
+        ("seed-oss", "rms_norm_eps", 1e-5),
+    ],
+)
+def test_a_checkpoint_is_not_read_with_other_settings_than_it_was_made_with(
+    make_model: Callable[..., Path], tmp_path: Path, name: str, field: str, value: Any
+) -> None:
+    """None of them changes the name or the shape of a tensor."""
+    source = make_model(name)
+    convert(source, tmp_path / "nemo")
+    changed = shutil.copytree(source, tmp_path / "changed")
+    config = json.loads((source / "config.json").read_text())
+    if name == "ministral3":
+        field, value = "rope_parameters", {**config["rope_parameters"], field: value}
+    (changed / "config.json").write_text(json.dumps({**config, field: value}))
+    message = refused(tmp_path / "nemo", tmp_path / "out", Options(hf_folder=changed))
+    assert "in the checkpoint and" in message and "by config.json" in message
 
 
 def test_full_disk_is_refused_at_the_start(

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from changed_config import changed
 
+from pretrainkit.config.layer_features import LayerFeatures
 from pretrainkit.config.resolve import RunFacts
 from pretrainkit.config.schema import InitialWeights, RunConfig
 from pretrainkit.config.validate import problems_of
@@ -316,6 +317,49 @@ def test_what_experts_need_is_said(config: RunConfig, facts: RunFacts, case: str
     assert told(changed(config, **on_cpu), facts) == ""
     message = told(changed(config, **on_cpu | changes), facts)
     assert [part for part in expected if part not in message] == []
+
+
+FEATURES: dict[str, tuple[dict[str, Any], LayerFeatures, list[str]]] = {
+    "on GPUs": (
+        {"launch__accelerator": "gpu"},
+        LayerFeatures(norm_after=True, activation="gelu"),
+        ["--hf_model_id: a model with gelu MLPs, norms around blocks (olmo2)", "not tried on GPUs yet"],
+    ),
+    "a window on GPUs": (
+        {"launch__accelerator": "gpu"},
+        LayerFeatures(sliding_window=512, local_layers=(0,)),
+        ["a model with windows of 512 tokens", "at sequences of up to 512 tokens, in which these have no effect"],
+    ),
+    "Transformer Engine": ({"training__layer_spec": "te"}, LayerFeatures(norm_after=True), ["--layer_spec te"]),
+    "FP8": (
+        {"training__precision": "fp8", "training__fp8_emulation": True},
+        LayerFeatures(nope_layers=(3,)),
+        ["--precision fp8: a model with layers without rotary embeddings"],
+    ),
+    "context parallelism": (
+        {"parallel__context_parallel_size": 2},
+        LayerFeatures(query_growth=0.1, query_span=512),
+        ["--context_parallel_size: a model with queries that grow after 512", "sequences of up to 512 tokens"],
+    ),
+    "documents": (
+        {"data__reset_attention_mask": True},
+        LayerFeatures(query_growth=0.1, query_span=512),
+        ["data.reset_attention_mask: a model with queries that grow after 512 tokens"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FEATURES)
+def test_what_features_of_layers_need_is_said(config: RunConfig, facts: RunFacts, case: str) -> None:
+    changes, features, expected = FEATURES[case]
+    assert facts.model
+    facts = dataclasses.replace(facts, model=dataclasses.replace(facts.model, family="olmo2", features=features))
+    on_cpu = {"launch__accelerator": "cpu", "training__precision": "fp32"}
+    assert told(changed(config, **on_cpu), facts) == ""
+    message = told(changed(config, **on_cpu | changes), facts)
+    assert [part for part in expected if part not in message] == []
+    if features.sliding_window:  # what a window covers is trained as without one
+        assert told(changed(config, **on_cpu | changes, data__sequence_length=512), facts) == ""
 
 
 def test_experts_are_trained_where_no_gpu_is_found(config: RunConfig, facts: RunFacts) -> None:

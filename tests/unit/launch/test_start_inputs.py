@@ -10,6 +10,7 @@ import pytest
 
 from pretrainkit.config.schema import RunConfig
 from pretrainkit.launch.start import inspect_inputs
+from pretrainkit.models.megatron_fields import nemo_model
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -21,19 +22,21 @@ LLAMA3_ROPE = {
 
 
 @pytest.mark.parametrize(
-    ("family", "scaling", "is_refused"),
-    [("Llama", LLAMA3_ROPE, False), ("Qwen2", None, False), ("Qwen2", LLAMA3_ROPE, True)],
+    ("family", "scaling", "config_class"),
+    [
+        ("Llama", LLAMA3_ROPE, "Llama31Config"),
+        ("Qwen2", None, "Qwen2Config"),
+        ("Qwen2", LLAMA3_ROPE, "LayerFeaturesConfig"),
+    ],
     ids=["llama", "qwen2", "qwen2 with llama3 scaling"],
 )
-def test_a_model_that_nemo_has_no_class_for_is_refused_before_a_start(
-    family: str, scaling: dict[str, object] | None, is_refused: bool, hf_folder: Path, tmp_path: Path
+def test_a_model_that_nemo_has_no_class_for_has_ours(
+    family: str, scaling: dict[str, object] | None, config_class: str, hf_folder: Path, tmp_path: Path
 ) -> None:
     folder = shutil.copytree(hf_folder, tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     config |= {"architectures": [f"{family}ForCausalLM"], "model_type": family.lower(), "rope_scaling": scaling}
     (folder / "config.json").write_text(json.dumps(config))
     facts, problems = inspect_inputs(RunConfig(hf_model_id=str(folder), experiments_dir=str(tmp_path)))
-    assert (facts.model is None) == is_refused
-    assert [problem.found for problem in problems] == (
-        ["NeMo has no model class for qwen2 with llama3 rope scaling"] if is_refused else []
-    )
+    assert facts.model and not problems
+    assert nemo_model(facts.model).config_class.endswith(f":{config_class}")

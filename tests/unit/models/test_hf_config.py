@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import other_transformers
 import pytest
 
+from pretrainkit.config.layer_features import LayerFeatures
 from pretrainkit.config.schema import RopeScaling
 from pretrainkit.errors import RequestError
 from pretrainkit.models.decoder import DECODER_FIELDS
@@ -20,13 +22,15 @@ from pretrainkit.models.registry import FAMILIES, family_named, read_shape
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 SCALED = {"rope_type": "llama3", **LLAMA3}
 DEFAULT = {"rope_type": "default", "rope_theta": 500000.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+ONE_BASE = [family for family in FAMILIES if not family.local_rope and family.defaults.get("rope_scaling") is None]
+"""Families of which all layers have one rotary base, by default without scaling."""
 GIVEN = Path(__file__).parents[2] / "data" / "generation5"
 
 
 def config_of(family: str, **changes: Any) -> dict[str, Any]:
-    """A config.json with the architecture alone, and what is given; a window would be Mistral's default."""
-    window = {"sliding_window": None} if family == "mistral" else {}
-    return {"architectures": [*family_named(family).architectures], "model_type": family, **window, **changes}
+    """A config.json with the architecture alone, and what is given."""
+    return {"architectures": [*family_named(family).architectures], "model_type": family, **changes}
 
 
 @pytest.fixture
@@ -52,7 +56,7 @@ def shape_of(tmp_path: Path) -> Callable[..., Any]:
     ],
     ids=["4", "4-null", "4-dict", "5", "5-all", "5-old-name", "both", "5-base-outside"],
 )
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@pytest.mark.parametrize("family", ONE_BASE, ids=lambda family: family.name)
 def test_the_rotary_base_is_the_same_in_every_spelling(
     family: Family, rope: dict[str, Any], shape_of: Callable[..., Any]
 ) -> None:
@@ -75,6 +79,76 @@ def test_llama3_scaling_is_the_same_in_every_spelling(rope: dict[str, Any], shap
 
 
 @pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_theta": 5000.0, "rope_local_base_freq": 100.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_theta": 5000.0, "rope_type": "linear", "factor": 8.0},
+                "sliding_attention": {"rope_theta": 100.0, "rope_type": "default"},
+            }
+        },
+    ],
+    ids=["4", "5"],
+)
+def test_layers_with_a_window_have_a_rotary_base_in_every_spelling(
+    changes: dict[str, Any], shape_of: Callable[..., Any]
+) -> None:
+    shape = shape_of("gemma3_text", **changes)
+    assert (shape.rope_theta, shape.features.local_rope_theta) == (5000.0, 100.0)
+    assert shape.rope_scaling.kind == "linear" and shape.rope_scaling.factor == 8.0
+
+
+@pytest.mark.parametrize(
+    "changes", [{"partial_rotary_factor": 0.25}, {"rope_parameters": {"partial_rotary_factor": 0.25}}]
+)
+def test_the_rotated_part_of_a_head_is_the_same_in_both_spellings(
+    changes: dict[str, Any], shape_of: Callable[..., Any]
+) -> None:
+    assert shape_of("glm4", **changes).features.rotary_fraction == 0.25
+
+
+@pytest.mark.parametrize(
+    ("settings", "factor"),
+    [
+        ({}, 0.1 * math.log(4) + 1),
+        ({"attention_factor": 1.5}, 1.5),
+        ({"mscale": 1.0, "mscale_all_dim": 1.0}, 1.0),
+        ({"mscale": 2.0, "mscale_all_dim": 1.0}, (0.2 * math.log(4) + 1) / (0.1 * math.log(4) + 1)),
+    ],
+)
+def test_the_factor_of_yarn_is_that_of_transformers(
+    settings: dict[str, float], factor: float, shape_of: Callable[..., Any]
+) -> None:
+    shape = shape_of("qwen3", rope_scaling={**YARN, **settings}, max_position_embeddings=128)
+    assert (shape.rope_scaling.kind, shape.rope_scaling.attention_factor) == ("yarn", pytest.approx(factor))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "layers"),
+    [
+        ("mistral", {}, (0, 1, 2, 3)),
+        ("mixtral", {"sliding_window": 4096}, (0, 1, 2, 3)),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 3}, (3,)),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 4096,
+                   "layer_types": ["full_attention", "sliding_attention"] * 2}, (1, 3)),
+        ("olmo3", {"rope_theta": 5e5}, (0, 1, 2)),
+        ("gemma3_text", {"sliding_window_pattern": 2}, (0, 2)),
+        ("exaone4", {"sliding_window_pattern": 2}, (0, 2)),
+    ],
+)  # fmt: skip
+def test_windows_are_those_of_the_layers_that_have_one(
+    family: str, changes: dict[str, Any], layers: tuple[int, ...], shape_of: Callable[..., Any]
+) -> None:
+    settings = {"num_hidden_layers": 4, "max_position_embeddings": 8192, **changes}
+    features = shape_of(family, **settings).features
+    assert (features.sliding_window, features.local_layers) == (4096, layers)
+    covering = shape_of(family, **{**settings, "max_position_embeddings": 4096}).features
+    assert covering.sliding_window == 0
+    assert LayerFeatures.from_json(features.to_json()) == features
+
+
+@pytest.mark.parametrize(
     ("family", "changes", "words"),
     [
         ("llama", {"rope_theta": 10000.0, "rope_parameters": DEFAULT},
@@ -91,11 +165,10 @@ def test_llama3_scaling_is_the_same_in_every_spelling(rope: dict[str, Any], shap
         ("llama", {"rope_parameters": {"full_attention": DEFAULT, "sliding_attention": DEFAULT}},
          ["full_attention, sliding_attention", "one set"]),
         ("llama", {"rope_parameters": {**DEFAULT, "partial_rotary_factor": 0.5}}, ["partial_rotary_factor = 0.5"]),
-        ("llama", {"rope_parameters": {**DEFAULT, "rope_type": "yarn", "factor": 2.0}}, ["'yarn'", "'llama3'"]),
+        ("llama", {"rope_parameters": {**DEFAULT, "rope_type": "longrope", "factor": 2.0}}, ["'longrope'", "'yarn'"]),
         ("llama", {"rope_parameters": [1]}, ["[1]", "JSON object"]),
         ("qwen2", {"num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"]}, ["layer_types"]),
         ("qwen3", {"num_hidden_layers": 2, "layer_types": ["full_attention"]}, ["layer_types", "2 layers"]),
-        ("mistral", {"sliding_window": 4096}, ["sliding_window = 4096"]),
         ("llama", {"auto_map": {"AutoModel": "code.Model"}}, ["auto_map", "LlamaForCausalLM"]),
         ("llama", {"dtype": "torch.float33"}, ["dtype 'torch.float33'", "float32"]),
         ("llama", {"rope_parameters": {**DEFAULT, "rope_theta": True}}, ["rope_theta True", "a number"]),
@@ -119,12 +192,22 @@ def test_several_contradictions_are_named_at_once(shape_of: Callable[..., Any]) 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_both_spellings_keep_the_meaning_and_add_nothing_twice(family: Family) -> None:
-    for rope in ({"rope_parameters": {**SCALED, "rope_theta": 7.0}}, {"rope_theta": 7.0, "rope_scaling": SCALED}, {}):
-        config = config_of(family.name, num_key_value_heads=None, **rope)
+    scaled = {
+        kind: settings for kind, settings in {"llama3": SCALED, "yarn": YARN}.items() if kind in family.rope_types
+    }
+    scaling = {**next(iter(scaled.values()), {"rope_type": "default"}), **family.rope_settings}
+    for rope in ({"rope_parameters": {**scaling, "rope_theta": 7.0}}, {"rope_theta": 7.0, "rope_scaling": scaling}, {}):
+        if family.local_rope and "rope_parameters" in rope:
+            local = {"rope_type": "default", "rope_theta": 5.0}
+            rope = {"rope_parameters": {"full_attention": rope["rope_parameters"], "sliding_attention": local}}
+        stated = rope or ({"rope_theta": 7.0} if family.local_rope == "rope_theta" else {})
+        context = {"max_position_embeddings": 128} if rope else {}
+        config = config_of(family.name, num_key_value_heads=None, **context, **stated)
         both = in_both_spellings(config, family)
         assert read_fields(both, family, "") == read_fields(config, family, "")
         assert in_both_spellings(both, family) == both
-        assert both["rope_theta"] == both["rope_parameters"]["rope_theta"]
+        parameters = both["rope_parameters"]
+        assert both["rope_theta"] == parameters.get("full_attention", parameters)["rope_theta"]
         assert {**config, "num_key_value_heads": 0}.items() <= {**both, "num_key_value_heads": 0}.items()
 
 
@@ -157,11 +240,14 @@ def test_boundaries_of_positions_are_those_within_the_context() -> None:
 
 @pytest.mark.parametrize("generation", [4, 5])
 def test_an_absent_field_means_the_default_of_the_class_in_transformers(generation: int) -> None:
-    classes = other_transformers.call(generation, "class_defaults", [family.name for family in FAMILIES])
-    for family in FAMILIES:
+    families = [family for family in FAMILIES if generation == 5 or family.name not in other_transformers.ONLY_IN_5]
+    classes = other_transformers.call(generation, "class_defaults", [family.name for family in families])
+    for family in families:
         theirs = classes[family.name]
         stated = config_of(family.name, **{**theirs, "architectures": [*family.architectures]})
-        absent = read_fields({"architectures": stated["architectures"]}, family, "")
+        base = {"rope_theta": 5e5} if family.local_rope == "rope_theta" else {}  # each generation has its own default
+        stated = {name: value for name, value in stated.items() if not base or "rope" not in name} | base
+        absent = read_fields({"architectures": stated["architectures"], **base}, family, "")
         assert absent == {name: value for name, value in read_fields(stated, family, "").items() if name in absent}
         fixed = (DECODER_FIELDS | family.fields).fixed
         assert {name: theirs[name] for name in fixed if name in theirs and theirs[name] not in fixed[name]} == {}
@@ -170,7 +256,8 @@ def test_an_absent_field_means_the_default_of_the_class_in_transformers(generati
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_every_field_that_is_read_has_a_default(family: Family) -> None:
     read = (DECODER_FIELDS | family.fields).read - {"layer_types", "rope_parameters"}
-    assert read - family.defaults.keys() == set()
+    lists = {"no_rope_layers", "sliding_window_pattern"}  # of any type or length, which the family's file checks
+    assert read - family.defaults.keys() - lists == set()
 
 
 @pytest.mark.parametrize("folder", sorted(GIVEN.iterdir()), ids=lambda folder: folder.name)

@@ -13,6 +13,7 @@ import hf_models
 import pytest
 
 import pretrainkit.models
+from pretrainkit.config.layer_features import LLAMA
 from pretrainkit.config.schema import RopeScaling
 from pretrainkit.errors import RequestError
 from pretrainkit.models.registry import FAMILIES, read_shape
@@ -55,7 +56,7 @@ def test_shape_of_every_family_is_read(make_model: Callable[..., Path], name: st
     assert (shape.num_attention_heads, shape.num_query_groups) == (8, 4)
     assert shape.head_dim == (config.get("head_dim") or 8)
     assert shape.tie_word_embeddings == name.endswith("tied")
-    assert shape.qkv_bias == name.startswith("qwen2")
+    assert shape.qkv_bias == name.startswith(("qwen2", "seed"))
     assert shape.qk_norm == name.startswith("qwen3")
     assert shape.num_experts == (8 if name in hf_models.MIXTURES else 0)
     assert shape.rope_theta == (config.get("rope_parameters") or config)["rope_theta"]  # transformers 5 or 4
@@ -81,20 +82,17 @@ def test_llama3_rope_is_read_in_every_spelling(folder: Callable[..., Path], rope
     [
         ({"architectures": ["FooForCausalLM"]}, ["FooForCausalLM", "LlamaForCausalLM", "Qwen3ForCausalLM"]),
         ({"architectures": None}, ["missing", "LlamaForCausalLM"]),
-        ({"attention_bias": True}, ["attention_bias", "false"]),
-        ({"mlp_bias": True}, ["mlp_bias"]),
+        ({"architectures": ["Qwen3MoeForCausalLM"], "attention_bias": True}, ["attention_bias", "false"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "silu"]),
         ({"quantization_config": {"bits": 4}}, ["quantization_config"]),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["yarn", "llama3"]),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, ["dynamic", "llama3"]),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["yarn", "lacks original_max_position_embeddings"]),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, ["low_freq_factor"]),
         ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "mystery": 1}}, ["mystery"]),
         ({"residual_multiplier": 0.22}, ["residual_multiplier", "--ignore-config-fields"]),
         ({"num_hidden_layers": None}, ["num_hidden_layers", "null", "32"]),
         ({"architectures": ["MixtralForCausalLM"], "intermediate_size": None}, ["intermediate_size", "null"]),
         ({"num_key_value_heads": 3}, ["8", "3"]),
-        ({"architectures": ["MistralForCausalLM"], "max_position_embeddings": 8192},
-         ["sliding_window = 4096", "4096 for Mistral", "null"]),
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": 128}, ["sliding_window", "128"]),
         ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}, ["use_sliding_window"]),
         ({"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "moe_intermediate_size": 32,
           "mlp_only_layers": [0]}, ["mlp_only_layers"]),
@@ -114,8 +112,9 @@ def test_unknown_fields_can_be_declared_harmless(folder: Callable[..., Path]) ->
 
 
 def test_sliding_window_that_covers_the_context_is_no_window(folder: Callable[..., Path]) -> None:
-    config = {"architectures": ["MistralForCausalLM"], "sliding_window": 512, "rope_theta": 10000.0}
-    assert read_shape(folder(**config)).family == "mistral"
+    config = {"architectures": ["MistralForCausalLM"], "rope_theta": 10000.0}
+    assert read_shape(folder(**config, sliding_window=512)).features == LLAMA
+    assert read_shape(folder(**config, sliding_window=511)).features.sliding_window == 511
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{"], ids=["empty", "list", "torn"])

@@ -27,6 +27,7 @@ from pretrainkit.checkpoint.formats.hf_files import INDEX_NAME, SINGLE_NAME, oth
 from pretrainkit.checkpoint.lazy_tensor import LazyTensor, StoredTensor, pwrite_all, same_bits
 from pretrainkit.checkpoint.mapping import TensorMapping, check_names, check_tensors
 from pretrainkit.checkpoint.plan import ConversionPlan
+from pretrainkit.checkpoint.transforms import split_rows
 from pretrainkit.errors import CheckpointError, RequestError
 from pretrainkit.files import read_json, write_json
 
@@ -49,7 +50,7 @@ class HfReader:
         wanted = {name for mapping in mappings for name in mapping.hf}
         check_names(wanted, self.tensors.keys() - {extra_head}, folder, RequestError)
         for mapping in mappings:
-            check_tensors({name: self.tensors[name] for name in mapping.hf}, mapping.shapes, folder, RequestError)
+            check_tensors({name: self.tensors[name] for name in mapping.hf}, mapping.hf_shapes, folder, RequestError)
         self.dtypes = {mapping: self.tensors[mapping.hf[0]].dtype for mapping in mappings}
         if extra_head in self.tensors:
             embedding = self.tensors["model.embed_tokens.weight"]
@@ -61,8 +62,9 @@ class HfReader:
                 )
 
     def read(self, mapping: TensorMapping) -> list[LazyTensor]:
-        """The Hugging Face tensors of a mapping."""
-        return [LazyTensor.of(self.tensors[name]) for name in mapping.hf]
+        """The parts of a mapping: its Hugging Face tensors, or what they are in one of them."""
+        values = [LazyTensor.of(self.tensors[name].view(torch.atleast_1d)) for name in mapping.hf]
+        return split_rows(values[0], 1, [rows for rows, *_ in mapping.shapes]) if mapping.weight.is_fused else values
 
     def padding(self, mapping: TensorMapping) -> LazyTensor | None:
         """None: the vocabulary of a Hugging Face model has no padding rows."""
@@ -119,9 +121,14 @@ class HfWriter:
         plan = {
             name: described(shape, self.dtypes[mapping])
             for mapping in self.parts[part]
-            for name, shape in zip(mapping.hf, mapping.shapes, strict=True)
+            for name, shape in zip(mapping.hf, mapping.hf_shapes, strict=True)
         }
-        write_safetensors(self.folder / self._names[part], plan, (value for _, rows in values for value in rows))
+        whole = (
+            value
+            for mapping, parts in values
+            for value in ([LazyTensor.joined(parts)] if mapping.weight.is_fused else parts)
+        )
+        write_safetensors(self.folder / self._names[part], plan, whole)
 
     def finish(self) -> None:
         """Write the index of several files."""
@@ -173,7 +180,11 @@ def write_safetensors(path: Path, plan: Mapping[str, torch.Tensor], values: Iter
     with path.open("wb", buffering=0) as file:
         position = pwrite_all(file.fileno(), len(text).to_bytes(8, "little") + text, 0)
         for tensor, value in zip(plan.values(), values, strict=True):
-            assert value.shape == tensor.shape and value.dtype == tensor.dtype, (tensor, value.shape, value.dtype)
+            assert value.shape == (tensor.shape or (1,)) and value.dtype == tensor.dtype, (
+                tensor,
+                value.shape,
+                value.dtype,
+            )
             position += value.write(file.fileno(), position)
         os.fsync(file.fileno())
 

@@ -41,7 +41,7 @@ def write_context(
 ) -> None:
     """Write the context of a model with the tokenizer and generation config of `hf_folder`.
 
-    `further` are fields of NeMo's config class to add. Raises RequestError when NeMo has no class for the model.
+    `further` are fields of NeMo's config class to add.
     """
     folder.mkdir()
     # AutoTokenizer reads the class of some tokenizers from config.json.

@@ -1,0 +1,101 @@
+"""What the layers of a model family have beyond those of Llama, Qwen and Mixtral.
+
+Our layers (`pretrainkit.megatron`) compute all of it, NeMo's classes and Megatron-LM's arguments none: such models are
+trained by `pretrainkit.engine.gpt_config`, and only Hugging Face's and NeMo's formats are written for them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+from pretrainkit.records import decode
+
+
+@dataclass(frozen=True)
+class LayerFeatures:
+    """The defaults are those of a layer of Llama; layers are numbered from 0."""
+
+    activation: str = "silu"
+    """Of the MLP: silu, gelu (its tanh approximation), or xielu, which has weights and no gate."""
+    norm_before: bool = True
+    """RMSNorm of a block's input (attention and MLP)."""
+    norm_after: bool = False
+    """RMSNorm of a block's output, before it is added to the residual stream."""
+    zero_centered_norm: bool = False
+    """Norms multiply by 1 + weight."""
+    qk_norm_over_heads: bool = False
+    """The norms of queries and keys are over all heads together, not over each."""
+    output_bias: bool = False
+    """Bias of attention's output projection."""
+    mlp_bias: bool = False
+    local_layers: tuple[int, ...] = ()
+    """Layers with a window or their own rotary base."""
+    sliding_window: int = 0
+    """Tokens that a token attends to in `local_layers`, itself included; 0: all before it."""
+    local_rope_theta: float = 0.0
+    """Rotary base of `local_layers`, without scaling; 0: as in other layers."""
+    nope_layers: tuple[int, ...] = ()
+    """Layers without rotary embeddings."""
+    rotary_fraction: float = 1.0
+    """Part of a head, from its first dimension, that is rotated."""
+    rotary_interleaved: bool = False
+    """Neighbouring dimensions are rotated together, not those of the two halves."""
+    attention_scale: float | None = None
+    """Factor of attention scores; None: 1/sqrt(head_dim)."""
+    query_growth: float = 0.0
+    """Queries from the n-th multiple of `query_span` tokens on are multiplied by 1 + query_growth x log(1 + n)."""
+    query_span: int = 0
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    """Factor of a block's output before it is added to the residual stream."""
+    logits_divisor: float = 1.0
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the MLP has a gate."""
+        return self.activation != "xielu"
+
+    def names(self, sequence_length: int | None = None) -> str:
+        """The features in words; without those that only longer sequences than `sequence_length` have."""
+        return ", ".join(self._names(sequence_length))
+
+    def _names(self, sequence_length: int | None) -> Iterator[str]:
+        if self.activation != "silu":
+            yield f"{self.activation} MLPs"
+        if self.norm_after:
+            yield "norms around blocks" if self.norm_before else "norms after blocks"
+        if self.zero_centered_norm:
+            yield "zero-centered norms"
+        if self.qk_norm_over_heads:
+            yield "query and key norms over all heads"
+        if self.output_bias or self.mlp_bias:
+            yield "biases of " + " and ".join(["attention's output"] * self.output_bias + ["the MLP"] * self.mlp_bias)
+        if self.sliding_window and (sequence_length is None or self.sliding_window < sequence_length):
+            yield f"windows of {self.sliding_window} tokens"
+        if self.query_growth and (sequence_length is None or self.query_span < sequence_length):
+            yield f"queries that grow after {self.query_span} tokens"
+        if self.local_rope_theta:
+            yield "two rotary bases"
+        if self.nope_layers:
+            yield "layers without rotary embeddings"
+        if self.rotary_fraction != 1 or self.rotary_interleaved:
+            yield "partial or interleaved rotary embeddings"
+        multipliers = (self.embedding_multiplier, self.residual_multiplier, self.logits_divisor)
+        if self.attention_scale is not None or any(factor != 1 for factor in multipliers):
+            yield "multipliers of embeddings, residuals, attention or logits"
+
+    def to_json(self) -> str:
+        """The fields that differ from Llama's; empty where none does."""
+        changed = {field.name: getattr(self, field.name) for field in fields(self)}
+        changed = {name: value for name, value in changed.items() if value != getattr(LLAMA, name)}
+        return json.dumps(changed) if changed else ""
+
+    @classmethod
+    def from_json(cls, text: str) -> LayerFeatures:
+        """The features that `to_json` gave a text for."""
+        return decode(cls, json.loads(text) if text else {}, all_fields=False)
+
+
+LLAMA = LayerFeatures()

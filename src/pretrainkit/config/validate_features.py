@@ -1,0 +1,51 @@
+"""What a request can't have with the features of a model's layers (`config.layer_features`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pretrainkit.config import resolve
+from pretrainkit.config.resolve import RunFacts
+from pretrainkit.config.schema import ModelShape, RunConfig
+from pretrainkit.errors import RequestError
+
+
+def feature_problems(config: RunConfig, model: ModelShape, facts: RunFacts) -> Iterator[RequestError]:
+    """What doesn't go with the features of a model's layers."""
+    length, training, features = config.data.sequence_length, config.training, model.features
+    if training.layer_spec == "te" and model.needs_our_layers:
+        found = f"a model with {features.names() or 'yarn'} ({model.family})"
+        yield RequestError(found, needed="--layer_spec auto or torch", where="--layer_spec te")
+    if not (names := features.names(length)):
+        return
+    found, where = f"a model with {names} ({model.family})", "--hf_model_id"
+    if resolve.accelerator(config, facts.machine) != "cpu":
+        yield RequestError(
+            found,
+            needed="another model, or --accelerator cpu: training with these was not tried on GPUs yet",
+            action=_shorter_without_features(model, length),
+            where=where,
+        )
+    if training.precision == "fp8":
+        yield RequestError(found, needed="--precision bf16 or fp32", where="--precision fp8")
+    span, grows = features.query_span, features.query_growth > 0 and features.query_span < length
+    if grows and config.parallel.context_parallel_size > 1:
+        yield RequestError(
+            f"{found} in sequences of {length} tokens",
+            needed=f"1, or sequences of up to {span} tokens",
+            where="--context_parallel_size",
+        )
+    if grows and facts.dataset and resolve.reset_attention_mask(config, facts.dataset):
+        yield RequestError(
+            f"{found} in sequences of {length} tokens",
+            needed=f"false, or sequences of up to {span} tokens",
+            where="data.reset_attention_mask",
+        )
+
+
+def _shorter_without_features(model: ModelShape, length: int) -> str:
+    """Advice to train at shorter sequences, where the features of the model's layers have no effect; or none."""
+    lengths = [model.features.sliding_window or length, model.features.query_span or length]
+    if (shorter := min(lengths)) < length and not model.features.names(shorter):
+        return f"train at sequences of up to {shorter} tokens, in which these have no effect"
+    return ""

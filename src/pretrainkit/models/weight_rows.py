@@ -1,0 +1,141 @@
+"""Rows of a weight table that families share: embedding, norms, attention, MLP and experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pretrainkit.config.schema import ModelShape
+from pretrainkit.models.family import Layout, Weight
+
+_MLP_NORM = "model.layers.{layer}.post_attention_layernorm"
+
+
+def embedding(shape: ModelShape, megatron: str = "embedding.word_embeddings", hf: str = "model.embed_tokens") -> Weight:
+    """The word embedding, or another matrix with a row per token id."""
+    return Weight(f"{megatron}.weight", (f"{hf}.weight",), Layout.VOCABULARY, ((shape.vocab_size, shape.hidden_size),))
+
+
+def norm(megatron: str, hf: str, size: int) -> Weight:
+    """The weight of an RMSNorm."""
+    return Weight(megatron, (f"{hf}.weight",), Layout.REPLICATED, ((size,),))
+
+
+def head(shape: ModelShape) -> tuple[Weight, ...]:
+    """The final norm, and the output layer unless it is the embedding."""
+    final = norm("decoder.final_layernorm.weight", "model.norm", shape.hidden_size)
+    return (final,) if shape.tie_word_embeddings else (final, embedding(shape, "output_layer", "lm_head"))
+
+
+def attention(
+    shape: ModelShape, before: str = "input_layernorm", after: str = "", fused: str = ""
+) -> tuple[Weight, ...]:
+    """Grouped-query attention with its norms, and with the biases and query/key norms that the shape has.
+
+    `before` and `after` are the names of norms, `fused` that of the projection, where Hugging Face has one for all.
+    """
+    ours, theirs = "decoder.layers.{layer}.self_attention.", "model.layers.{layer}.self_attn."
+    features, layer = shape.features, "model.layers.{layer}."
+    query, key_value = shape.num_attention_heads * shape.head_dim, shape.num_query_groups * shape.head_dim
+    hidden, sizes = shape.hidden_size, (query, key_value, key_value)
+
+    def qkv(kind: str, shapes: tuple[tuple[int, ...], ...]) -> Weight:
+        return Weight(
+            f"{ours}linear_qkv.{kind}",
+            (f"{theirs}{fused}.{kind}",) if fused else tuple(f"{theirs}{name}_proj.{kind}" for name in "qkv"),
+            Layout.QKV,
+            shapes,
+            is_fused=bool(fused),
+        )
+
+    def qk_norm(name: str, size: int) -> Weight:
+        size = size if features.qk_norm_over_heads else shape.head_dim
+        return norm(f"{ours}{name}_layernorm.weight", f"{theirs}{name}_norm", size)
+
+    return (
+        *([norm(ours + "linear_qkv.layer_norm_weight", layer + before, hidden)] if features.norm_before else []),
+        qkv("weight", tuple((size, hidden) for size in sizes)),
+        *([qkv("bias", tuple((size,) for size in sizes))] if shape.qkv_bias else []),
+        *([qk_norm("q", query), qk_norm("k", key_value)] if shape.qk_norm else []),
+        *linear(ours + "linear_proj", (theirs + "o_proj",), Layout.ROW, ((hidden, query),), features.output_bias),
+        *([norm(ours + "linear_proj.post_layernorm.weight", layer + after, hidden)] if features.norm_after else []),
+    )
+
+
+def linear(
+    ours: str, theirs: tuple[str, ...], layout: Layout, shapes: tuple[tuple[int, ...], ...], has_bias: bool, **more: Any
+) -> tuple[Weight, ...]:
+    """The weight of a linear layer, and its bias if it has one; a row-parallel one's is on every rank."""
+    bias = Layout.REPLICATED if layout is Layout.ROW else layout
+    weight = Weight(f"{ours}.weight", tuple(f"{name}.weight" for name in theirs), layout, shapes, **more)
+    sizes = tuple(shape[:1] for shape in shapes)
+    return (
+        weight,
+        *([Weight(f"{ours}.bias", tuple(f"{name}.bias" for name in theirs), bias, sizes, **more)] if has_bias else []),
+    )
+
+
+def gated_mlp(
+    shape: ModelShape,
+    ours: str = "decoder.layers.{layer}.mlp.",
+    theirs: str = "model.layers.{layer}.mlp.",
+    *,
+    ffn_hidden_size: int | None = None,
+    names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
+) -> tuple[Weight, ...]:
+    """The SwiGLU matrices under a prefix on each side, and their biases; with two `names` gate and up are fused."""
+    ffn, hidden, bias = ffn_hidden_size or shape.ffn_hidden_size, shape.hidden_size, shape.features.mlp_bias
+    *first, down = (f"{theirs}{name}" for name in names)
+    sizes = ((ffn, hidden), (ffn, hidden))
+    return (
+        *linear(ours + "linear_fc1", tuple(first), Layout.GATED, sizes, bias, is_fused=len(first) == 1),
+        *linear(ours + "linear_fc2", (down,), Layout.ROW, ((hidden, ffn),), bias),
+    )
+
+
+def dense_weights(
+    shape: ModelShape,
+    *,
+    before: tuple[str, str] = ("input_layernorm", "post_attention_layernorm"),
+    after: tuple[str, str] = ("post_attention_layernorm", "post_feedforward_layernorm"),
+    fused_qkv: str = "",
+    mlp: Callable[[ModelShape], tuple[Weight, ...]] = gated_mlp,
+) -> tuple[Weight, ...]:
+    """The complete table of a dense decoder, with the names of the norms around attention and MLP that it has."""
+    features, ours, layer = shape.features, "decoder.layers.{layer}.mlp.", "model.layers.{layer}."
+
+    def mlp_norm(is_there: bool, megatron: str, name: str) -> tuple[Weight, ...]:
+        return (norm(ours + megatron, layer + name, shape.hidden_size),) if is_there else ()
+
+    return (
+        embedding(shape),
+        *attention(shape, before[0], after[0], fused_qkv),
+        *mlp_norm(features.norm_before, "linear_fc1.layer_norm_weight", before[1]),
+        *mlp(shape),
+        *mlp_norm(features.norm_after, "linear_fc2.post_layernorm.weight", after[1]),
+        *head(shape),
+    )
+
+
+def moe_weights(
+    shape: ModelShape,
+    *,
+    block: str = "model.layers.{layer}.mlp.",
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    more: tuple[Weight, ...] = (),
+) -> tuple[Weight, ...]:
+    """The complete table of a decoder with experts in every layer; `block` and `names` are Hugging Face's."""
+    ours, theirs = "decoder.layers.{layer}.", block + "experts.{expert}."
+    experts = gated_mlp(
+        shape, ours + "mlp.experts.experts.", theirs, ffn_hidden_size=shape.expert_ffn_hidden_size, names=names
+    )
+    router_shape = (shape.num_experts, shape.hidden_size)
+    return (
+        embedding(shape),
+        *attention(shape),
+        norm(ours + "pre_mlp_layernorm.weight", _MLP_NORM, shape.hidden_size),
+        Weight(ours + "mlp.router.weight", (block + "gate.weight",), Layout.REPLICATED, (router_shape,)),
+        *experts,  # stacked in megatron-core's distributed checkpoints
+        *more,
+        *head(shape),
+    )

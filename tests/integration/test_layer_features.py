@@ -1,0 +1,126 @@
+"""Families whose layers have more than Llama's: Megatron-core's model computes and trains what transformers has."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import convert_ranks
+import pytest
+import ranks
+import torch
+from hf_models import FEATURED
+from safetensors.torch import load_file
+
+from pretrainkit.checkpoint.convert import convert
+from pretrainkit.errors import CheckpointError
+from pretrainkit.run import checkpoints
+
+pytestmark = pytest.mark.integration
+NAMES = (*FEATURED, "phi3", "seed-oss")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_logits_of_two_ranks_are_those_of_transformers(
+    name: str, make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    source = make_model(name)
+    convert(source, tmp_path / "nemo")
+    tokens = torch.randint(0, 263, (2, 96), generator=torch.Generator().manual_seed(0))
+    torch.save(tokens, tmp_path / "tokens.pt")
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)(tokens).logits
+    files = {"checkpoint": tmp_path / "nemo", "tokens_file": tmp_path / "tokens.pt"}
+    ranks.run_ranks(convert_ranks.nemo_logits_rank, 2, tmp_path, hf_folder=source, **files)
+    assert expected.std() > 0.1  # random weights that say something
+    assert (torch.load(tmp_path / "logits.pt") - expected).abs().max() < 1e-4
+
+
+def prepared(name: str, make_model: Callable[..., Path], tokenizer_folder: Path, folder: Path) -> dict[str, Path]:
+    """A random model with a tokenizer, and its conversion, to start a run from."""
+    source = shutil.copytree(make_model(name, vocab_size=320, pad_token_id=2), folder / "hf")
+    shutil.copytree(tokenizer_folder, source, dirs_exist_ok=True)
+    convert(source, folder / "initial")
+    return {"initial_checkpoint": folder / "initial", "hf_weights": source}
+
+
+def losses(records: list[dict[str, Any]]) -> list[float]:
+    return [record["loss"] for record in records if "loss" in record]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ranks_train_what_one_rank_trains(
+    name: str,
+    make_model: Callable[..., Path],
+    tokenizer_folder: Path,
+    tmp_path: Path,
+    train_tiny: Callable[..., list[dict[str, Any]]],
+) -> None:
+    """At TP=2 and PP=2: the losses, and every weight after three steps; the start has the loss of transformers."""
+    start = prepared(name, make_model, tokenizer_folder, tmp_path)
+    one = train_tiny(start["hf_weights"], "one", max_steps=3, **start)
+    (parity,) = (record for record in one if record.get("event") == "start_parity")
+    assert parity["result"] == "passed", parity
+    del start["hf_weights"]
+    spread = train_tiny(tmp_path / "hf", "spread", max_steps=3, tensor=2, pipeline=2, sequence_parallel=True, **start)
+    assert losses(spread) == pytest.approx(losses(one), abs=5e-6)
+    found = {}
+    for run in ("one", "spread"):
+        checkpoint = checkpoints.newest_complete(tmp_path / run / "checkpoints")
+        assert checkpoint and checkpoint.step == 3
+        convert(checkpoint.path, tmp_path / f"hf_{run}")
+        found[run] = load_file(tmp_path / f"hf_{run}" / "model.safetensors")
+    before = load_file(tmp_path / "hf" / "model.safetensors")
+    assert found["one"].keys() == found["spread"].keys() == before.keys()
+    for weight, tensor in before.items():
+        change = (found["one"][weight] - tensor).abs().max()
+        assert change > 1e-4 or weight.endswith(("act_fn.beta", "act_fn.eps")), weight  # xIELU's constants
+        assert (found["spread"][weight] - found["one"][weight]).abs().max() <= 0.05 * change, weight
+
+
+@pytest.mark.parametrize("name", ["olmo2", "glm4", "apertus"])
+def test_tensor_parallel_ranks_without_sequence_parallelism_train_what_one_rank_trains(
+    name: str,
+    make_model: Callable[..., Path],
+    tokenizer_folder: Path,
+    tmp_path: Path,
+    train_tiny: Callable[..., list[dict[str, Any]]],
+) -> None:
+    start = prepared(name, make_model, tokenizer_folder, tmp_path)
+    del start["hf_weights"]
+    one, two = (train_tiny(tmp_path / "hf", f"{size}", max_steps=3, tensor=size, **start) for size in (1, 2))
+    assert losses(two) == pytest.approx(losses(one), abs=5e-6)
+    norms = [[record["grad_norm"] for record in records if "loss" in record] for records in (one, two)]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        ("granite", "residual_multiplier", 0.25),
+        ("gemma3", "sliding_window", 24),
+        ("smollm3", "no_rope_layers", [1] * 4),
+    ],
+)
+def test_a_start_whose_original_has_another_setting_is_refused(
+    name: str,
+    field: str,
+    value: Any,
+    make_model: Callable[..., Path],
+    tokenizer_folder: Path,
+    tmp_path: Path,
+    train_tiny: Callable[..., list[dict[str, Any]]],
+) -> None:
+    """The setting is what transformers computes with; no name and no shape of a tensor shows it."""
+    start = prepared(name, make_model, tokenizer_folder, tmp_path)
+    original = shutil.copytree(start["hf_weights"], tmp_path / "original")
+    config = json.loads((original / "config.json").read_text())
+    assert field in config
+    (original / "config.json").write_text(json.dumps({**config, field: value}))
+    with pytest.raises(CheckpointError, match="the loaded model is not that of"):
+        train_tiny(start["hf_weights"], "run", max_steps=1, **{**start, "hf_weights": original})

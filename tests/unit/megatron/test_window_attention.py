@@ -1,0 +1,19 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from pretrainkit.megatron.window_attention import attend_causally
+
+
+@pytest.mark.parametrize("window", [0, 1, 5, 12, 13])
+@pytest.mark.parametrize(("length", "total"), [(12, 12), (7, 12)], ids=["all tokens", "the last"])
+def test_a_token_attends_to_those_of_its_window(window: int, length: int, total: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(2, 4, length, 8, generator=generator)
+    key, value = (torch.randn(2, 2, total, 8, generator=generator) for _ in range(2))
+    distance = torch.arange(total - length, total)[:, None] - torch.arange(total)
+    mask = (distance >= 0) & (distance < (window or total))
+    wanted = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.3, enable_gqa=True)
+    torch.testing.assert_close(attend_causally(query, key, value, 0.3, window), wanted)

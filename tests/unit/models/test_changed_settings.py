@@ -1,0 +1,92 @@
+"""One changed setting of a model that is held, which changes what it computes: refused by its name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pretrainkit.errors import RequestError
+from pretrainkit.models.registry import FAMILIES, family_named, read_shape
+
+SIZES = {
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "intermediate_size": 128,
+    "max_position_embeddings": 512,
+    "rope_theta": 500000.0,
+    "vocab_size": 263,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 64}  # fmt: skip
+GROWING = {**YARN, "llama_4_scaling_beta": 0.1}
+DEFAULT = {"rope_type": "default", "rope_theta": 500000.0}
+SCALED_WINDOW = {"full_attention": DEFAULT, "sliding_attention": {**YARN, "rope_theta": 500000.0}}
+WINDOWS = ["sliding_attention", "full_attention"] * 2
+SETTINGS: list[tuple[str, dict[str, Any], str]] = [
+    ("apertus", {"hidden_act": "silu"}, "hidden_act"),
+    ("apertus", {"post_norm": True}, "post_norm"),
+    ("exaone4", {"sliding_window_pattern": "LLLG"}, "sliding_window_pattern"),
+    ("exaone4", {"sliding_window": None, "layer_types": WINDOWS}, "layer_types"),
+    ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+    ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+    ("gemma3_text", {"hidden_activation": "gelu"}, "hidden_activation"),
+    ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ("glm4", {"rope_scaling": LLAMA3}, "llama3"),
+    (
+        "glm4",
+        {"rope_parameters": {"partial_rotary_factor": 0.25}, "partial_rotary_factor": 0.5},
+        "partial_rotary_factor",
+    ),
+    ("granite", {"position_embedding_type": "nope"}, "position_embedding_type"),
+    ("granite", {"hidden_act": "gelu"}, "hidden_act"),
+    ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "dynamic"),
+    ("llama", {"residual_multiplier": 0.22}, "residual_multiplier"),
+    ("ministral3", {"rope_scaling": YARN}, "llama_4_scaling_beta"),
+    ("ministral3", {"rope_scaling": {**GROWING, "factor": 8.0}}, "factor 8.0"),
+    ("mistral", {"layer_types": WINDOWS}, "layer_types"),
+    ("mistral", {"hidden_act": "gelu"}, "hidden_act"),
+    ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise"),
+    ("olmo2", {"clip_qkv": 8.0}, "clip_qkv"),
+    ("olmo2", {"rope_scaling": {**YARN, "truncate": False}}, "truncate"),
+    ("olmo3", {"rope_parameters": SCALED_WINDOW}, "sliding_attention"),
+    ("olmo3", {"rope_theta": "absent"}, "rope_theta"),
+    ("phi3", {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}, "longrope"),
+    ("phi3", {"rope_scaling": YARN}, "yarn"),
+    ("qwen2", {"rope_scaling": {"rope_type": "mrope", "mrope_section": [16, 24, 24]}}, "mrope"),
+    ("qwen2", {"use_sliding_window": True}, "use_sliding_window"),
+    ("qwen2_moe", {"mlp_only_layers": [0]}, "mlp_only_layers"),
+    ("qwen3", {"layer_types": ["chunked_attention"] * 4}, "layer_types"),
+    ("qwen3", {"rope_scaling": {**YARN, "factor": 8.0}}, "max_position_embeddings"),
+    ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step"),
+    ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window"),
+    ("seed_oss", {"logit_scale": 2.0}, "logit_scale"),
+    ("seed_oss", {"rope_interleaved": True}, "rope_interleaved"),
+    ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers"),
+    ("smollm3", {"use_sliding_window": True, "sliding_window": 64}, "use_sliding_window"),
+]
+
+
+def shape_of(folder: Path, family: str, changes: dict[str, Any]) -> Any:
+    scaled = {"rope_scaling": GROWING} if family == "ministral3" else {}
+    config = {"architectures": [*family_named(family).architectures], **SIZES, **scaled, **changes}
+    kept = {name: value for name, value in config.items() if value != "absent"}
+    (folder / "config.json").write_text(json.dumps(kept))
+    return read_shape(folder)
+
+
+@pytest.mark.parametrize(("family", "changes", "word"), SETTINGS, ids=[f"{name}-{word}" for name, _, word in SETTINGS])
+def test_a_changed_setting_is_refused_by_name(family: str, changes: dict[str, Any], word: str, tmp_path: Path) -> None:
+    assert shape_of(tmp_path, family, {}).family == family
+    with pytest.raises(RequestError) as caught:
+        shape_of(tmp_path, family, changes)
+    assert word in str(caught.value)
+
+
+def test_every_family_is_in_the_list() -> None:
+    assert {family for family, *_ in SETTINGS} == {family.name for family in FAMILIES}
