@@ -21,6 +21,7 @@ from pretrainkit.data.tokens import parity
 from pretrainkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED_AFTER_SAVING, EXIT_WRONG_REQUEST
 from pretrainkit.jobs import rendezvous, secrets
 from pretrainkit.launch import hang_watch, job_node, local, supervise
+from pretrainkit.models.registry import FAMILIES
 from pretrainkit.preflight import node, software
 from pretrainkit.run import progress, trackers
 from pretrainkit.signals import STOP_SIGNALS
@@ -131,6 +132,13 @@ def text_of(page: str) -> str:
 @pytest.mark.parametrize(("page", "statement"), FACTS, ids=[statement for _, statement in FACTS])
 def test_a_statement_is_that_of_the_code(page: str, statement: str) -> None:
     assert statement in text_of(page)
+
+
+def test_every_family_is_in_the_table() -> None:
+    rows = re.findall(
+        r"^\| (\w+) \| (\w+ForCausalLM) \|", (REPOSITORY / "docs/conversion.md").read_text(), re.MULTILINE
+    )
+    assert sorted(rows) == sorted((family.name, *family.architectures) for family in FAMILIES)
 
 
 def test_the_tools_that_run_as_jobs_are_those_that_are_named() -> None:

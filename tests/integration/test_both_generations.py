@@ -31,7 +31,19 @@ GIVEN = REPOSITORY / "tests" / "data" / "generation5"
 TEXTS = ["Hello, world", "  two spaces<|end|>", "def f(x):\n\treturn x", "日本語 한국어"]
 IDS = [5, 17, 200, 319, 3, 44, 44, 9]
 NAMES = ["llama", "llama3-rope", "mistral", "qwen2", "qwen2-tied", "qwen3", "mixtral", "qwen3-moe", "qwen2-moe"]
-FEATURED = ["olmo2", "olmo3", "gemma3", "glm4", "exaone4", "apertus", "smollm3", "granite", "phi3", "seed-oss"]
+FEATURED = [
+    "olmo2",
+    "olmo3",
+    "gemma2",
+    "gemma3",
+    "glm4",
+    "exaone4",
+    "apertus",
+    "smollm3",
+    "granite",
+    "phi3",
+    "seed-oss",
+]
 """Families whose models are released and opened here; the gate is tried on NAMES."""
 DENSE = ["llama", "llama3-rope", "mistral", "qwen2", "qwen3"]
 SMALL = RunOptions(long_tokens=48, num_sequences=1)

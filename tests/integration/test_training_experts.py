@@ -66,7 +66,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-RUNS = [*(("qwen3-moe", name) for name in LAYOUTS), ("mixtral", "EP=2"), ("mixtral", "TP=2, EP=2")]
+RUNS = [
+    *(("qwen3-moe", name) for name in LAYOUTS),
+    ("mixtral", "EP=2"),
+    ("mixtral", "TP=2, EP=2"),
+    ("qwen2-moe", "TP=2, EP=2"),
+]
 
 
 @pytest.mark.parametrize(("model", "name"), RUNS, indirect=["model"], ids=[" ".join(run) for run in RUNS])

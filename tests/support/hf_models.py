@@ -91,6 +91,18 @@ FEATURED: dict[str, tuple[str, dict[str, Any]]] = {
             **WINDOW,
         },
     ),
+    "gemma2": (
+        "Gemma2",
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 24,
+            "tie_word_embeddings": True,
+            "attn_logit_softcapping": 1.5,
+            "final_logit_softcapping": 4.0,
+            "pad_token_id": 2,
+            **WINDOW,
+        },
+    ),
     "exaone4": ("Exaone4", {**WINDOW}),
     "apertus": ("Apertus", {"pad_token_id": 2}),
     "ministral3": ("Ministral3", {"head_dim": 16, "pad_token_id": 2, "rope_parameters": GROWING_ROPE}),

@@ -44,6 +44,10 @@ class LayerFeatures:
     """Neighbouring dimensions are rotated together, not those of the two halves."""
     attention_scale: float | None = None
     """Factor of attention scores; None: 1/sqrt(head_dim)."""
+    attention_softcap: float = 0.0
+    """Attention scores x become cap x tanh(x / cap); 0: they stay as they are."""
+    logits_softcap: float = 0.0
+    """The same of logits."""
     query_growth: float = 0.0
     """Queries from the n-th multiple of `query_span` tokens on are multiplied by 1 + query_growth x log(1 + n)."""
     query_span: int = 0
@@ -76,6 +80,8 @@ class LayerFeatures:
             yield f"windows of {self.sliding_window} tokens"
         if self.query_growth and (sequence_length is None or self.query_span < sequence_length):
             yield f"queries that grow after {self.query_span} tokens"
+        if self.attention_softcap or self.logits_softcap:
+            yield "soft caps of attention or logits"
         if self.local_rope_theta:
             yield "two rotary bases"
         if self.nope_layers:

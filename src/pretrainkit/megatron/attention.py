@@ -62,6 +62,7 @@ class ScaledDotProductAttention(MegatronModule):
         is_local = layer in features.local_layers
         self.window = features.sliding_window if is_local else 0
         self.softmax_scale = softmax_scale if features.attention_scale is None else features.attention_scale
+        self.softcap = features.attention_softcap
         self.growth, self.span = features.query_growth, features.query_span
         is_scaled = layer not in features.nope_layers and not (is_local and features.local_rope_theta)
         if is_scaled and rotary_factor != 1:
@@ -89,15 +90,16 @@ class ScaledDotProductAttention(MegatronModule):
         window = self.window if self.window < tokens else 0
         if self.growth and tokens > self.span:
             query = self._grown(query, has_documents=documents is not None)
-        if window and self.cp_group.size() > 1 and documents is None:  # each sequence is one document
+        if (window or self.softcap) and self.cp_group.size() > 1 and documents is None:  # each sequence is one document
             positions = torch.arange(tokens).expand(query.size(1), tokens)
             documents = segment_bounds(positions, self.cp_group.rank(), self.cp_group.size()).to(query.device)
         if documents is not None:
-            return attend_within_documents(query, key, value, documents, self.cp_group, self.softmax_scale, window)
+            settings = self.softmax_scale, window, self.softcap
+            return attend_within_documents(query, key, value, documents, self.cp_group, *settings)
         if self.cp_group.size() > 1:
             return attend_across_ranks(query, key, value, self.cp_group, self.softmax_scale).flatten(2)
         q, k, v = map(_heads_first, (query, key, value))
-        return _tokens_first(attend_causally(q, k, v, self.softmax_scale, window)).flatten(2)
+        return _tokens_first(attend_causally(q, k, v, self.softmax_scale, window, self.softcap)).flatten(2)
 
     def _grown(self, query: Tensor, *, has_documents: bool) -> Tensor:
         """Queries [s, b, h, d] multiplied by what LayerFeatures.query_growth says."""

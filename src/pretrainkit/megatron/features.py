@@ -160,6 +160,8 @@ def finish_model(
         model.embedding.register_forward_hook(lambda _, __, out: out * torch.tensor(multiplier, dtype=out.dtype))
     if model.post_process and (divisor := features.logits_divisor) != 1:
         model.output_layer.register_forward_pre_hook(lambda _, inputs: (inputs[0] / divisor, *inputs[1:]))
+    if model.post_process and (cap := features.logits_softcap):
+        model.output_layer.register_forward_hook(lambda _, __, out: (cap * torch.tanh(out[0] / cap), *out[1:]))
     return model
 
 

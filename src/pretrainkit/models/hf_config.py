@@ -25,8 +25,14 @@ from pretrainkit.models.rope_config import PARTIAL, read_rope
 
 _DTYPES = ("dtype", "torch_dtype")
 _OFF: tuple[Any, ...] = (None, False, [])
-_NULLABLE = {"num_key_value_heads", "sliding_window", "tie_word_embeddings"}
-"""Fields in which null has a meaning although their default may be a number: as many as heads, no window, untied."""
+_NULLABLE = {
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "num_key_value_heads",
+    "sliding_window",
+    "tie_word_embeddings",
+}
+"""Fields in which null means off (a cap, a window, tied embeddings), or as many as heads, whatever the default."""
 
 
 def read_fields(config: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:

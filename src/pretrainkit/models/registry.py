@@ -15,6 +15,7 @@ from pretrainkit.errors import RequestError
 from pretrainkit.models import (
     apertus,
     exaone4,
+    gemma2,
     gemma3_text,
     glm4,
     granite,
@@ -41,6 +42,7 @@ FAMILIES: tuple[Family, ...] = tuple(
     for module in (
         apertus,
         exaone4,
+        gemma2,
         gemma3_text,
         glm4,
         granite,

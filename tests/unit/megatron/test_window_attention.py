@@ -17,3 +17,6 @@ def test_a_token_attends_to_those_of_its_window(window: int, length: int, total:
     mask = (distance >= 0) & (distance < (window or total))
     wanted = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.3, enable_gqa=True)
     torch.testing.assert_close(attend_causally(query, key, value, 0.3, window), wanted)
+    uncapped = attend_causally(query, key, value, 0.3, window, softcap=1e4)
+    torch.testing.assert_close(uncapped, wanted, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(attend_causally(query, key, value, 0.3, window, softcap=0.1), wanted) or window == 1

@@ -33,6 +33,8 @@ SETTINGS: list[tuple[str, dict[str, Any], str]] = [
     ("apertus", {"post_norm": True}, "post_norm"),
     ("exaone4", {"sliding_window_pattern": "LLLG"}, "sliding_window_pattern"),
     ("exaone4", {"sliding_window": None, "layer_types": WINDOWS}, "layer_types"),
+    ("gemma2", {"hidden_act": "relu"}, "hidden_act"),
+    ("gemma2", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
     ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
     ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
     ("gemma3_text", {"hidden_activation": "gelu"}, "hidden_activation"),
