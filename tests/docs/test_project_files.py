@@ -67,7 +67,7 @@ def test_a_family_is_one_file_of_less_than_100_lines(family) -> None:  # type: i
 def test_the_example_of_a_family_is_the_source() -> None:
     blocks = read_page(REPOSITORY / "docs/adding-a-model-family.md").blocks
     (shown,) = [block.text for block in blocks if block.language == "python"]
-    assert _definitions(shown) == _definitions(read("src/pretrainkit/models/qwen2.py"))
+    assert _definitions(shown) == _definitions(read("src/pretrainkit/models/seed_oss.py"))
 
 
 def _definitions(source: str) -> list[str]:

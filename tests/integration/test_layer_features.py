@@ -16,11 +16,13 @@ from hf_models import FEATURED
 from safetensors.torch import load_file
 
 from pretrainkit.checkpoint.convert import convert
-from pretrainkit.errors import CheckpointError
+from pretrainkit.config.schema import Recompute
 from pretrainkit.run import checkpoints
 
 pytestmark = pytest.mark.integration
 NAMES = (*FEATURED, "phi3", "seed-oss")
+CHECKED = ("gemma3", "apertus")
+"""Models whose initial loss is compared with that of transformers here; logits are compared of all."""
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -61,12 +63,14 @@ def test_ranks_train_what_one_rank_trains(
     tmp_path: Path,
     train_tiny: Callable[..., list[dict[str, Any]]],
 ) -> None:
-    """At TP=2 and PP=2: the losses, and every weight after three steps; the start has the loss of transformers."""
+    """At TP=2 and PP=2: the losses, and every weight after three steps."""
     start = prepared(name, make_model, tokenizer_folder, tmp_path)
-    one = train_tiny(start["hf_weights"], "one", max_steps=3, **start)
+    if name not in CHECKED:
+        del start["hf_weights"]
+    one = train_tiny(tmp_path / "hf", "one", max_steps=3, **start)
     (parity,) = (record for record in one if record.get("event") == "start_parity")
-    assert parity["result"] == "passed", parity
-    del start["hf_weights"]
+    assert parity["result"] == ("passed" if name in CHECKED else "skipped"), parity
+    start.pop("hf_weights", None)
     spread = train_tiny(tmp_path / "hf", "spread", max_steps=3, tensor=2, pipeline=2, sequence_parallel=True, **start)
     assert losses(spread) == pytest.approx(losses(one), abs=5e-6)
     found = {}
@@ -80,22 +84,40 @@ def test_ranks_train_what_one_rank_trains(
     for weight, tensor in before.items():
         change = (found["one"][weight] - tensor).abs().max()
         assert change > 1e-4 or weight.endswith(("act_fn.beta", "act_fn.eps")), weight  # xIELU's constants
-        assert (found["spread"][weight] - found["one"][weight]).abs().max() <= 0.05 * change, weight
+        # Attention hardly depends on the bias of keys: most of its gradient is rounding.
+        limit = 0.3 if weight.endswith("k_proj.bias") else 0.05
+        assert (found["spread"][weight] - found["one"][weight]).abs().max() <= limit * change, weight
 
 
-@pytest.mark.parametrize("name", ["olmo2", "glm4", "apertus"])
-def test_tensor_parallel_ranks_without_sequence_parallelism_train_what_one_rank_trains(
+LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
+    ("olmo2", "TP=2", {"tensor": 2}),
+    ("glm4", "TP=2", {"tensor": 2}),
+    ("apertus", "TP=2", {"tensor": 2}),
+    ("gemma2", "CP=2", {"context": 2}),
+    ("olmo3", "CP=2", {"context": 2}),
+    ("gemma3", "recomputed", {"recompute": Recompute("full", 4)}),
+]
+
+
+@pytest.mark.parametrize(("name", "words", "layout"), LAYOUTS, ids=[f"{name}-{words}" for name, words, _ in LAYOUTS])
+def test_other_layouts_train_what_one_rank_trains(
     name: str,
+    words: str,
+    layout: dict[str, Any],
     make_model: Callable[..., Path],
     tokenizer_folder: Path,
     tmp_path: Path,
     train_tiny: Callable[..., list[dict[str, Any]]],
 ) -> None:
+    """Tensor parallelism without sequence parallelism, context parallelism, and layers that are computed again."""
     start = prepared(name, make_model, tokenizer_folder, tmp_path)
     del start["hf_weights"]
-    one, two = (train_tiny(tmp_path / "hf", f"{size}", max_steps=3, tensor=size, **start) for size in (1, 2))
-    assert losses(two) == pytest.approx(losses(one), abs=5e-6)
-    norms = [[record["grad_norm"] for record in records if "loss" in record] for records in (one, two)]
+    one, other = (
+        train_tiny(tmp_path / "hf", run, max_steps=2, **settings, **start)
+        for run, settings in (("one", {}), ("other", layout))
+    )
+    assert losses(other) == pytest.approx(losses(one), abs=5e-6)
+    norms = [[record["grad_norm"] for record in records if "loss" in record] for records in (one, other)]
     assert norms[1] == pytest.approx(norms[0], rel=1e-4)
 
 
@@ -122,5 +144,5 @@ def test_a_start_whose_original_has_another_setting_is_refused(
     config = json.loads((original / "config.json").read_text())
     assert field in config
     (original / "config.json").write_text(json.dumps({**config, field: value}))
-    with pytest.raises(CheckpointError, match="the loaded model is not that of"):
+    with pytest.raises(AssertionError, match=r"CheckpointError: .*the loaded model is not that of"):
         train_tiny(start["hf_weights"], "run", max_steps=1, **{**start, "hf_weights": original})

@@ -92,12 +92,13 @@ Those of the sizes differ. A test compares every family's with the config classe
 QWEN_DEFAULTS: Mapping[str, Any] = {
     **DECODER_DEFAULTS,
     "max_position_embeddings": 32768,
-    "max_window_layers": 28,
-    "sliding_window": None,
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
-"""Defaults of Qwen2 and Qwen3."""
+"""Defaults of Qwen's models."""
+
+QWEN_WINDOW_DEFAULTS: Mapping[str, Any] = {**QWEN_DEFAULTS, "max_window_layers": 28, "sliding_window": None}
+"""Those of the dense ones, with sliding windows."""
 
 QWEN_MOE_DEFAULTS: Mapping[str, Any] = {
     **QWEN_DEFAULTS,

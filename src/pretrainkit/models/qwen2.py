@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from pretrainkit.models.decoder import QWEN_DEFAULTS, QWEN_WINDOW_FIELDS, read_qwen
+from pretrainkit.models.decoder import QWEN_WINDOW_DEFAULTS, QWEN_WINDOW_FIELDS, read_qwen
 from pretrainkit.models.family import Family, NemoClasses
 from pretrainkit.models.weight_rows import dense_weights
 
@@ -13,7 +13,7 @@ FAMILY = Family(
     architectures=("Qwen2ForCausalLM",),
     fields=QWEN_WINDOW_FIELDS,
     defaults={
-        **QWEN_DEFAULTS,
+        **QWEN_WINDOW_DEFAULTS,
         "hidden_size": 4096,
         "intermediate_size": 22016,
         "num_attention_heads": 32,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from pretrainkit.models.decoder import QWEN_DEFAULTS, QWEN_WINDOW_FIELDS, read_qwen
+from pretrainkit.models.decoder import QWEN_WINDOW_DEFAULTS, QWEN_WINDOW_FIELDS, read_qwen
 from pretrainkit.models.family import ConfigFields, Family, NemoClasses, names
 from pretrainkit.models.weight_rows import dense_weights
 
@@ -13,7 +13,7 @@ FAMILY = Family(
     architectures=("Qwen3ForCausalLM",),
     fields=QWEN_WINDOW_FIELDS | ConfigFields(read=names("attention_bias")),
     defaults={
-        **QWEN_DEFAULTS,
+        **QWEN_WINDOW_DEFAULTS,
         "attention_bias": False,
         "head_dim": 128,
         "hidden_size": 4096,

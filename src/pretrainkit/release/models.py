@@ -126,7 +126,7 @@ def _compare(
         losses = _run_transformers(released, folder, dtype)
         base = _run_transformers(options.base, folder, None, keep_logits=False) if options.base else None
         yield Check("transformers loads the release offline, with every weight", True, "no key missing or left over")
-        conversion = conversion_to_megatron(compared, hf_folder, options.ignore_config_fields)
+        conversion = conversion_to_megatron(hf_folder, options.ignore_config_fields)
         weights = megatron_checkpoint(compared, folder, conversion).weights
         embedding = embedding_of(weights)
         for size in _tensor_parallel_sizes(shape):
@@ -263,7 +263,7 @@ def _loss(logits: Any, tokens: Any) -> float:
     return float(F.cross_entropy(logits[0, :-1].float(), tokens[0, 1:]))
 
 
-def conversion_to_megatron(source: ReleaseSource, hf_folder: Path | None, ignored: tuple[str, ...]) -> Options:
+def conversion_to_megatron(hf_folder: Path | None, ignored: tuple[str, ...]) -> Options:
     """How `megatron_checkpoint` converts."""
     return Options(CheckpointFormat.NEMO, hf_folder, ignore_config_fields=ignored)
 

@@ -34,7 +34,7 @@ def _compare(
 ) -> Iterator[Check]:
     compared = find_source(source, released, hf_folder=hf_folder, ignore_config_fields=ignored)
     with tempfile.TemporaryDirectory() as scratch:
-        checkpoint = megatron_checkpoint(compared, Path(scratch), conversion_to_megatron(compared, hf_folder, ignored))
+        checkpoint = megatron_checkpoint(compared, Path(scratch), conversion_to_megatron(hf_folder, ignored))
         both = [
             scores_of(
                 evaluate(

@@ -245,7 +245,7 @@ def test_unsupported_scaling_for_megatron_lm(make_model: Callable[..., Path], tm
     ("name", "field", "value"),
     [
         ("mistral-window", "sliding_window", None),
-        ("qwen3-windows", "use_sliding_window", False),
+        ("qwen3-windows", "sliding_window", 60),
         ("qwen3-yarn", "rope_parameters", {"rope_type": "default", "rope_theta": 10000.0}),
         ("olmo3", "sliding_window", 41),
         ("smollm3", "no_rope_layers", [1, 1, 1, 1]),

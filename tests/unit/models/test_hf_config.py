@@ -195,8 +195,13 @@ def test_both_spellings_keep_the_meaning_and_add_nothing_twice(family: Family) -
     scaled = {
         kind: settings for kind, settings in {"llama3": SCALED, "yarn": YARN}.items() if kind in family.rope_types
     }
-    scaling = {**next(iter(scaled.values()), {"rope_type": "default"}), **family.rope_settings}
-    for rope in ({"rope_parameters": {**scaling, "rope_theta": 7.0}}, {"rope_theta": 7.0, "rope_scaling": scaling}, {}):
+    scaling = {**next(iter(scaled.values()), {}), **family.rope_settings}
+    part = {name: family.defaults[name] for name in ("partial_rotary_factor",) if name in family.defaults}
+    for rope in (
+        {"rope_parameters": {"rope_type": "default", **scaling, **part, "rope_theta": 7.0}},
+        {"rope_theta": 7.0, "rope_scaling": scaling or None},
+        {},
+    ):
         if family.local_rope and "rope_parameters" in rope:
             local = {"rope_type": "default", "rope_theta": 5.0}
             rope = {"rope_parameters": {"full_attention": rope["rope_parameters"], "sliding_attention": local}}
@@ -249,7 +254,8 @@ def test_an_absent_field_means_the_default_of_the_class_in_transformers(generati
         stated = {name: value for name, value in stated.items() if not base or "rope" not in name} | base
         absent = read_fields({"architectures": stated["architectures"], **base}, family, "")
         assert absent == {name: value for name, value in read_fields(stated, family, "").items() if name in absent}
-        fixed = (DECODER_FIELDS | family.fields).fixed
+        fields = DECODER_FIELDS | family.fields
+        fixed = {name: values for name, values in fields.fixed.items() if name not in fields.read}
         assert {name: theirs[name] for name in fixed if name in theirs and theirs[name] not in fixed[name]} == {}
 
 
