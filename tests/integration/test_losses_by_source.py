@@ -20,7 +20,7 @@ pytestmark = pytest.mark.integration
 REPOSITORY = Path(__file__).parents[2]
 TEXTS = REPOSITORY / "tests" / "data" / "three_languages.jsonl"
 """Articles of the Universal Declaration of Human Rights."""
-LENGTH = 64
+LENGTH = 96
 Train = Callable[..., list[dict[str, Any]]]
 pretrain = runpy.run_path(str(REPOSITORY / "pretraining" / "pretrain.py"))["main"]
 preprocess = runpy.run_path(str(REPOSITORY / "tools" / "preprocess_data.py"))["main"]
@@ -109,6 +109,9 @@ def test_losses_of_parts_labels_and_sets_add_up(unbroken: list[dict[str, Any]], 
             assert sum(tokens.values()) == record["val_tokens"] == 3 * 4 * LENGTH
             whole = sum(by_group[name] * tokens[name] for name in tokens) / record["val_tokens"]
             assert whole == pytest.approx(record["val_loss"], abs=1e-9)
+        by_position, tokens = record["val_loss_by_position"], record["val_tokens_by_position"]
+        assert tokens == {"0": 3 * 4 * 64, "64": 3 * 4 * 32}
+        assert (2 * by_position["0"] + by_position["64"]) / 3 == pytest.approx(record["val_loss"], abs=1e-9)
         of_set, tokens = record["val_loss_by_set"], record["val_tokens_by_set"]
         assert set(of_set) == {"all", "all/en", "all/ja", "all/de", "one"}
         assert tokens["one"] == (manifests["one"]["num_tokens"] - 1) // LENGTH * LENGTH, "one pass, padded to a batch"
@@ -140,7 +143,7 @@ def test_the_loss_before_the_first_step_is_that_of_transformers(
     assert evaluations(unbroken)[0]["val_loss_by_set"]["one"] == pytest.approx(float(loss), abs=1e-5)
 
 
-@pytest.mark.parametrize("layout", ["DP=2", "TP=2", "PP=2"])
+@pytest.mark.parametrize("layout", ["DP=2", "TP=2", "PP=2", "CP=2"])
 def test_layouts_have_the_same_losses(
     unbroken: list[dict[str, Any]],
     words: Callable[..., list[str]],
@@ -149,7 +152,8 @@ def test_layouts_have_the_same_losses(
     tmp_path: Path,
     layout: str,
 ) -> None:
-    flags = {"TP=2": ["--tensor_model_parallel_size", 2], "PP=2": ["--pipeline_model_parallel_size", 2]}
+    names = {"TP=2": "tensor_model", "PP=2": "pipeline_model", "CP=2": "context"}
+    flags = {name: [f"--{what}_parallel_size", 2] for name, what in names.items()}
     sets = ["--valid_path", f"all={data}/all_text_document", "--valid_path", f"one={data}/one_text_document"]
     more = [*flags.get(layout, []), "--blend_schedule", "4:0,1,1", "--num_gpus", 2]
     found = evaluations(train_request(words(tmp_path, "e", 4, *sets, *more)))

@@ -1,17 +1,20 @@
-"""Losses by label of documents (`data.indexed.labels`), of training steps, and by source as well, of an evaluation.
+"""Losses by label of documents (`data.indexed.labels`) of training steps; of an evaluation by source and position, too.
 
 They are summed with the loss, and read where the device is waited for anyway.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.utils import get_batch_on_this_cp_rank
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pretrainkit.config.schema import ResolvedRun
@@ -19,27 +22,33 @@ from pretrainkit.data.indexed.labels import label_code
 from pretrainkit.engine.nemo import MaskedTokenLossReduction
 from pretrainkit.megatron.dataset import TARGET_LABELS
 from pretrainkit.megatron.held_out import SOURCE
+from pretrainkit.run.held_out import position_ranges
 
 OTHER = "other"
 """Documents of data that was at URLs when the run was planned."""
 
 
 class LossByLabel:
-    """Sums of the loss, and numbers of tokens, for each label, and each source, since they were last taken."""
+    """Sums of the loss, and numbers of tokens, for each label, source and position, since they were last taken."""
 
-    def __init__(self, labels: Sequence[str], accelerator: str, *, num_sources: int = 1) -> None:
+    def __init__(
+        self, labels: Sequence[str], accelerator: str, *, num_sources: int = 1, positions: Sequence[int] = (0,)
+    ) -> None:
+        """`positions`: where the ranges of positions begin that have sums of their own."""
         by_code = {label_code(label): label for label in labels}
         codes = sorted(by_code)
         self.names = [*(by_code[code] for code in codes), OTHER]
         self._sorted_codes = codes
         self._device = "cuda" if accelerator == "gpu" else "cpu"
-        self._taken = torch.zeros(2, num_sources * len(self.names), dtype=torch.float64)
+        self._positions = torch.tensor(positions)
+        self._shape = num_sources, len(self.names), len(positions)
+        self._taken = torch.zeros(2, math.prod(self._shape), dtype=torch.float64)
         """The same of all ranks, for the steps since the last record."""
 
     @cached_property
     def _sums(self) -> Tensor:
-        """[2, sources x labels]: losses in nats and tokens of this rank since the last step, once its device is
-        chosen."""
+        """[2, sources x labels x positions]: losses in nats and tokens of this rank since the last step, once its
+        device is chosen."""
         return torch.zeros_like(self._taken, device=self._device)
 
     @cached_property
@@ -58,6 +67,9 @@ class LossByLabel:
             numbers = torch.zeros_like(codes)
         if SOURCE in batch:
             numbers += len(self.names) * batch[SOURCE].to(self._device, non_blocking=True)[:, None]
+        if len(self._positions) > 1:
+            places = torch.bucketize(batch["position_ids"], self._positions, right=True) - 1
+            numbers = numbers * len(self._positions) + places.to(self._device, non_blocking=True)
         return numbers
 
     def add(self, losses: Tensor, mask: Tensor, numbers: Tensor) -> None:
@@ -72,27 +84,26 @@ class LossByLabel:
         self._taken += self._sums.cpu()
         self._sums.zero_()
 
-    def take_sums(self) -> tuple[list[list[float]], list[list[int]]]:
-        """Losses in nats and numbers of tokens [sources][labels] since the last call."""
+    def take_sums(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Losses in nats and numbers of tokens [sources, labels, positions] since the last call."""
         # Each of these ranks has added its own; a power of two, so that nothing is rounded.
-        losses, tokens = (
-            self._taken.view(2, -1, len(self.names)) / parallel_state.get_tensor_model_parallel_world_size()
-        )
+        losses, tokens = self._taken.view(2, *self._shape) / parallel_state.get_tensor_model_parallel_world_size()
         self._taken = torch.zeros_like(self._taken)
-        return losses.tolist(), tokens.round().long().tolist()
+        return losses.numpy(), tokens.numpy().round()
 
     def take(self) -> tuple[dict[str, float], dict[str, int]]:
         """Mean loss in nats, and number of tokens, of each label that occurred since the last call."""
-        (losses,), (tokens,) = self.take_sums()
+        losses, tokens = (sums.sum((0, 2)).tolist() for sums in self.take_sums())
         found = [each for each in zip(self.names, losses, tokens, strict=True) if each[2]]
-        return {name: loss / count for name, loss, count in found}, {name: count for name, _, count in found}
+        return {name: loss / count for name, loss, count in found}, {name: int(count) for name, _, count in found}
 
 
 def held_out_losses(run: ResolvedRun) -> LossByLabel:
     """The sums of an evaluation: its sources are the prefixes of the run's dataset, then the validation sets."""
     labels = {*run.dataset.labels, *(label for each in run.validation_sets for label in each.dataset.labels)}
     sources = len(run.dataset.prefixes) + len(run.validation_sets)
-    return LossByLabel(sorted(labels), run.accelerator, num_sources=sources)
+    positions = position_ranges(run.config.data.sequence_length)
+    return LossByLabel(sorted(labels), run.accelerator, num_sources=sources, positions=positions)
 
 
 def labelled(step: Callable[..., Any], training: LossByLabel | None, held_out: LossByLabel) -> Callable[..., Any]:
