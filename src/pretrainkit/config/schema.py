@@ -347,6 +347,11 @@ class ResolvedRun:
         return training.global_batch_size // (training.micro_batch_size * self.data_parallel_size)
 
     @property
+    def datasets(self) -> tuple[DatasetFacts, ...]:
+        """The dataset, and those of the validation sets."""
+        return (self.dataset, *(each.dataset for each in self.validation_sets))
+
+    @property
     def has_validation_split(self) -> bool:
         """Whether --split holds out documents of the dataset."""
         return parse_split(self.config.data.split)[1] > 0

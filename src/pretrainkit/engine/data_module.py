@@ -24,8 +24,7 @@ from pretrainkit.run.skipped_samples import SkippedSamples
 
 def local_paths(run: ResolvedRun) -> list[tuple[str, ...]]:
     """Paths on disk of the run's dataset and of each validation set (`local_prefixes`)."""
-    datasets = (run.dataset, *(each.dataset for each in run.validation_sets))
-    return [local_prefixes(run, dataset) for dataset in datasets]
+    return [local_prefixes(run, dataset) for dataset in run.datasets]
 
 
 def data_module(

@@ -190,7 +190,8 @@ def needs_of(run: ResolvedRun) -> list[Path]:
     if hf_folder.parent.name == "snapshots":  # in the hub's cache, whose files are links to a sibling folder
         hf_folder = hf_folder.parent.parent
     folders = [Path(run.experiment_dir), hf_folder]
-    folders += [Path(prefix).parent for prefix in run.dataset.prefixes if not is_url(prefix)]
+    prefixes = (prefix for dataset in run.datasets for prefix in dataset.prefixes)
+    folders += [Path(prefix).parent for prefix in prefixes if not is_url(prefix)]
     if run.initial_weights and not newest_committed(RunFolder.of(run).checkpoints):
         folders.append(Path(run.initial_weights.checkpoint))
     if run.config.launch.cache_dir:

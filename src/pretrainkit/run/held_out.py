@@ -28,7 +28,7 @@ def validation_record(
     there was no token, or where no manifest says how many bytes the text has.
     """
     parts = run.dataset.part_names or run.dataset.prefixes
-    datasets = [*[run.dataset] * len(parts), *(each.dataset for each in run.validation_sets)]
+    datasets = [*[run.dataset] * len(parts), *run.datasets[1:]]
     text_bytes = np.array([[dataset.bytes_per_token(label) for label in labels] for dataset in datasets])
     sums = np.stack([losses, tokens, text_bytes[..., None] * tokens])
     own = sums[:, : len(parts)]

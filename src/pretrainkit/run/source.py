@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import platform
 import shlex
@@ -52,9 +53,11 @@ _GIT_TIMEOUT_S = 20
 def describe(run: ResolvedRun, command_line: Sequence[str]) -> str:
     """The text of source.txt. Values of token variables are replaced by ***."""
     tokenizer = Path(run.hf_folder) / "tokenizer.json"
+    datasets = (
+        [f"data {dataset.data_hash}", *(f"  {prefix}" for prefix in dataset.prefixes)] for dataset in run.datasets
+    )
     data = [
-        f"data {run.dataset.data_hash}",
-        *(f"  {prefix}" for prefix in run.dataset.prefixes),
+        *itertools.chain(*datasets),
         f"tokenizer {files.hash_file(tokenizer) if tokenizer.is_file() else 'without a tokenizer.json'}",
         f"  {run.hf_folder}",
         "",

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_runs import tiny_run
 
 from pretrainkit.checkpoint.formats.hf_files import REPORT_NAME, weights_fingerprint
 from pretrainkit.config.load import load_config
-from pretrainkit.config.schema import ResolvedRun
+from pretrainkit.config.schema import ResolvedRun, ValidationSet
 from pretrainkit.errors import CheckpointError, RequestError
 from pretrainkit.jobs.run_job import needs_of
 from pretrainkit.launch.start import resolve_request
@@ -195,3 +196,9 @@ def test_first_weights_are_mounted_until_a_checkpoint_takes_their_place(
     assert Path(run.initial_weights.checkpoint) in needs_of(run)
     save(run, step=4)
     assert Path(run.initial_weights.checkpoint) not in needs_of(run)
+
+
+def test_folders_of_validation_sets_are_mounted(tmp_path: Path) -> None:
+    run = tiny_run(tmp_path)
+    validation = ValidationSet("held out", dataclasses.replace(run.dataset, prefixes=("/elsewhere/val",)), 1)
+    assert Path("/elsewhere") in needs_of(dataclasses.replace(run, validation_sets=(validation,)))
