@@ -40,8 +40,9 @@ def _is_library(path: str) -> bool:
 class Sampler:
     """Counts (phase, function, is it a tokenizer) of this thread while it runs; a look costs some microseconds."""
 
-    def __init__(self, clock: PhaseClock) -> None:
-        self._clock, self._thread = clock, threading.get_ident()
+    def __init__(self, clock: PhaseClock, *, below: int = 0) -> None:
+        """`below`: look only at what so many frames of the user's program have called."""
+        self._below, self._clock, self._thread = below, clock, threading.get_ident()
         self._counts: Counter[tuple[str, str, bool]] = Counter()
         self._ended = threading.Event()
         self._looking = threading.Thread(target=self._look, name="diagnosis sampler", daemon=True)
@@ -61,7 +62,7 @@ class Sampler:
     def _look(self) -> None:
         while not self._ended.wait(INTERVAL_S):
             frame, phase = sys._current_frames().get(self._thread), self._clock.current
-            if own := own_frames(frame):
+            if own := own_frames(frame)[self._below :]:
                 names = (f"{Path(item.f_code.co_filename).name} {item.f_code.co_name}" for item in frames_of(frame))
                 is_tokenizer = any(word in name.lower() for name in names for word in TOKENIZER_WORDS)
                 code = own[-1].f_code

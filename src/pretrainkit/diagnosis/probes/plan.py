@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import resource
+import sys
 import time
 from collections import Counter
 from collections.abc import Generator, Iterator
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 
 from pretrainkit.diagnosis.observe import batches, facts, hooks, phases
-from pretrainkit.diagnosis.observe.sampler import Sampler
+from pretrainkit.diagnosis.observe.sampler import Sampler, own_frames
 from pretrainkit.diagnosis.observe.session import LARGEST_SET_BYTES, Session
 from pretrainkit.diagnosis.observe.streams import depth_of, replay, reread
 from pretrainkit.diagnosis.observe.windows import Measuring, Steps, Window, measure, warm_up
@@ -41,6 +42,8 @@ DATA_UNTIL = 0.3
 """Part of the budget in which batches are collected."""
 SLOW_STEP = 1 / 40
 """Of the budget: steps that take longer are looked at one by one."""
+READING_S = 0.5
+"""Length of the look at how batches are made."""
 LONGEST_SETTLING = 16
 """Steps that are let pass, at most, until a loader's queue is in its usual state."""
 
@@ -198,16 +201,19 @@ class Plan:
         return window
 
     def _reading(self) -> list[dict[str, Any]]:
-        """The program's functions that make a batch, where workers make them.
+        """The program's functions that make batches, where workers make them.
 
         The last thing to do: workers that were started later would have the files that the dataset opens here.
         """
         session = self._session
         if not depth_of(session.loader) or session.observed.get("data", 0.0) < WORTH_REPLACING:
             return []
-        session.show_progress("reading a batch without workers")
-        with Sampler(session.clock) as sampler, session.clock.phase(phases.DATA), contextlib.suppress(Exception):
-            next(reread(session.loader, 0))
+        session.show_progress("reading batches without workers")
+        reading, until_s = reread(session.loader, 0), time.perf_counter() + READING_S
+        sampler = Sampler(session.clock, below=len(own_frames(sys._getframe())))
+        with sampler, session.clock.phase(phases.DATA), contextlib.suppress(Exception):
+            while time.perf_counter() < until_s:
+                next(reading)
         return sampler.result()
 
     def _work_ratio(self, seen: list[Any]) -> float:
