@@ -13,14 +13,14 @@ AGREEING = 0.1
 """Difference of two speeds that is no difference."""
 
 
-def recorded_rate(folder: Path) -> float:
-    """Tokens/s that a run has recorded in metrics.jsonl. Raises RequestError when it has recorded none."""
+def recorded_rate(folder: Path) -> float | None:
+    """Tokens/s that a run has recorded in metrics.jsonl; None when it has recorded no step."""
     from pretrainkit.run.history import read_history
 
-    rate = read_history(folder).summary["tokens_per_second"]
-    if rate is None:
-        raise RequestError("no step was recorded", where=str(RunFolder(folder).metrics))
-    return float(rate)
+    if not RunFolder(folder).metrics.is_file():
+        return None
+    rate: float | None = read_history(folder).summary["tokens_per_second"]
+    return rate
 
 
 def against_experiment(folder: Path, other_folder: Path) -> dict[str, Any]:
@@ -31,7 +31,12 @@ def against_experiment(folder: Path, other_folder: Path) -> dict[str, Any]:
     from pretrainkit.run.identity import changes
 
     runs = [read_run(RunFolder(path).run_file) for path in (folder, other_folder)]
-    rates = [recorded_rate(path) for path in (folder, other_folder)]
+    rates = []
+    for path in (folder, other_folder):
+        rate = recorded_rate(path)
+        if rate is None:
+            raise RequestError("no step was recorded", where=str(RunFolder(path).metrics))
+        rates.append(rate)
     tokens = [run.max_steps * run.tokens_per_step for run in runs]
     return {
         "experiment": str(other_folder),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import diagnosis_samples as samples
 import numpy as np
@@ -94,6 +95,12 @@ def test_the_summary_contradicts_nothing_below_it() -> None:
 def test_time_for_data_agrees_with_the_phase(made: dict) -> None:  # type: ignore[type-arg]
     (cause,) = [cause for cause in made["causes"] if cause["phase"] == "data"]
     assert made["phases"]["data"] == pytest.approx(cause["share"]["value"], abs=0.05)
+
+
+def test_a_run_without_records_has_no_speed_to_compare_with(tmp_path: Path) -> None:
+    assert compare.recorded_rate(tmp_path) is None
+    (tmp_path / "metrics.jsonl").touch()
+    assert compare.recorded_rate(tmp_path) is None
 
 
 @pytest.mark.parametrize(
