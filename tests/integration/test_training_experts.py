@@ -53,6 +53,7 @@ def train(
     return lambda **settings: trained(tuple(settings.items()))
 
 
+ROUTER_LOSSES = {"router_z_loss_coef": 0.1, "router_aux_loss_coef": 0.1}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "EP=2": {"data_parallel": 2, "expert": 2},
     "EP=4": {"data_parallel": 4, "expert": 4},
@@ -99,6 +100,18 @@ def test_the_load_of_experts_is_recorded(name: str, train: Callable[..., Any]) -
     assert spread["step"] == 4 and spread["layers"] == whole["layers"]
     assert [len(layer) for layer in whole["layers"]] == [8, 8]
     assert [sum(layer) for layer in whole["layers"]] == pytest.approx([8, 8], abs=0.01)
+
+
+@pytest.mark.parametrize("model", ["qwen3-moe"], indirect=True)
+@pytest.mark.parametrize("name", ["EP=2", "TP=2", "CP=2, EP=2"])
+def test_losses_of_the_router_have_the_coefficients_of_the_run(name: str, train: Callable[..., Any]) -> None:
+    without, one_rank, found = train(), train(**ROUTER_LOSSES), train(**ROUTER_LOSSES, **LAYOUTS[name])
+    assert losses(found) == pytest.approx(losses(one_rank), abs=2e-6)
+    assert losses(found)[0] == pytest.approx(losses(without)[0], abs=2e-6)
+    assert all(abs(ours - theirs) > 1e-5 for ours, theirs in zip(losses(found)[2:], losses(without)[2:], strict=True))
+    steps, expected = ([record["router"] for record in records if "loss" in record] for records in (found, one_rank))
+    for ours, theirs in zip(steps, expected, strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-5) and ours["z_loss"] > 1  # the squared logarithm of 8 is 4.3
 
 
 @pytest.mark.parametrize("model", ["qwen3-moe"], indirect=True)

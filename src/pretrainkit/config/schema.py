@@ -35,6 +35,8 @@ class RopeScaling:
     beta_slow: float = 1.0
     attention_factor: float = 1.0
     """Factor of rotated queries and of rotated keys."""
+    truncate: bool = True
+    """Whether frequencies are blended between whole numbers of a dimension."""
 
 
 @dataclass(frozen=True)
@@ -203,7 +205,7 @@ class Estimates:
     """What a run will take, computed before it starts; `pretrainkit.run.estimates` says from what."""
 
     parameters: int
-    """Of the whole model."""
+    """Of the whole model, all experts included."""
     weights_gib: float
     """Memory of the fullest GPU in GiB, by part: weights, gradients and optimizer state."""
     activations_gib: float
@@ -217,6 +219,8 @@ class Estimates:
     step_time_s: float | None
     gpu_hours: float | None
     """Of all steps of the run."""
+    active_parameters: int = 0
+    """Those that a token meets; 0: not recorded."""
 
 
 @dataclass(frozen=True)
@@ -323,6 +327,12 @@ class ResolvedRun:
     reset_attention_mask: bool = False
     """Whether attention stays within documents: as asked, or because the dataset has rows of whole documents."""
     validation_sets: tuple[ValidationSet, ...] = ()
+
+    @property
+    def router_aux_loss_coef(self) -> float:
+        """Coefficient of the loss that balances the load of experts; 0: none."""
+        asked = self.config.training.router_aux_loss_coef
+        return self.model.router_aux_loss_coef if asked is None else asked
 
     @property
     def fp8(self) -> Fp8 | None:

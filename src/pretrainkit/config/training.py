@@ -218,6 +218,12 @@ class TrainingConfig:
         choices=("stop", "skip", "rollback"),
     )
     max_rollbacks: int = option(5, "rollbacks of the whole run after which a bad loss stops it", range=">= 0")
+    router_aux_loss_coef: float | None = option(
+        None, "coefficient of the loss that balances the load of experts", unset="the model's own", range=">= 0"
+    )
+    router_z_loss_coef: float = option(
+        0.0, "coefficient of the loss that keeps the routers' logits small (z loss)", range=">= 0"
+    )
     max_loss_spike: float | None = option(
         None, "largest loss of a step, as a multiple of the mean of the last 32", unset="no limit", range="> 1"
     )

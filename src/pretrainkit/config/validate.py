@@ -297,6 +297,9 @@ def _experts(config: RunConfig, model: ModelShape, machine: MachineFacts) -> Ite
         for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
             if (getattr(parallel, name) or 1) > 1:
                 yield RequestError("the model has no experts", needed="1, or leave it out", where=f"--{name}")
+        for name in ("router_aux_loss_coef", "router_z_loss_coef"):
+            if getattr(config.training, name):
+                yield RequestError("the model has no experts", needed="0, or leave it out", where=f"--{name}")
         return
     if resolve.accelerator(config, machine) != "cpu":
         yield RequestError(

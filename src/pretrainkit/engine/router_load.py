@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
@@ -19,6 +20,9 @@ STARVED_SHARE = 0.05
 WINDOW_STEPS = 100
 """Steps over which that is looked at, and for which the load of every expert is recorded."""
 
+RECORDED = {"load_balancing_loss": "aux_loss", "z_loss": "z_loss"}
+"""Megatron's names of a router's losses, and those in records."""
+
 log = get_logger(__name__)
 
 
@@ -27,13 +31,17 @@ class RouterLoad:
 
     def __init__(self, run: ResolvedRun) -> None:
         self._microbatches = run.num_microbatches
-        self._coefficient = run.model.router_aux_loss_coef
+        coefficients = {
+            "load_balancing_loss": run.router_aux_loss_coef,
+            "z_loss": run.config.training.router_z_loss_coef,
+        }
+        self._losses: dict[str, list[float]] = {name: [] for name, value in coefficients.items() if value}
+        """By Megatron's name, of each step since the last record."""
         size = run.model.num_layers, run.model.num_experts
         self._step: Tensor | None = None
         """[layers, experts]: tokens of the current step on this rank."""
         self._taken, self._window = torch.zeros(size, dtype=torch.int64), torch.zeros(size, dtype=torch.int64)
         """The same of all ranks, for the steps since the last record, and since the window began."""
-        self._aux_losses: list[float] = []
 
     def count(self, chunks: Iterable[torch.nn.Module]) -> None:
         """Count the tokens that the routers of these modules send."""
@@ -56,10 +64,11 @@ class RouterLoad:
         self._taken += step.cpu()
         self._window += step.cpu()
         step.zero_()
-        if self._coefficient:
+        if self._losses:
             moe_utils.reduce_aux_losses_tracker_across_ranks()
-            values = moe_utils.get_moe_layer_wise_logging_tracker()["load_balancing_loss"]["values"]
-            self._aux_losses.append(values.mean().item() / self._microbatches)
+            tracker = moe_utils.get_moe_layer_wise_logging_tracker()
+            for name, of_steps in self._losses.items():
+                of_steps.append(_of_all_ranks(name, tracker[name]["values"]) / self._microbatches)
             moe_utils.clear_aux_losses_tracker()
 
     def take(self) -> dict[str, float]:
@@ -67,15 +76,15 @@ class RouterLoad:
 
         `balance` is the entropy of a layer's loads over that of even ones, of the layer where it is lowest.
         """
-        loads, aux_losses = loads_of(self._taken), self._aux_losses
+        loads, losses = loads_of(self._taken), self._losses
         self._taken.zero_()
-        self._aux_losses = []
+        self._losses = {name: [] for name in losses}
         found = {
             "largest_load": loads.max().item(),
             "smallest_load": loads.min().item(),
             "balance": balances_of(loads).min().item(),
         }
-        return found | ({"aux_loss": sum(aux_losses) / len(aux_losses)} if aux_losses else {})
+        return found | {RECORDED[name]: sum(values) / len(values) for name, values in losses.items() if values}
 
     def take_window(self) -> list[list[float]]:
         """The load of each expert, by layer, since the last call; with a warning of those that starve."""
@@ -88,6 +97,16 @@ class RouterLoad:
                 f"look: {'; '.join(starved[:3])}{more}"
             )
         return [[round(load, 3) for load in layer] for layer in loads.tolist()]
+
+
+def _of_all_ranks(name: str, values: Tensor) -> float:
+    """The mean over layers; Megatron has added up pipeline stages, and of all but the z loss the other ranks."""
+    mean = values.mean()
+    if name == "z_loss":
+        group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+        torch.distributed.all_reduce(mean, group=group)
+        mean /= group.size()
+    return mean.item()
 
 
 def loads_of(tokens: Tensor) -> Tensor:

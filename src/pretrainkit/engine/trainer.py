@@ -48,6 +48,7 @@ def build_model(
             expert=run.config.parallel.expert_model_parallel_size,
             expert_tensor=run.config.parallel.expert_tensor_parallel,
         ),
+        **router_loss_fields(run),
         "seq_length": run.config.data.sequence_length,
         "vocab_size": run.padded_vocab_size,
     }
@@ -93,6 +94,14 @@ def forward_step(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         labels=batch["labels"],
     )
     return output
+
+
+def router_loss_fields(run: ResolvedRun) -> dict[str, Any]:
+    """The fields of TransformerConfig for the losses of routers; none without experts."""
+    if not run.model.num_experts:
+        return {}
+    z_loss = run.config.training.router_z_loss_coef
+    return {"moe_aux_loss_coeff": run.router_aux_loss_coef, "moe_z_loss_coeff": z_loss or None}
 
 
 def build_trainer(run: ResolvedRun, plan: StartPlan, *, local_world_size: int) -> nl.Trainer:
