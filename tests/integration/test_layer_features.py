@@ -96,6 +96,9 @@ LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
     ("gemma2", "CP=2", {"context": 2}),
     ("olmo3", "CP=2", {"context": 2}),
     ("gemma3", "recomputed", {"recompute": Recompute("full", 4)}),
+    ("gpt-oss", "CP=2", {"context": 2}),
+    ("gpt-oss", "EP=2", {"data_parallel": 2, "expert": 2}),
+    ("gpt-oss", "EP=2, TP=2", {"tensor": 2, "sequence_parallel": True, "expert": 2}),
 ]
 
 

@@ -76,6 +76,19 @@ FEATURED: dict[str, tuple[str, dict[str, Any]]] = {
             "pad_token_id": 2,
         },
     ),
+    "gpt-oss": (
+        "GptOss",
+        {
+            "head_dim": 16,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 32,
+            "rope_theta": 150000.0,
+            "rope_scaling": {**YARN_ROPE, "truncate": False},
+            "swiglu_limit": 0.5,
+            **WINDOW,
+        },
+    ),
     "glm4": ("Glm4", {"head_dim": 16, "pad_token_id": 2}),
     "gemma3": (
         "Gemma3",

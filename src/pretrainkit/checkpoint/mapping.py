@@ -39,15 +39,25 @@ class TensorMapping:
     @property
     def hf_shapes(self) -> tuple[tuple[int, ...], ...]:
         """Shapes of the Hugging Face tensors."""
-        return ((),) if self.weight.is_scalar else (self.megatron_shape,) if self.weight.is_fused else self.shapes
+        if self.weight.is_scalar:
+            return ((),)
+        if experts := self.weight.num_stacked:
+            return ((experts, *reversed(self.megatron_shape)),)
+        return (self.megatron_shape,) if self.weight.is_fused else self.shapes
+
+    @property
+    def num_tensors(self) -> int:
+        """Number of Hugging Face tensors; one that is for all experts counts as the first one's."""
+        return 0 if self.weight.num_stacked and self.expert else len(self.hf)
 
     @property
     def part_names(self) -> tuple[str, ...]:
         """Names of the parts, for people."""
         count = len(self.shapes)
-        if not self.weight.is_fused:
+        if not self.weight.is_fused and not self.weight.num_stacked:
             return self.hf
-        return tuple(f"{self.hf[0]} (part {number} of {count})" for number in range(1, count + 1))
+        whole = self.hf[0] if self.expert is None else f"{self.hf[0]}[{self.expert}]"
+        return tuple(f"{whole} (part {number} of {count})" for number in range(1, count + 1))
 
     @property
     def megatron_shape(self) -> tuple[int, ...]:

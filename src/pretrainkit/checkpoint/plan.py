@@ -131,7 +131,9 @@ class ConversionPlan:
         shards: list[list[TensorMapping]] = [[]]
         used = 0
         for mapping in self.mappings:
-            if shards[-1] and used + self.size(mapping) > self.options.max_shard_bytes:
+            size = self.size(mapping) * (mapping.weight.num_stacked or 1)
+            is_rest = mapping.num_tensors == 0  # of a tensor that the file has begun with
+            if shards[-1] and not is_rest and used + size > self.options.max_shard_bytes:
                 shards.append([])
                 used = 0
             shards[-1].append(mapping)

@@ -59,7 +59,7 @@ def notes_of(reader: WeightReader, plan: ConversionPlan) -> Iterator[str]:
     changes = Counter(
         f"{name_of(reader.dtypes[mapping])} to {name_of(dtype)}"
         for mapping, dtype in plan.dtypes.items()
-        for _ in mapping.hf
+        for _ in range(mapping.num_tensors)
         if reader.dtypes[mapping] != dtype
     )
     for change, count in changes.items():
@@ -92,7 +92,7 @@ def _undeclared_dtypes(reader: WeightReader, plan: ConversionPlan) -> Iterator[s
     names: dict[str, list[str]] = {}
     for mapping, dtype in reader.dtypes.items():
         if name_of(dtype) != stated and not mapping.weight.keep_dtype:
-            names.setdefault(name_of(dtype), []).extend(mapping.hf)
+            names.setdefault(name_of(dtype), []).extend(mapping.hf[: mapping.num_tensors])
     for dtype, tensors in names.items():
         listed = f"{', '.join(tensors[:4])}{' and more' if len(tensors) > 4 else ''}"
         said = f"dtype {stated}" if stated else "no dtype"

@@ -18,7 +18,11 @@ class LayerFeatures:
     """The defaults are those of a layer of Llama; layers are numbered from 0."""
 
     activation: str = "silu"
-    """Of the MLP: silu, gelu (its tanh approximation), or xielu, which has weights and no gate."""
+    """Of the MLP: silu, gelu (its tanh approximation), xielu, which has weights and no gate, or clamped_swiglu: x and y
+    of gate and up become min(x, limit) x sigmoid(alpha x) x (1 + y) with y between -limit and limit."""
+    swiglu_limit: float = 0.0
+    """Of clamped_swiglu, as the next."""
+    swiglu_alpha: float = 0.0
     norm_before: bool = True
     """RMSNorm of a block's input (attention and MLP)."""
     norm_after: bool = False
@@ -30,6 +34,10 @@ class LayerFeatures:
     output_bias: bool = False
     """Bias of attention's output projection."""
     mlp_bias: bool = False
+    """Biases of the MLP's or the experts' matrices."""
+    router_bias: bool = False
+    attention_sinks: bool = False
+    """Each head has a weight that is one more score in its softmax, of no token."""
     local_layers: tuple[int, ...] = ()
     """Layers with a window or their own rotary base."""
     sliding_window: int = 0
@@ -68,14 +76,17 @@ class LayerFeatures:
     def _names(self, sequence_length: int | None) -> Iterator[str]:
         if self.activation != "silu":
             yield f"{self.activation} MLPs"
+        if self.attention_sinks:
+            yield "attention sinks"
         if self.norm_after:
             yield "norms around blocks" if self.norm_before else "norms after blocks"
         if self.zero_centered_norm:
             yield "zero-centered norms"
         if self.qk_norm_over_heads:
             yield "query and key norms over all heads"
-        if self.output_bias or self.mlp_bias:
-            yield "biases of " + " and ".join(["attention's output"] * self.output_bias + ["the MLP"] * self.mlp_bias)
+        if self.output_bias or self.mlp_bias or self.router_bias:
+            places = {"attention's output": self.output_bias, "the MLP": self.mlp_bias, "the router": self.router_bias}
+            yield "biases of " + " and ".join(name for name, has_bias in places.items() if has_bias)
         if self.sliding_window and (sequence_length is None or self.sliding_window < sequence_length):
             yield f"windows of {self.sliding_window} tokens"
         if self.query_growth and (sequence_length is None or self.query_span < sequence_length):

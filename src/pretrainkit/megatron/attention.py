@@ -17,9 +17,12 @@ from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, distributed
 
 from pretrainkit.config.layer_features import LLAMA, LayerFeatures
@@ -32,7 +35,8 @@ class ScaledDotProductAttention(MegatronModule):
     """Core attention of one layer on one rank.
 
     Letters below: s tokens on this rank, b batch, h query heads and g key/value heads on this rank, d head size.
-    It has no entry in checkpoints; Transformer Engine's attention has none in Megatron either.
+    It has no entry in checkpoints but the sinks [h]; Transformer Engine's attention has none but these in Megatron
+    either.
     """
 
     def __init__(
@@ -56,14 +60,15 @@ class ScaledDotProductAttention(MegatronModule):
                 f"only causal attention without dropout is supported, and windows as LayerFeatures states them; found "
                 f"{attn_mask_type}, dropout {dropout}, window {config.window_size}"
             )
-        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])
-        self.cp_group = groups.cp
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp", "tp"])
+        self.cp_group, self._tp_group = groups.cp, groups.tp
         layer = layer_number - 1
         is_local = layer in features.local_layers
         self.window = features.sliding_window if is_local else 0
         self.softmax_scale = softmax_scale if features.attention_scale is None else features.attention_scale
         self.softcap = features.attention_softcap
         self.growth, self.span = features.query_growth, features.query_span
+        self.softmax_offset = self._sinks() if features.attention_sinks else None
         is_scaled = layer not in features.nope_layers and not (is_local and features.local_rope_theta)
         if is_scaled and rotary_factor != 1:
             self.softmax_scale = (self.softmax_scale or config.kv_channels**-0.5) * rotary_factor**2
@@ -90,16 +95,36 @@ class ScaledDotProductAttention(MegatronModule):
         window = self.window if self.window < tokens else 0
         if self.growth and tokens > self.span:
             query = self._grown(query, has_documents=documents is not None)
-        if (window or self.softcap) and self.cp_group.size() > 1 and documents is None:  # each sequence is one document
+        settings = self.softmax_scale, window, self.softcap, self.softmax_offset
+        is_plain = not window and not self.softcap and self.softmax_offset is None
+        if not is_plain and self.cp_group.size() > 1 and documents is None:  # each sequence is one document
             positions = torch.arange(tokens).expand(query.size(1), tokens)
             documents = segment_bounds(positions, self.cp_group.rank(), self.cp_group.size()).to(query.device)
         if documents is not None:
-            settings = self.softmax_scale, window, self.softcap
             return attend_within_documents(query, key, value, documents, self.cp_group, *settings)
         if self.cp_group.size() > 1:
             return attend_across_ranks(query, key, value, self.cp_group, self.softmax_scale).flatten(2)
         q, k, v = map(_heads_first, (query, key, value))
-        return _tokens_first(attend_causally(q, k, v, self.softmax_scale, window, self.softcap)).flatten(2)
+        return _tokens_first(attend_causally(q, k, v, *settings)).flatten(2)
+
+    def _sinks(self) -> torch.nn.Parameter:
+        """The weights [h], under the name that Megatron's and Transformer Engine's attention give them."""
+        heads = self.config.num_attention_heads // self._tp_group.size()
+        sinks = torch.empty(heads, dtype=self.config.params_dtype, device=torch.cuda.current_device())
+        parameter = torch.nn.Parameter(sinks)
+        set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
+        if self.config.perform_initialization:
+            with get_cuda_rng_tracker().fork(), torch.no_grad():
+                self.config.init_method(parameter)
+        return parameter
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """The sinks of all ranks are one tensor."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        groups = {"tp_group": self._tp_group, "dp_cp_group": (metadata or {}).get("dp_cp_group")}
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets, **groups)
 
     def _grown(self, query: Tensor, *, has_documents: bool) -> Tensor:
         """Queries [s, b, h, d] multiplied by what LayerFeatures.query_growth says."""

@@ -81,6 +81,7 @@ def attend_within_documents(
     scale: float | None = None,
     window: int = 0,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,  # [h]
 ) -> Tensor:  # [s, b, h * d]
     """Each token attends to the tokens of its own document up to itself, with a window to no more than so many.
 
@@ -90,10 +91,11 @@ def attend_within_documents(
     if group.size() > 1:
         key, value = _up_to_chunks(key, value, group)
     q, k, v = (part.transpose(0, 1).flatten(0, 1) for part in (query, key, value))  # [b * tokens, heads, d]
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and not (window or softcap):
+    is_plain = not window and not softcap and sinks is None
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and is_plain:
         out = _flash(q, k, v, bounds, length * group.size(), scale)
     else:
-        out = _one_by_one(q, k, v, bounds, scale, window, softcap)
+        out = _one_by_one(q, k, v, bounds, scale, window, softcap, sinks)
     return out.unflatten(0, (batch, length)).transpose(0, 1).flatten(2)
 
 
@@ -114,15 +116,13 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: i
     return out
 
 
-def _one_by_one(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float | None, window: int, softcap: float
-) -> Tensor:
-    """One call per segment, for what the flash kernel doesn't support: fp32 and CPU, windows and soft caps."""
+def _one_by_one(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, *settings: Any) -> Tensor:
+    """One call per segment, for what the flash kernel doesn't support: fp32 and CPU, and the settings."""
     queries, keys = bounds.diff().tolist()
     outs = []
     for q, k, v in zip(query.split(queries), key.split(keys), value.split(keys), strict=True):  # [l, heads, d]
         if not len(q):
             continue
         q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (q, k, v))  # [1, heads, l, d]
-        outs.append(attend_causally(q, k, v, scale, window, softcap).squeeze(0).transpose(0, 1))
+        outs.append(attend_causally(q, k, v, *settings).squeeze(0).transpose(0, 1))
     return torch.cat(outs)

@@ -26,14 +26,25 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 from torch import Tensor
 
+from pretrainkit.config.layer_features import LLAMA, LayerFeatures
+
 
 class GroupedLinear(torch.nn.Module):
-    """One matrix for each of a rank's experts: rows [t, in], sorted by expert, to [t, out]."""
+    """One matrix for each of a rank's experts: rows [t, in], sorted by expert, to [t, out]; and biases."""
 
-    def __init__(self, shape: tuple[int, int, int], config: TransformerConfig, *, split_dim: int, init: Any) -> None:
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        config: TransformerConfig,
+        *,
+        split_dim: int,
+        init: Any,
+        has_bias: bool,
+        tp_group: torch.distributed.ProcessGroup,
+    ) -> None:
         """`shape`: experts, out, in of this rank; expert tensor parallelism splits the matrices along `split_dim`."""
         super().__init__()
-        self.split_dim = split_dim
+        self.split_dim, self._tp_group = split_dim, tp_group
         self.weight = torch.nn.Parameter(
             torch.empty(shape, dtype=config.params_dtype, device=torch.cuda.current_device())
         )
@@ -45,6 +56,21 @@ class GroupedLinear(torch.nn.Module):
             with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()), torch.no_grad():
                 for expert in self.weight:
                     init(expert)
+        self.bias = torch.nn.Parameter(torch.zeros_like(self.weight[:, :, 0])) if has_bias else None
+        if self.bias is not None:
+            self.bias.allreduce = False
+            # Counted in the norm of gradients where it is split, else on the first of the ranks that share it.
+            is_counted = split_dim == 0 or tp_group.rank() == 0
+            set_tensor_model_parallel_attributes(self.bias, is_parallel=is_counted, dim=1, stride=1)
+
+    def biases(self, tokens_per_expert: Tensor, num_rows: int) -> Tensor:
+        """The bias of each row [t, out]; where expert-tensor-parallel ranks add up their outputs, this rank's share."""
+        assert self.bias is not None
+        bias, ranks = self.bias, 1 if self.split_dim == 0 else self._tp_group.size()
+        if ranks > 1:  # its gradient is that of the whole: every rank has the same
+            bias = bias + (bias / ranks - bias).detach()
+        counts = tokens_per_expert.to(bias.device)
+        return bias.repeat_interleave(counts, dim=0, output_size=num_rows)
 
     def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
         """`ends` [experts] int32: where each expert's rows end."""
@@ -78,37 +104,54 @@ class GroupedExperts(MegatronModule):
     """The experts of a layer on one rank: SwiGLU MLPs whose outputs are multiplied by the router's probabilities."""
 
     def __init__(
-        self, num_local_experts: int, config: TransformerConfig, pg_collection: ProcessGroupCollection
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection,
+        features: LayerFeatures = LLAMA,
     ) -> None:
         super().__init__(config=config)
         assert config.gated_linear_unit and config.activation_func is F.silu and not config.add_bias_linear
-        self.num_local_experts = num_local_experts
+        self.num_local_experts, self._features = num_local_experts, features
         self._ep_group, self._tp_group, self._dp_group = pg_collection.ep, pg_collection.expt_tp, pg_collection.expt_dp
         hidden, ffn = config.hidden_size, config.moe_ffn_hidden_size // self._tp_group.size()
+        more: dict[str, Any] = {"config": config, "has_bias": features.mlp_bias, "tp_group": self._tp_group}
         self.linear_fc1 = GroupedLinear(
-            (num_local_experts, 2 * ffn, hidden), config, split_dim=0, init=config.init_method
+            (num_local_experts, 2 * ffn, hidden), split_dim=0, init=config.init_method, **more
         )
         self.linear_fc2 = GroupedLinear(
-            (num_local_experts, hidden, ffn), config, split_dim=1, init=config.output_layer_init_method
+            (num_local_experts, hidden, ffn), split_dim=1, init=config.output_layer_init_method, **more
         )
 
     def forward(self, rows: Tensor, tokens_per_expert: Tensor, probabilities: Tensor) -> tuple[Tensor, None]:
         """rows [t, h] sorted by expert, how many each has, and the router's probability of each: to [t, h]."""
         ends = tokens_per_expert.to(device=rows.device).cumsum(0).to(torch.int32)
-        gate, up = self.linear_fc1(rows, ends).chunk(2, dim=-1)
+        gate_up, shares = self.linear_fc1(rows, ends), probabilities.float()[:, None]
+        if self._features.mlp_bias:
+            gate_up = gate_up + self.linear_fc1.biases(tokens_per_expert, len(rows))
         # In fp32, as Megatron's fused function for experts has it.
-        inner = (F.silu(gate.float()) * up.float() * probabilities.float()[:, None]).to(rows.dtype)
-        return self.linear_fc2(inner, ends), None
+        inner = (self._activated(*gate_up.float().chunk(2, dim=-1)) * shares).to(rows.dtype)
+        out = self.linear_fc2(inner, ends)
+        if self._features.mlp_bias:
+            out = out + (self.linear_fc2.biases(tokens_per_expert, len(rows)) * shares).to(rows.dtype)
+        return out, None
+
+    def _activated(self, gate: Tensor, up: Tensor) -> Tensor:
+        if self._features.activation == "silu":
+            return F.silu(gate) * up
+        limit = self._features.swiglu_limit
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return gate * torch.sigmoid(self._features.swiglu_alpha * gate) * (up + 1)
 
     def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *args: Any) -> None:
         """Take the names of TEGroupedMLP and SequentialMLP too; extra states are without content."""
         for name in [name for name in state if name.startswith(prefix) and "_extra_state" in name]:
             del state[name]
-        for linear in ("linear_fc1", "linear_fc2"):
-            for one in (f"{linear}.weight{{}}", f"local_experts.{{}}.{linear}.weight"):
+        for name in (f"{linear}.{kind}" for linear in ("linear_fc1", "linear_fc2") for kind in ("weight", "bias")):
+            for one in (f"{name}{{}}", f"local_experts.{{}}.{name}"):
                 if prefix + one.format(0) in state:
                     found = [state.pop(prefix + one.format(number)) for number in range(self.num_local_experts)]
-                    state[f"{prefix}{linear}.weight"] = torch.stack(found)
+                    state[prefix + name] = torch.stack(found)
         super()._load_from_state_dict(state, prefix, *args)
 
     def sharded_state_dict(
@@ -118,10 +161,12 @@ class GroupedExperts(MegatronModule):
         state: dict[str, Any] = {}
         for name in ("linear_fc1", "linear_fc2"):
             linear: GroupedLinear = getattr(self, name)
-            build = partial(self._split, linear.split_dim, sharded_offsets)
             replica = (0, 0, self._dp_group.rank())
-            key = f"{prefix}experts.{name}.weight"
-            state[f"{prefix}{name}.weight"] = ShardedTensorFactory(key, linear.weight, build, _joined, replica)
+            for kind, tensor in linear.named_parameters():
+                is_whole = kind == "bias" and linear.split_dim == 1
+                build = partial(self._split, None if is_whole else linear.split_dim, sharded_offsets)
+                key, copy = f"{prefix}experts.{name}.{kind}", (0, self._tp_group.rank() if is_whole else 0, replica[2])
+                state[f"{prefix}{name}.{kind}"] = ShardedTensorFactory(key, tensor, build, _joined, copy)
             for number, offsets in self._expert_offsets(sharded_offsets):
                 # Transformer Engine's layers have these, without content, and don't load a checkpoint without them.
                 state[f"{prefix}{name}._extra_state{number}"] = make_sharded_object_for_checkpoint(
@@ -138,9 +183,12 @@ class GroupedExperts(MegatronModule):
 
     @torch.no_grad()
     def _split(
-        self, split_dim: int, sharded_offsets: tuple[Any, ...], key: str, weight: Tensor, replica: Any, _: Any
+        self, split_dim: int | None, sharded_offsets: tuple[Any, ...], key: str, weight: Tensor, replica: Any, _: Any
     ) -> list[list[ShardedTensor]]:
-        """Of each expert's matrix its tensors in a checkpoint: two where gate and up are one matrix."""
+        """Of each expert's matrix or bias its tensors in a checkpoint: two where gate and up are one.
+
+        `split_dim` None: every expert-tensor-parallel rank has the whole.
+        """
         rank, size = self._tp_group.rank(), self._tp_group.size()
         parts = 2 if split_dim == 0 else 1  # gate and up
         return [
@@ -149,7 +197,7 @@ class GroupedExperts(MegatronModule):
                     key,
                     tensor,
                     *offsets,
-                    (len(offsets) + split_dim, part * size + rank, parts * size),
+                    *([] if split_dim is None else [(len(offsets) + split_dim, part * size + rank, parts * size)]),
                     replica_id=replica,
                     prepend_axis_num=len(offsets),
                 )

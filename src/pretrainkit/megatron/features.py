@@ -18,6 +18,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import RowParallelLinear, copy_to_tensor_model_parallel_region
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.distributed.nn.functional import all_reduce
@@ -152,6 +153,10 @@ def finish_model(
             embedding.inv_freq = scaled_inverse_frequencies(embedding.inv_freq, scaling, base)
         return embedding
 
+    if features.router_bias:
+        for router in (module for module in model.modules() if isinstance(module, TopKRouter)):
+            router.bias = torch.nn.Parameter(torch.zeros_like(router.weight[:, 0]))
+            router.bias.sequence_parallel = model.config.sequence_parallel
     model.rotary_pos_emb = rotary(rope_theta, rope_scaling)
     if base := features.local_rope_theta:
         model.rotary_pos_emb = LocalRotaryEmbedding(model.rotary_pos_emb, rotary(base, None))
@@ -194,10 +199,10 @@ def _yarn(inverse_frequencies: Tensor, scaling: RopeScaling, base: float) -> Ten
     def dimension(turns: float) -> float:
         return half * math.log(scaling.original_max_position_embeddings / (turns * 2 * math.pi)) / math.log(base)
 
-    low, high = (
-        max(math.floor(dimension(scaling.beta_fast)), 0),
-        min(math.ceil(dimension(scaling.beta_slow)), 2 * half - 1),
-    )
+    low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * half - 1)
     numbers = torch.arange(half, dtype=torch.float32, device=inverse_frequencies.device)
     kept = 1 - ((numbers - low) / (high - low or 0.001)).clamp(0, 1)
     return _blended(inverse_frequencies, kept, scaling.factor)

@@ -65,7 +65,7 @@ def torch_layer_spec(
     attention.linear_qkv = ModuleSpec(module=linear, params={"overlaps": overlaps, "has_norm": features.norm_before})
     if config.num_moe_experts:
         parts.pre_mlp_layernorm = RMSNorm
-        parts.mlp.submodules.experts = GroupedExperts
+        parts.mlp.submodules.experts = ModuleSpec(module=GroupedExperts, params={"features": features})
     else:
         parts.mlp.submodules.linear_fc1, parts.pre_mlp_layernorm = attention.linear_qkv, IdentityOp
     if overlaps:

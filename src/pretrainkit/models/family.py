@@ -46,6 +46,9 @@ class Weight:
     """Shapes of the Hugging Face tensors, in the order of `hf`."""
     is_fused: bool = False
     """Hugging Face has one tensor, the parts of these shapes one after another (Phi-3's qkv_proj)."""
+    num_stacked: int = 0
+    """Hugging Face has one tensor for so many experts, [experts, in, out] or for biases [experts, out], in which gate
+    and up alternate (gpt-oss); 0: each expert has its own."""
     is_scalar: bool = False
     """Hugging Face's tensor has no dimension, Megatron's has one element."""
     keep_dtype: bool = False
@@ -57,7 +60,7 @@ class Weight:
 
     @property
     def per_expert(self) -> bool:
-        return "{expert}" in self.hf[0]
+        return "{expert}" in self.hf[0] or self.num_stacked > 0
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from pretrainkit.models.family import FULL, SLIDING, Family
 from pretrainkit.models.field_types import needed_type
 
 _ORIGINAL, PARTIAL = "original_max_position_embeddings", "partial_rotary_factor"
+_TRUNCATE = "truncate"
 _LLAMA3 = {name: getattr(RopeScaling, name) for name in ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL)}
 _SCALINGS: Mapping[str, Mapping[str, Any]] = {
     "default": {},
@@ -24,11 +25,12 @@ _SCALINGS: Mapping[str, Mapping[str, Any]] = {
 }
 """Rotary scalings that are supported, with the settings of each; each of them must be there."""
 _OPTIONAL: Mapping[str, Mapping[str, Any]] = {
-    "yarn": dict.fromkeys(("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"), 1.0)
+    "yarn": {
+        **dict.fromkeys(("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"), 1.0),
+        _TRUNCATE: True,
+    }
 }
 """Their settings that may be absent."""
-_ONLY: Mapping[str, Any] = {"truncate": True}
-"""Settings that are supported at one value; transformers 5 doesn't read it where it is stated by type of layer."""
 
 
 @dataclass
@@ -171,9 +173,9 @@ def _read_parameters(
     part = parameters.pop(PARTIAL, None)
     if part not in (None, 1) and PARTIAL not in family.defaults:
         raise RequestError(f"{PARTIAL} = {part!r} is not supported", where=where, needed="1.0")
-    for name, only in _ONLY.items():
-        if parameters.pop(name, only) != only:
-            raise RequestError(f"{name} = {stated[name]!r} is not supported", where=where, needed=str(only).lower())
+    if family.local_rope and parameters.get(_TRUNCATE, True) is not True:
+        # transformers 5 doesn't read it where it is stated by type of layer.
+        raise RequestError(f"{_TRUNCATE} = {stated[_TRUNCATE]!r} is not supported", where=where, needed="true")
     parameters = {name: value for name, value in parameters.items() if name not in ("rope_type", "type")}
     known = _SCALINGS[kind]
     if missing := [name for name in known if parameters.get(name) is None]:

@@ -139,3 +139,32 @@ def moe_weights(
         *more,
         *head(shape),
     )
+
+
+def stacked_moe_weights(shape: ModelShape) -> tuple[Weight, ...]:
+    """The complete table of a decoder with experts in every layer, of which Hugging Face has one tensor for all.
+
+    With biases of experts and router, and attention sinks (gpt-oss).
+    """
+    ours, theirs, experts = "decoder.layers.{layer}.", "model.layers.{layer}.", shape.num_experts
+    hidden, ffn, heads = shape.hidden_size, shape.expert_ffn_hidden_size, shape.num_attention_heads
+    sinks = ours + "self_attention.core_attention.softmax_offset"
+
+    def of_experts(name: str, hf: str, layout: Layout, *sizes: tuple[int, int]) -> tuple[Weight, ...]:
+        row, bias = f"{ours}mlp.experts.experts.{name}.", Layout.REPLICATED if layout is Layout.ROW else layout
+        tensor, outs = f"{theirs}mlp.experts.{hf}", tuple(size[:1] for size in sizes)
+        return (
+            Weight(row + "weight", (tensor,), layout, sizes, num_stacked=experts),
+            Weight(row + "bias", (tensor + "_bias",), bias, outs, num_stacked=experts),
+        )
+
+    return (
+        embedding(shape),
+        *attention(shape),
+        Weight(sinks, (theirs + "self_attn.sinks",), Layout.COLUMN, ((heads,),)),
+        norm(ours + "pre_mlp_layernorm.weight", _MLP_NORM, hidden),
+        *linear(ours + "mlp.router", (theirs + "mlp.router",), Layout.REPLICATED, ((experts, hidden),), has_bias=True),
+        *of_experts("linear_fc1", "gate_up_proj", Layout.GATED, (ffn, hidden), (ffn, hidden)),
+        *of_experts("linear_fc2", "down_proj", Layout.ROW, (hidden, ffn)),
+        *head(shape),
+    )

@@ -86,6 +86,7 @@ def _check_config(origin: Path, released: Path, shape: ModelShape) -> Iterator[C
     family = family_named(shape.family)
     # Without model_type transformers can't open a folder, so a release has it where the source doesn't.
     stated = {"model_type": family.name, **theirs}
+    stated.pop(hf_files.QUANTIZATION, None)  # of the source's weights; those of a release aren't quantized
     meant, found = (read_fields(config, family, "config.json") for config in (stated, ours))
     different = [
         f"{name}: {found.get(name)!r} and not {meant.get(name)!r}"

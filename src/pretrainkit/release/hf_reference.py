@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrainkit import logs
+from pretrainkit.checkpoint.formats import mxfp4
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import CheckpointError, PretrainkitError
 from pretrainkit.imports import heavy_imports
@@ -124,6 +125,7 @@ def _streaming_model(folder: Path, rounded: Any, stack: ExitStack) -> Any:
         from accelerate import init_empty_weights
         from accelerate.hooks import attach_align_device_hook
         from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     from pretrainkit.checkpoint.formats.hf import open_by_package
     from pretrainkit.checkpoint.formats.hf_files import readable_folder
@@ -146,6 +148,9 @@ def _streaming_model(folder: Path, rounded: Any, stack: ExitStack) -> Any:
         )
 
     def load(name: str) -> Any:
+        if stored[name] == [(name + mxfp4.BLOCKS, name + mxfp4.SCALES)]:
+            packed = (read(part) for part in stored[name][0])
+            return convert_moe_packed_tensors(*packed, dtype=torch.bfloat16).float()
         experts = [[read(part).to(rounded).float() for part in expert] for expert in stored[name]]
         first = experts[0][0]
         return first if first.shape == shapes[name] else torch.stack([torch.cat(parts) for parts in experts])
@@ -162,6 +167,8 @@ def _stored_parts(name: str, shape: Sequence[int], names: Collection[str]) -> li
 
     transformers 5 also calls Mixtral's `block_sparse_moe` in memory `mlp`, as other families do.
     """
+    if name + mxfp4.BLOCKS in names:
+        return [(name + mxfp4.BLOCKS, name + mxfp4.SCALES)]
     layer, _, rest = name.partition(".mlp.")
     blocks = [f"{layer}.mlp", f"{layer}.block_sparse_moe"]
     for whole in (name, f"{blocks[1]}.{rest}"):

@@ -42,13 +42,16 @@ def check_weights(source: ReleaseSource, released: Path) -> Iterator[Check]:
         yield Check.of("every tensor is there", sorted(wanted - names), f"{len(wanted)} tensors")
         yield Check.of("no tensor that the architecture doesn't have", sorted(extra), "none")
         for mapping, tensors in source.read_tensors():
-            keep_dtype = mapping.weight.keep_dtype
+            keep_dtype, is_stacked = mapping.weight.keep_dtype, mapping.weight.num_stacked > 0
             whole = [torch.cat(tensors)] if mapping.weight.is_fused else tensors
+            if is_stacked:  # the part of one expert
+                whole = [torch.stack(tensors, 1).flatten(0, 1).t()]
             for name, hf_shape, expected in zip(mapping.hf, mapping.hf_shapes, whole, strict=True):
+                hf_shape = hf_shape[1:] if is_stacked else hf_shape
                 expected = expected.reshape(hf_shape)  # of a scalar
                 if name not in names:
                     continue
-                tensor = read(name)
+                tensor = read(name, mapping.expert if is_stacked else None)
                 if expected.dtype != tensor.dtype:
                     casts.add(f"{expected.dtype} to {tensor.dtype}".replace("torch.", ""))
                     if keep_dtype:

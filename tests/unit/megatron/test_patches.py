@@ -25,6 +25,7 @@ which changes a user's program while it measures it."""
 SETTINGS = {
     "logging.raiseExceptions",
     "os.environ",
+    "sys.stderr",
     "sys.stdout",
     "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
     "tqdm.monitor_interval",

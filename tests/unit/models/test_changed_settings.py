@@ -45,6 +45,9 @@ SETTINGS: list[tuple[str, dict[str, Any], str]] = [
         {"rope_parameters": {"partial_rotary_factor": 0.25}, "partial_rotary_factor": 0.5},
         "partial_rotary_factor",
     ),
+    ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act"),
+    ("gpt_oss", {"quantization_config": {"quant_method": "fp8"}}, "quant_method"),
+    ("gpt_oss", {"rope_scaling": LLAMA3}, "llama3"),
     ("granite", {"position_embedding_type": "nope"}, "position_embedding_type"),
     ("granite", {"hidden_act": "gelu"}, "hidden_act"),
     ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "dynamic"),
@@ -55,7 +58,7 @@ SETTINGS: list[tuple[str, dict[str, Any], str]] = [
     ("mistral", {"hidden_act": "gelu"}, "hidden_act"),
     ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise"),
     ("olmo2", {"clip_qkv": 8.0}, "clip_qkv"),
-    ("olmo2", {"rope_scaling": {**YARN, "truncate": False}}, "truncate"),
+    ("olmo3", {"rope_scaling": {**YARN, "truncate": False}}, "truncate"),
     ("olmo3", {"rope_parameters": SCALED_WINDOW}, "sliding_attention"),
     ("olmo3", {"rope_theta": "absent"}, "rope_theta"),
     ("phi3", {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}, "longrope"),
@@ -75,7 +78,8 @@ SETTINGS: list[tuple[str, dict[str, Any], str]] = [
 
 
 def shape_of(folder: Path, family: str, changes: dict[str, Any]) -> Any:
-    scaled = {"rope_scaling": GROWING} if family == "ministral3" else {}
+    scaling = {"ministral3": GROWING, "gpt_oss": YARN}.get(family)
+    scaled = {"rope_scaling": scaling} if scaling else {}
     config = {"architectures": [*family_named(family).architectures], **SIZES, **scaled, **changes}
     kept = {name: value for name, value in config.items() if value != "absent"}
     (folder / "config.json").write_text(json.dumps(kept))

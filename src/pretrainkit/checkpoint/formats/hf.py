@@ -16,6 +16,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import _TYPES as DTYPES
 
+from pretrainkit.checkpoint.formats import mxfp4
 from pretrainkit.checkpoint.formats.hf_files import INDEX_NAME, SINGLE_NAME, other_files, weight_files
-from pretrainkit.checkpoint.lazy_tensor import LazyTensor, StoredTensor, pwrite_all, same_bits
+from pretrainkit.checkpoint.lazy_tensor import ComputedTensor, LazyTensor, StoredTensor, pwrite_all, same_bits
 from pretrainkit.checkpoint.mapping import TensorMapping, check_names, check_tensors
 from pretrainkit.checkpoint.plan import ConversionPlan
 from pretrainkit.checkpoint.transforms import split_rows
@@ -47,11 +49,16 @@ class HfReader:
             name: location for name, location in locate_tensors(folder).items() if not name.endswith(_IGNORED_TENSORS)
         }
         extra_head = "lm_head.weight" if tied else None
-        wanted = {name for mapping in mappings for name in mapping.hf}
+        wanted = {name for mapping in mappings for name in self._stored_names(mapping)}
         check_names(wanted, self.tensors.keys() - {extra_head}, folder, RequestError)
         for mapping in mappings:
-            check_tensors({name: self.tensors[name] for name in mapping.hf}, mapping.hf_shapes, folder, RequestError)
-        self.dtypes = {mapping: self.tensors[mapping.hf[0]].dtype for mapping in mappings}
+            names = self._stored_names(mapping)
+            shapes = mapping.hf_shapes if names == mapping.hf else _quantized_shapes(*mapping.hf_shapes)
+            check_tensors({name: self.tensors[name] for name in names}, shapes, folder, RequestError)
+        self.dtypes = {
+            mapping: self.tensors[mapping.hf[0]].dtype if mapping.hf[0] in self.tensors else torch.bfloat16
+            for mapping in mappings
+        }
         if extra_head in self.tensors:
             embedding = self.tensors["model.embed_tokens.weight"]
             if not same_bits(self.tensors[extra_head].read(), embedding.read()):
@@ -63,8 +70,29 @@ class HfReader:
 
     def read(self, mapping: TensorMapping) -> list[LazyTensor]:
         """The parts of a mapping: its Hugging Face tensors, or what they are in one of them."""
+        if mapping.weight.num_stacked:
+            return self._of_expert(mapping)
         values = [LazyTensor.of(self.tensors[name].view(torch.atleast_1d)) for name in mapping.hf]
         return split_rows(values[0], 1, [rows for rows, *_ in mapping.shapes]) if mapping.weight.is_fused else values
+
+    def _stored_names(self, mapping: TensorMapping) -> tuple[str, ...]:
+        """Names of the tensors in the folder: those of the model, or what they are in MXFP4."""
+        whole = mapping.hf[0]
+        if mapping.weight.num_stacked and whole not in self.tensors and whole + mxfp4.BLOCKS in self.tensors:
+            return whole + mxfp4.BLOCKS, whole + mxfp4.SCALES
+        return mapping.hf
+
+    def _of_expert(self, mapping: TensorMapping) -> list[LazyTensor]:
+        """Every second row, for gate and up, of an expert's part of a tensor that all experts share."""
+        names, count = self._stored_names(mapping), len(mapping.shapes)
+
+        def rows(name: str, part: int) -> StoredTensor:
+            own = self.tensors[name].view(lambda whole: whole[mapping.expert])
+            own = own if len(names) > 1 else own.view(torch.Tensor.t)
+            return own.view(lambda matrix: matrix[part::count])
+
+        parts = [[rows(name, part) for name in names] for part in range(count)]
+        return [mxfp4.dequantized(*part) if len(part) > 1 else LazyTensor.of(*part) for part in parts]
 
     def padding(self, mapping: TensorMapping) -> LazyTensor | None:
         """None: the vocabulary of a Hugging Face model has no padding rows."""
@@ -123,12 +151,8 @@ class HfWriter:
             for mapping in self.parts[part]
             for name, shape in zip(mapping.hf, mapping.hf_shapes, strict=True)
         }
-        whole = (
-            value
-            for mapping, parts in values
-            for value in ([LazyTensor.joined(parts)] if mapping.weight.is_fused else parts)
-        )
-        write_safetensors(self.folder / self._names[part], plan, whole)
+        pieces = (piece for mapping, parts in values for piece in _as_stored(mapping, parts))
+        write_safetensors(self.folder / self._names[part], plan, pieces)
 
     def finish(self) -> None:
         """Write the index of several files."""
@@ -168,8 +192,33 @@ def described(shape: Iterable[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(tuple(shape), dtype=dtype, device="meta")
 
 
-def write_safetensors(path: Path, plan: Mapping[str, torch.Tensor], values: Iterable[LazyTensor]) -> None:
-    """Write and flush a file of tensors whose names, shapes and dtypes are given in advance, in the order of `plan`."""
+def _quantized_shapes(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of a tensor [experts, in, out] in MXFP4: the shapes of its blocks and scales."""
+    experts, num_in, num_out = shape
+    scales = (experts, num_out, num_in // mxfp4.BLOCK_VALUES)
+    return (*scales, mxfp4.BLOCK_VALUES // 2), scales
+
+
+def _as_stored(mapping: TensorMapping, parts: Sequence[LazyTensor]) -> Sequence[LazyTensor]:
+    """The Hugging Face tensors of a mapping's parts, or the piece of one that all experts share."""
+    if mapping.weight.is_fused:
+        return [LazyTensor.joined(parts)]
+    if not mapping.weight.num_stacked:
+        return parts
+    _, *shape = mapping.hf_shapes[0]
+
+    def piece(_: int, __: int) -> torch.Tensor:
+        rows = torch.stack([part.tensor() for part in parts], 1).flatten(0, 1)
+        return rows.t()[None]
+
+    return [replace(parts[0], blocks=(ComputedTensor((1, *shape), parts[0].dtype, piece),))]
+
+
+def write_safetensors(path: Path, plan: Mapping[str, torch.Tensor], pieces: Iterable[LazyTensor]) -> None:
+    """Write and flush a file of tensors whose names, shapes and dtypes are given in advance.
+
+    `pieces` are the tensors, in the order of `plan`, or rows of one after another.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in plan.items():
@@ -179,23 +228,30 @@ def write_safetensors(path: Path, plan: Mapping[str, torch.Tensor], values: Iter
     text += b" " * (-len(text) % 8)  # the data begins at a multiple of 8, as the safetensors package does it
     with path.open("wb", buffering=0) as file:
         position = pwrite_all(file.fileno(), len(text).to_bytes(8, "little") + text, 0)
-        for tensor, value in zip(plan.values(), values, strict=True):
-            assert value.shape == (tensor.shape or (1,)) and value.dtype == tensor.dtype, (
-                tensor,
-                value.shape,
-                value.dtype,
-            )
-            position += value.write(file.fileno(), position)
+        left = iter(pieces)
+        for tensor in plan.values():
+            end = position + tensor.nbytes
+            while position < end:
+                piece = next(left)
+                assert piece.shape[1:] == tensor.shape[1:] and piece.dtype == tensor.dtype, (tensor, piece.shape, piece)
+                position += piece.write(file.fileno(), position)
+            assert position == end, tensor
+        assert next(left, None) is None
         os.fsync(file.fileno())
 
 
-def open_by_package(folder: Path, stack: ExitStack) -> tuple[Callable[[str], torch.Tensor], set[str]]:
+def open_by_package(folder: Path, stack: ExitStack) -> tuple[Callable[..., torch.Tensor], set[str]]:
     """A reader of a model's tensors by name, and their names, through the safetensors package, until `stack` closes.
 
-    For checks: they must not read with the code that wrote.
+    For checks: they must not read with the code that wrote. With a second argument, the row of that number is read.
     """
     files = {}
     for path in filter(Path.is_file, weight_files(folder)):  # missing files show up as missing names
         handle = stack.enter_context(safe_open(path, framework="pt"))
         files.update(dict.fromkeys(handle.keys(), handle))
-    return lambda name: files[name].get_tensor(name), set(files)
+
+    def read(name: str, row: int | None = None) -> torch.Tensor:
+        tensor: torch.Tensor = files[name].get_tensor(name) if row is None else files[name].get_slice(name)[row]
+        return tensor
+
+    return read, set(files)

@@ -28,6 +28,8 @@ REPORT_NAME = "conversion.json"
 """File in a converted checkpoint with the report of its conversion."""
 ORIGIN_NAME = "pretrainkit_origin.json"
 """File that states what a checkpoint was made of (`checkpoint.origin`); not copied: training changes the weights."""
+QUANTIZATION = "quantization_config"
+"""Field of config.json that says in which form the weights are stored."""
 GENERATION_CONFIG = "generation_config.json"
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 """What the first part of a fingerprint reads of each weight file besides the header."""
@@ -243,6 +245,13 @@ def write_description(folder: Path, hf_folder: Path, dtype: torch.dtype, *, keep
     Both generations of transformers read them with the same meaning; with `keep`, they are copied byte for byte.
     """
     if keep:
+        if QUANTIZATION in read_config(hf_folder):
+            raise RequestError(
+                f"{QUANTIZATION} in config.json, which isn't to be changed",
+                where=str(hf_folder),
+                needed="no such field: the weights are written in bf16",
+                action="leave out --keep-config",
+            )
         shutil.copyfile(hf_folder / "config.json", folder / "config.json")
         copy_side_files(hf_folder, folder)
         return
@@ -264,6 +273,7 @@ def write_config(folder: Path, config: dict[str, Any], dtype: torch.dtype) -> No
     if name.startswith(("/", ".", "~")) or (name and Path(name).exists()):
         del config["_name_or_path"]
     fields = [field for field in ("dtype", "torch_dtype") if field in config] or ["torch_dtype"]
+    config.pop(QUANTIZATION, None)  # weights are written as they are used
     config |= dict.fromkeys(fields, str(dtype).removeprefix("torch."))
     text = json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")
