@@ -252,7 +252,8 @@ def summarize_estimates(run: ResolvedRun) -> str:
     recomputed = {"none": "none", "selective": "the MLPs", "full": f"{recompute.num_layers} layers of each stage"}
     is_final = run.kernels or run.config.training.recompute != "auto"
     lines = {
-        "parameters": format_count(estimates.parameters),
+        "parameters": format_count(estimates.parameters)
+        + (f", {format_count(estimates.active_parameters)} active" if run.model.num_experts else ""),
         "memory": f"{estimates.memory_gib:.1f} GiB on the fullest GPU = {estimates.weights_gib:.1f} weights, gradients "
         f"and optimizer + {estimates.activations_gib:.1f} activations + {estimates.logits_gib:.1f} logits; "
         f"{gpu_memory}",
@@ -262,7 +263,7 @@ def summarize_estimates(run: ResolvedRun) -> str:
         else "decided on the compute node, by its packages",
     }
     if estimates.step_time_s is None or estimates.mfu is None or estimates.gpu_hours is None:
-        lines["time"] = "no estimate for this GPU and precision"
+        lines["time"] = "no estimate for this GPU, precision or model"
     else:
         lines["time"] = (
             f"{format_duration(estimates.step_time_s)} a step, "

@@ -1,8 +1,34 @@
-"""Floating-point operations of training a model."""
+"""Parameters of a model, and the floating-point operations of training it."""
 
 from __future__ import annotations
 
+import math
+
 from pretrainkit.config.schema import ModelShape
+from pretrainkit.models.family import Layout
+from pretrainkit.models.registry import family_named
+
+
+def parameters(shape: ModelShape, padded_vocab_size: int = 0) -> int:
+    """Parameters of the whole model, all experts included; with the padding rows of its vocabulary, if it is padded."""
+    padding, total = max(padded_vocab_size - shape.vocab_size, 0) * shape.hidden_size, 0
+    for weight in family_named(shape.family).weights(shape):
+        numel = sum(math.prod(size) for size in weight.shapes)
+        repeats = (shape.num_layers if weight.per_layer else 1) * (shape.num_experts if weight.per_expert else 1)
+        total += numel * repeats + (padding if weight.layout is Layout.VOCABULARY else 0)
+    return total
+
+
+def active_parameters(shape: ModelShape, padded_vocab_size: int = 0) -> int:
+    """Of these, the ones that a token meets."""
+    idle = max(shape.num_experts - shape.experts_per_token, 0)
+    return parameters(shape, padded_vocab_size) - shape.num_layers * idle * expert_parameters(shape)
+
+
+def expert_parameters(shape: ModelShape) -> int:
+    """Of one expert of a layer."""
+    rows = [weight for weight in family_named(shape.family).weights(shape) if weight.per_expert]
+    return sum(math.prod(size) for weight in rows for size in weight.shapes)
 
 
 def matmul_parameters(shape: ModelShape) -> int:

@@ -7,7 +7,9 @@ Memory is counted from the tensors that live at the peak, the end of a microbatc
 | a parameter (bf16) | 2 + 4 for its gradient in fp32 + 12 for the fp32 copy and the two moments, these over DP x CP |
 | a parameter (fp32) | 4 + 4 + 8 over DP x CP |
 | a parameter of a layer in FP8 | 2 more: its FP8 copies, as it is and transposed |
+| a parameter of an expert | the same on the ranks that share it (EP x ETP), its optimizer's over the others |
 | a token in a layer | what `_layer_elements` lists, split over TP with sequence parallelism or by column |
+| a token at an expert | the same for the experts that it visits, whose loads are assumed to be even |
 | a token at the head | LOGITS_BYTES per row of the vocabulary on this rank |
 
 The first pipeline stage keeps the activations of as many microbatches as there are stages, the last one those of one
@@ -20,9 +22,15 @@ from __future__ import annotations
 
 import dataclasses
 
-from pretrainkit.config.schema import Estimates, Kernels, ModelShape, Recompute, ResolvedRun
+from pretrainkit.config.schema import Estimates, Kernels, Recompute, ResolvedRun
 from pretrainkit.megatron.kernels import PLAIN
-from pretrainkit.models.flops import layer_parameters, training_flops_per_token
+from pretrainkit.models.flops import (
+    active_parameters,
+    expert_parameters,
+    layer_parameters,
+    parameters,
+    training_flops_per_token,
+)
 from pretrainkit.run.gpu_specs import memory_gib, peak_flops
 
 GIB = 2**30
@@ -41,13 +49,6 @@ TENSOR_PARALLEL_SHARE, DATA_PARALLEL_SHARE, FP8_TENSOR_PARALLEL_SHARE = 0.85, 0.
 """Speed of a GPU among several over that of one, from runs on two; also used for CP and for more GPUs."""
 
 
-def parameters(shape: ModelShape, padded_vocab_size: int) -> int:
-    """Parameters of the whole model."""
-    embeddings = 1 if shape.tie_word_embeddings else 2
-    norms = shape.hidden_size * (2 * shape.num_layers + 1)
-    return shape.num_layers * layer_parameters(shape) + embeddings * padded_vocab_size * shape.hidden_size + norms
-
-
 def estimate(run: ResolvedRun) -> Estimates:
     """The estimates of a resolved run, with its kernels and recomputation."""
     fullest = max(_stage_bytes(run, is_first=True), _stage_bytes(run, is_first=False), key=sum)
@@ -55,6 +56,7 @@ def estimate(run: ResolvedRun) -> Estimates:
     mfu, step_time_s = _speed(run)
     return Estimates(
         parameters=parameters(run.model, run.padded_vocab_size),
+        active_parameters=active_parameters(run.model, run.padded_vocab_size),
         weights_gib=round(weights, 2),
         activations_gib=round(activations, 2),
         logits_gib=round(logits, 2),
@@ -94,10 +96,14 @@ def _stage_bytes(run: ResolvedRun, *, is_first: bool) -> tuple[float, float, flo
     layers, is_last = shape.num_layers // stages, not is_first or stages == 1
     embedding = run.padded_vocab_size * shape.hidden_size / tensor
     embeddings = 2 if stages == 1 and not shape.tie_word_embeddings else 1
-    on_rank = layers * (layer_parameters(shape) / tensor + 2 * shape.hidden_size) + embeddings * embedding
-    shards = run.data_parallel_size * parallel.context_parallel_size if run.config.optimizer.distributed else 1
+    visited = shape.experts_per_token * expert_parameters(shape)
+    on_rank = layers * ((layer_parameters(shape) - visited) / tensor + 2 * shape.hidden_size) + embeddings * embedding
     bf16 = run.precision == "bf16"
-    weights = on_rank * ((6 + 12 / shards) if bf16 else (8 + 8 / shards))
+    weights = _state_bytes(run, on_rank, run.world_size // (stages * tensor))
+    if shape.num_experts:
+        sharing = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel
+        experts = layers * shape.num_experts * expert_parameters(shape) / sharing
+        weights += _state_bytes(run, experts, run.world_size // (stages * sharing))
     if run.fp8:
         ends = run.fp8.first_last_bf16 * (2 if stages == 1 else 1)
         weights += FP8_COPIES_BYTES * max(layers - ends, 0) * layer_parameters(shape) / tensor
@@ -110,6 +116,12 @@ def _stage_bytes(run: ResolvedRun, *, is_first: bool) -> tuple[float, float, flo
     logits = tokens * run.padded_vocab_size / tensor * logits_of if is_last else 0.0
     # Gradients and recomputed activations are allocated after the logits are freed.
     return weights, activations, max(logits, transient * tokens * element)
+
+
+def _state_bytes(run: ResolvedRun, on_rank: float, copies: int) -> float:
+    """Bytes of parameters on a rank, their gradients and optimizer state, which as many `copies` share."""
+    shards = copies if run.config.optimizer.distributed else 1
+    return on_rank * ((6 + 12 / shards) if run.precision == "bf16" else (8 + 8 / shards))
 
 
 def _kernels(run: ResolvedRun) -> Kernels:
@@ -141,7 +153,19 @@ def _layer_elements(run: ResolvedRun) -> tuple[float, float, float]:
     rest = input_ * hidden + (heads + keys) + (1 + input_) * heads + hidden
     # Its normed input; gate and up; their product; without a fused kernel the gate's activation.
     mlp = input_ * (hidden + ffn) + 2 * ffn + (0 if run.fp8 or _kernels(run).swiglu != PLAIN else ffn)
-    return hidden, rest, mlp
+    return hidden, rest, _expert_elements(run, hidden) if shape.num_experts else mlp
+
+
+def _expert_elements(run: ResolvedRun, hidden: float) -> float:
+    """Elements per token of a microbatch that experts and their router keep on one rank (`hidden`: of a token's H)."""
+    shape, split, expert_tensor = run.model, run.model.hidden_size / hidden, run.config.parallel.expert_tensor_parallel
+    count, ffn = shape.experts_per_token, shape.expert_ffn_hidden_size / expert_tensor
+    # The normed input; in the router, logits and probabilities in fp32 and the map of each token, three times; numbers.
+    router = hidden + (6.5 * shape.num_experts + 10 * count) / split
+    # A row: what an expert gets; gate and up, SiLU's output and the product in fp32; the product in bf16.
+    rows = count * expert_tensor / split
+    shared = shape.shared_expert_ffn_hidden_size / run.config.parallel.tensor_model_parallel_size
+    return router + rows * (shape.hidden_size + 9 * ffn) + 4 * shared
 
 
 def _kept_elements(run: ResolvedRun, layers: int) -> tuple[float, float]:
@@ -158,9 +182,9 @@ def _kept_elements(run: ResolvedRun, layers: int) -> tuple[float, float]:
 
 
 def _speed(run: ResolvedRun) -> tuple[float | None, float | None]:
-    """Assumed MFU and seconds of a step; None for GPUs and precisions without a figure."""
+    """Assumed MFU and seconds of a step; None for GPUs, precisions and models without a figure."""
     peak = peak_flops(run.gpu_name) if run.gpu_name else None
-    if peak is None or run.precision != "bf16":
+    if peak is None or run.precision != "bf16" or run.model.num_experts:  # of which no figure is known
         return None, None
     parallel, shape = run.config.parallel, run.model
     work = layer_parameters(shape) / parallel.tensor_model_parallel_size * _tokens(run)

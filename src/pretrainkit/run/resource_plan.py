@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -130,6 +131,7 @@ def _changes(run: ResolvedRun) -> Iterator[tuple[str, ResolvedRun]]:
         yield "--recompute auto", _replaced(run, recompute="auto")
     if training.micro_batch_size > 1:
         yield "--micro_batch_size 1", _replaced(run, micro_batch_size=1)
+    yield from _expert_changes(run)
     tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     sizes = sorted(
         (
@@ -138,7 +140,12 @@ def _changes(run: ResolvedRun) -> Iterator[tuple[str, ResolvedRun]]:
             for pp in range(pipeline, shape.num_layers + 1)
             if tp >= tensor and (tp, pp) != (tensor, pipeline) and shape.num_layers % pp == 0
             if not any(
-                count % tp for count in (shape.num_attention_heads, shape.num_query_groups, shape.ffn_hidden_size)
+                count % tp
+                for count in (
+                    shape.num_attention_heads,
+                    shape.num_query_groups,
+                    shape.expert_ffn_hidden_size or shape.ffn_hidden_size,
+                )
             )
         ),
         key=lambda size: (size[0] * size[1], size[1]),
@@ -148,6 +155,28 @@ def _changes(run: ResolvedRun) -> Iterator[tuple[str, ResolvedRun]]:
         world_size = -(-run.world_size // ranks) * ranks
         more = f" on {world_size} GPUs" if world_size != run.world_size else ""
         yield f"-T {tp} -P {pp}{more}", _spread(run, tp, pp, world_size)
+
+
+def _expert_changes(run: ResolvedRun) -> Iterator[tuple[str, ResolvedRun]]:
+    """Larger expert parallel sizes that the model and a number of GPUs allow."""
+    parallel, count = run.config.parallel, run.model.num_experts
+    for size in _NODE_SIZES if count else ():
+        if size <= parallel.expert_model_parallel_size or count % size:
+            continue
+        changed = dataclasses.replace(parallel, expert_model_parallel_size=size)
+        stages, expert_tensor = changed.pipeline_model_parallel_size, changed.expert_tensor_parallel
+        unit = math.lcm(changed.model_parallel_size, stages * size * expert_tensor)
+        world_size = -(-run.world_size // unit) * unit
+        more = f" on {world_size} GPUs" if world_size != run.world_size else ""
+        yield (
+            f"--expert_model_parallel_size {size}{more}",
+            dataclasses.replace(
+                run,
+                config=dataclasses.replace(run.config, parallel=changed),
+                world_size=world_size,
+                data_parallel_size=world_size // changed.model_parallel_size,
+            ),
+        )
 
 
 def _replaced(run: ResolvedRun, **training: object) -> ResolvedRun:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from pretrainkit.config.launch import LaunchConfig
+from pretrainkit.config.layer_features import LayerFeatures
 from pretrainkit.config.schema import (
     DataConfig,
     DatasetFacts,
@@ -21,12 +22,51 @@ from pretrainkit.config.schema import (
 )
 from pretrainkit.errors import RequestError
 from pretrainkit.launch.start import summarize_estimates
+from pretrainkit.models.flops import active_parameters, parameters
 from pretrainkit.run import gpu_specs
-from pretrainkit.run.estimates import cheapest_recompute, estimate, fits, parameters
+from pretrainkit.run.estimates import cheapest_recompute, estimate, fits
 from pretrainkit.run.resource_plan import plan_memory
 
 LLAMA_1B = ModelShape("llama", 16, 2048, 8192, 32, 8, 64, 128256, 131072, 5e5, 1e-5, True)
 LLAMA_8B = ModelShape("llama", 32, 4096, 14336, 32, 8, 128, 128256, 131072, 5e5, 1e-5, False)
+EXPERTS: dict[str, Any] = {"max_position_embeddings": 131072, "rope_theta": 1e6, "rms_norm_eps": 1e-6}
+QWEN3_30B_A3B = ModelShape(
+    "qwen3_moe",
+    48,
+    2048,
+    6144,
+    32,
+    4,
+    128,
+    151936,
+    tie_word_embeddings=False,
+    qk_norm=True,
+    num_experts=128,
+    experts_per_token=8,
+    expert_ffn_hidden_size=768,
+    norm_topk_prob=True,
+    **EXPERTS,
+)
+MIXTRAL_8X7B = ModelShape(
+    "mixtral",
+    32,
+    4096,
+    14336,
+    32,
+    8,
+    128,
+    32000,
+    tie_word_embeddings=False,
+    num_experts=8,
+    experts_per_token=2,
+    expert_ffn_hidden_size=14336,
+    **EXPERTS,
+)
+GPT_OSS_20B = ModelShape(
+    "gpt_oss", 24, 2880, 2880, 64, 8, 64, 201088, tie_word_embeddings=False, qkv_bias=True, num_experts=32,
+    experts_per_token=4, expert_ffn_hidden_size=2880, **EXPERTS,
+    features=LayerFeatures(mlp_bias=True, output_bias=True),
+)  # fmt: skip
 PLAIN = Kernels(*8 * ["torch"])
 FP32_LOGITS = dataclasses.replace(PLAIN, swiglu="triton")
 FUSED = dataclasses.replace(FP32_LOGITS, cross_entropy="triton")
@@ -40,6 +80,7 @@ def run_of(
     pipeline: int = 1,
     context: int = 1,
     data_parallel: int = 1,
+    expert: int = 1,
     layers: int = 0,
     sequence_length: int = 4096,
     **settings: Any,
@@ -49,7 +90,7 @@ def run_of(
     return ResolvedRun(
         config=RunConfig(
             data=DataConfig(sequence_length=sequence_length),
-            parallel=ParallelConfig(tensor, pipeline, context),
+            parallel=ParallelConfig(tensor, pipeline, context, expert_model_parallel_size=expert),
             training=training,
         ),
         model=shape,
@@ -67,15 +108,38 @@ def run_of(
         lr_decay_steps=2,
         min_lr=0.0,
         samples_per_epoch=1,
-        padded_vocab_size=128256,
+        padded_vocab_size=-(-shape.vocab_size // 128) * 128,
         gpu_name="NVIDIA H100 80GB HBM3",
         kernels=kernels,
     )
 
 
+def test_experts_are_shared_by_the_ranks_of_expert_parallelism() -> None:
+    """48 layers of 128 experts with 3 x 2048 x 768 parameters, 18 bytes each; the rest has DP=8."""
+    experts = 48 * 128 * 3 * 2048 * 768 * 18 / 2**30
+    others = (parameters(QWEN3_30B_A3B) - 48 * 128 * 3 * 2048 * 768) * (6 + 12 / 8) / 2**30
+    for expert, share in ((8, 1 / 8), (4, 1 / 4 * (6 + 12 / 2) / 18), (1, (6 + 12 / 8) / 18)):
+        found = estimate(run_of(QWEN3_30B_A3B, data_parallel=8, expert=expert))
+        assert found.weights_gib == pytest.approx(experts * share + others, rel=1e-3)
+
+
+def test_a_model_with_experts_is_offered_more_expert_parallelism() -> None:
+    run = run_of(QWEN3_30B_A3B, data_parallel=8, expert=1)
+    with pytest.raises(RequestError, match=r"use --expert_model_parallel_size 8 \(77.8 GiB\), or -T 2"):
+        plan_memory(dataclasses.replace(run, kernels=None))
+    lines = summarize_estimates(dataclasses.replace(run, estimates=estimate(run)))
+    assert "30.53 G, 3.35 G active" in lines and "no estimate for this GPU, precision or model" in lines
+
+
 def test_parameters_are_those_of_the_published_models() -> None:
     assert parameters(LLAMA_1B, 128256) == 1_235_814_400
     assert parameters(LLAMA_8B, 128256) == 8_030_261_248
+    for shape, total, idle in (  # experts that a token doesn't visit
+        (QWEN3_30B_A3B, 30_532_122_624, 48 * 120 * 3 * 2048 * 768),
+        (MIXTRAL_8X7B, 46_702_792_704, 32 * 6 * 3 * 4096 * 14336),
+        (GPT_OSS_20B, 20_914_757_184, 24 * 28 * (3 * 2880 * 2880 + 3 * 2880)),
+    ):
+        assert (parameters(shape), parameters(shape) - active_parameters(shape)) == (total, idle), shape.family
 
 
 MEASURED = {
