@@ -228,7 +228,7 @@ class Plan:
 
     def _next(self) -> str:
         """The change to measure: of those that aren't known yet and for which there is time the least measured one."""
-        names = [name for name in ("data", *self._switches) if self._is_open(name) and self._has_time(name, 1.0)]
+        names = [name for name in (*self._switches, "data") if self._is_open(name) and self._has_time(name, 1.0)]
         return min(names, key=self._rounds, default="")
 
     def _rounds(self, name: str) -> int:
