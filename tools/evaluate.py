@@ -57,6 +57,9 @@ def build_parser() -> Parser:
 
 def run(arguments: argparse.Namespace) -> int:
     """Evaluate, record, print."""
+    from pretrainkit.evaluation.tasks import hide_progress_unless_on_a_terminal
+
+    hide_progress_unless_on_a_terminal()
     from pretrainkit.evaluation.evaluate import ModelRequest
     from pretrainkit.evaluation.pending import evaluate_checkpoint, evaluate_pending
     from pretrainkit.evaluation.tasks import TaskRequest, as_table, load_tasks

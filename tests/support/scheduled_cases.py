@@ -171,3 +171,38 @@ def refused_job(site: Site, run_words: list[str], folder: Path, words: str) -> N
 
 def _is_gone(site: Site, job_id: str) -> bool:
     return not site.is_there(job_id)
+
+
+TASK = """
+task: choices
+dataset_path: json
+dataset_kwargs: {data_files: {test: choices.jsonl}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{question}}"
+doc_to_choice: "{{choices}}"
+doc_to_target: 0
+metric_list: [{metric: acc}]
+"""
+
+
+def evaluated(site: Site, run_words: list[str], folder: Path) -> None:
+    """A training's job submits one that evaluates what it has saved."""
+    (folder / "choices.jsonl").write_text('{"question": "a question", "choices": [" one", " another"]}\n' * 3)
+    (folder / "choices.yaml").write_text(TASK)
+    experiment = folder / "evaluated"
+    request = [*run_words, "--experiments_dir", folder, "--experiment", "evaluated", "--max_steps", 2, "-G", 1, "-P", 1]
+    request += ["--save_interval", 1, "--eval_tasks", folder / "choices.yaml", "--set", "launch.check_nodes=false"]
+    done = site.run(PRETRAIN, *request, "--follow")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    def evaluated_steps() -> set[int]:
+        return {each["step"] for each in records(experiment) if each.get("event") == "evaluation"}
+
+    try:
+        wait_until(lambda: evaluated_steps() == {1, 2}, "evaluation")
+    except AssertionError:
+        raise AssertionError(
+            "\n".join(path.read_text() for path in experiment.glob("jobs/*/evaluation/*.log"))
+        ) from None
+    assert not list((experiment / "evaluations").glob("*.due"))

@@ -26,7 +26,7 @@ from pretrainkit.checkpoint.plan import CheckpointFormat
 from pretrainkit.checkpoint.transforms import padded_vocabulary
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import CheckpointError, RequestError
-from pretrainkit.evaluation.tasks import TaskRequest, check_tasks, run_tasks
+from pretrainkit.evaluation.tasks import TaskRequest, check_tasks, quiet, run_tasks
 from pretrainkit.files import read_json, read_object, write_json
 from pretrainkit.imports import heavy_imports
 from pretrainkit.models.registry import read_shape
@@ -193,13 +193,14 @@ def _run(rank: int, asked: _Rank) -> None:
         sequence_length=asked.max_length,
         precision=asked.precision,
     )
-    lm = megatron_lm.MegatronLM(
-        megatron_lm.compute_logits(model, asked.shape, asked.size),
-        asked.hf_folder,
-        torch.device("cuda", rank) if asked.on_gpu else torch.device("cpu"),
-        batch_size=asked.batch_size,
-        max_length=asked.max_length,
-    )
+    with quiet():
+        lm = megatron_lm.MegatronLM(
+            megatron_lm.compute_logits(model, asked.shape, asked.size),
+            asked.hf_folder,
+            torch.device("cuda", rank) if asked.on_gpu else torch.device("cpu"),
+            batch_size=asked.batch_size,
+            max_length=asked.max_length,
+        )
     results = run_tasks(lm, asked.tasks)
     if rank == 0:
         write_json(asked.scratch / _RESULTS, _plain(results))

@@ -15,7 +15,13 @@ from pretrainkit import logs
 from pretrainkit.config.run_file import read_run
 from pretrainkit.errors import EXIT_DONE, EXIT_FAILED, PretrainkitError
 from pretrainkit.evaluation.evaluate import ModelRequest, evaluate
-from pretrainkit.evaluation.tasks import Scores, TaskRequest, as_table, scores_of
+from pretrainkit.evaluation.tasks import (
+    Scores,
+    TaskRequest,
+    as_table,
+    hide_progress_unless_on_a_terminal,
+    scores_of,
+)
 from pretrainkit.run import evaluations
 from pretrainkit.run.folder import RunFolder
 from pretrainkit.signals import die_with_parent
@@ -68,6 +74,7 @@ def main() -> int:
     parser.add_argument("--low_priority", action="store_true")
     arguments = parser.parse_args()
     die_with_parent(signal.SIGTERM)
+    hide_progress_unless_on_a_terminal()
     logs.configure()
     if arguments.low_priority:
         os.nice(LOWEST_PRIORITY)

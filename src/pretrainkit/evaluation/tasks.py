@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
+import sys
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +44,12 @@ class TaskRequest:
     """Whether the scores are kept as those of the model."""
 
 
+def hide_progress_unless_on_a_terminal() -> None:
+    """Call it before tqdm and datasets are imported, which read it then."""
+    if not sys.stderr.isatty():
+        os.environ |= {"TQDM_DISABLE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+
+
 def check_installed() -> None:
     """Raise RequestError unless lm_eval is there."""
     if importlib.util.find_spec("lm_eval") is None:
@@ -67,15 +76,15 @@ def load_tasks(request: TaskRequest) -> Any:
     Raises RequestError for an unknown task, and when its data can't be had.
     """
     check_tasks(request.tasks)
-    with heavy_imports(), _quiet():
+    with heavy_imports(), quiet():
         from lm_eval.tasks import TaskManager
-    with _quiet():
+    with quiet():
         # Its own tasks are thousands of files, which take ten seconds to list.
         manager = TaskManager(include_defaults=not all(map(_is_file, request.tasks)))
     found: dict[str, dict[str, Any]] = {}
     for task in request.tasks:
         try:
-            with _quiet():
+            with quiet():
                 loaded = manager.load([_of_file(Path(task)) if _is_file(task) else task])
         except KeyError:
             raise RequestError(
@@ -98,7 +107,10 @@ def load_tasks(request: TaskRequest) -> Any:
 def run_tasks(model: LM, request: TaskRequest) -> dict[str, Any]:
     """The results of the tasks as lm_eval gives them."""
     loaded = load_tasks(request)
-    with _quiet():
+    if not sys.stderr.isatty():
+        for name in ("loglikelihood", "loglikelihood_rolling", "generate_until"):
+            setattr(model, name, partial(getattr(model, name), disable_tqdm=True))
+    with quiet():
         from lm_eval import simple_evaluate
 
         done = simple_evaluate(
@@ -166,7 +178,7 @@ def _absolute(files: Any, folder: Path) -> Any:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Without the warnings of lm_eval and datasets about every default."""
     loggers = [logging.getLogger(name) for name in ("lm_eval", "datasets")]
     levels = [logger.level for logger in loggers]

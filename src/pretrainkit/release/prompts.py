@@ -37,6 +37,15 @@ def long_text() -> str:
     return "\n\n".join(text for _, text in sorted(pydoc_data.topics.topics.items()))
 
 
+def short_texts(count: int) -> list[str]:
+    """The short prompts, and beginnings of chapters of the language reference, evenly spread."""
+    import pydoc_data.topics
+
+    texts, chapters = list(SHORT.values())[:count], [text for _, text in sorted(pydoc_data.topics.topics.items())]
+    places = range(count - len(texts))
+    return texts + [" ".join(chapters[len(chapters) * i // len(places)].split()[:30]) for i in places]
+
+
 def write_tokens(
     released: Path,
     shape: ModelShape,

@@ -55,3 +55,8 @@ def test_the_example_of_continual_pretraining_ends_in_a_verified_release(
 ) -> None:
     documents = [json.loads(line)["text"] for line in jsonl_file.read_text(encoding="utf-8").splitlines()]
     example_cases.continual_pretraining(grid_engine, make_hf_llama(), documents, tmp_path)
+
+
+def test_saves_are_evaluated_by_a_job_that_follows(grid_engine: Site, run_words: list[str], tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval", reason="the extra `evaluation` is not installed")
+    scheduled_cases.evaluated(grid_engine, run_words, tmp_path)

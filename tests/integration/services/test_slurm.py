@@ -68,3 +68,8 @@ def test_the_example_of_a_jsonl_file_prepares_it_in_a_job(
     slurm: Site, make_hf_llama: Callable[..., Path], jsonl_file: Path, tmp_path: Path
 ) -> None:
     example_cases.jsonl_to_pretrain(slurm, make_hf_llama(), jsonl_file, tmp_path)
+
+
+def test_saves_are_evaluated_by_a_job_that_follows(slurm: Site, run_words: list[str], tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval", reason="the extra `evaluation` is not installed")
+    scheduled_cases.evaluated(slurm, run_words, tmp_path)
