@@ -12,7 +12,7 @@ import json
 import sys
 from pathlib import Path
 
-from pretrainkit.cli import Parser, run_command
+from pretrainkit.cli import Parser, run_command, value_of
 from pretrainkit.errors import EXIT_DONE, EXIT_FAILED
 
 
@@ -42,6 +42,13 @@ def build_parser() -> Parser:
         "--tasks", nargs="+", default=[], metavar="TASK", help="also compare the scores of both models (evaluate.py)"
     )
     parser.add_argument("--limit", type=int, metavar="N", help="first documents of each of --tasks")
+    parser.add_argument(
+        "--also",
+        type=_readers,
+        default=(),
+        metavar="vllm,llama.cpp",
+        help="programs that must continue prompts with the same tokens as transformers, where they are installed",
+    )
     parser.add_argument("--files-only", action="store_true", help="don't run the models; the report says so")
     parser.add_argument("--report", type=Path, help="writes REPORT.json and REPORT.md; default: RELEASED.verified")
     parser.add_argument("--ignore-config-fields", nargs="+", default=[], metavar="NAME")
@@ -49,6 +56,12 @@ def build_parser() -> Parser:
     parser.add_argument("--verbose", action="store_true", help="log more")
     parser.add_argument("--quiet", action="store_true", help="log warnings only")
     return parser
+
+
+def _readers(text: str) -> tuple[str, ...]:
+    from pretrainkit.release.other_readers import parse_readers
+
+    return value_of(parse_readers)(text)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -72,6 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
         options=options,
         files_only=arguments.files_only,
         tasks=TaskRequest(tuple(arguments.tasks), limit=arguments.limit) if arguments.tasks else None,
+        readers=arguments.also,
     )
     report.write(arguments.report or report_prefix(arguments.released))
     print(json.dumps(report.as_dict(), indent=2) if arguments.json else report.as_markdown(hashes=False))

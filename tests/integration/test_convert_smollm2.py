@@ -12,6 +12,8 @@ import pytest
 from pretrainkit.checkpoint.convert import convert
 from pretrainkit.checkpoint.parallel import Parallelism
 from pretrainkit.checkpoint.plan import CheckpointFormat, Options
+from pretrainkit.data.tokens import gguf
+from pretrainkit.data.tokens.encoder import EngineSpec, load_encoder
 
 pytestmark = pytest.mark.integration
 
@@ -43,5 +45,8 @@ def test_smollm2_comes_back_from_every_format(assert_same: Callable[[Path, Path]
         if path.suffix != ".safetensors" and path.name != "tokenizer.model":
             assert (tmp_path / "back" / path.name).read_bytes() == path.read_bytes(), path.name
     assert not (tmp_path / "back" / "tokenizer.model").exists()
+    path = tmp_path / "back" / "tokenizer.json"
+    ids = gguf.ids_with_template(load_encoder(EngineSpec("tokenizers", str(path), special_tokens=False)), path)
+    assert ids and gguf.pre_tokenizer(ids) == "smollm", "llama.cpp's converter to GGUF knows it"
     words = generate(tmp_path / "back")
     assert words == generate(source) and "Paris" in words

@@ -9,6 +9,7 @@ from pretrainkit.errors import RequestError
 from pretrainkit.evaluation.tasks import TaskRequest, check_tasks
 from pretrainkit.release.files import MODEL_CARD, hash_files, verify_files
 from pretrainkit.release.models import RunOptions, check_models
+from pretrainkit.release.other_readers import check_installed, check_readers
 from pretrainkit.release.report import ReleaseReport, read_report, report_prefix
 from pretrainkit.release.scores import check_scores
 
@@ -23,10 +24,14 @@ def check_release(
     options: RunOptions | None = None,
     files_only: bool = False,
     tasks: TaskRequest | None = None,
+    readers: Sequence[str] = (),
 ) -> ReleaseReport:
-    """Every check of a release. The models run if its files are right, unless `files_only`; on `tasks` if given."""
+    """Every check of a release. The models run if its files are right, unless `files_only`; on `tasks` if given, and
+    other programs (`other_readers`) open it.
+    """
     if tasks:
         check_tasks(tasks.tasks)
+    check_installed(readers)
     options = options or RunOptions()
     ignored = options.ignore_config_fields
     report = verify_files(source, released, hf_folder=hf_folder, ignore_config_fields=ignored)
@@ -38,6 +43,8 @@ def check_release(
         report.checks += check_models(source, released, hf_folder=hf_folder, options=options)
         if tasks:
             report.checks += check_scores(source, released, tasks, hf_folder=hf_folder, ignore_config_fields=ignored)
+        if readers:
+            report.checks += check_readers(released, readers)
     return report
 
 

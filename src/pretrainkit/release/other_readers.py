@@ -17,6 +17,7 @@ from typing import Any
 
 from pretrainkit.checkpoint.formats.hf_files import readable_folder
 from pretrainkit.data.tokens import gguf
+from pretrainkit.data.tokens.encoder import EngineSpec, load_encoder
 from pretrainkit.errors import RequestError
 from pretrainkit.imports import heavy_imports
 from pretrainkit.logs import get_logger
@@ -99,10 +100,9 @@ def _judge(name: str, expected: list[tuple[list[int], list[int]]], found: list[l
 
 
 def _check_llama_cpp(folder: Path, texts: list[str], expected: list[tuple[list[int], list[int]]]) -> Iterator[Check]:
-    from tokenizers import Tokenizer
-
-    if gguf.needs_pre_tokenizer(folder / "tokenizer.json"):
-        ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(gguf.CHECK_TEXT).ids
+    path = folder / "tokenizer.json"
+    ids = gguf.ids_with_template(load_encoder(EngineSpec("tokenizers", str(path), special_tokens=True)), path)
+    if ids is not None:
         note = gguf.unknown_note(ids)
         yield Check("llama.cpp's converter knows the pre-tokenizer", not note, note or f"{gguf.pre_tokenizer(ids)}")
         if note:

@@ -30,11 +30,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Protocol, TypeAlias, TypeVar
 
+from pretrainkit.data.tokens import gguf
 from pretrainkit.data.tokens.encoder import Encoder, EngineSpec, num_threads, one_thread
 from pretrainkit.data.tokens.parity import (
     Answers,
@@ -45,7 +48,10 @@ from pretrainkit.data.tokens.parity import (
     load_checked_encoder,
 )
 from pretrainkit.errors import DataError, PretrainkitError
+from pretrainkit.logs import get_logger
 from pretrainkit.signals import die_with_parent
+
+log = get_logger(__name__)
 
 NOT_FORKABLE = ("tokenizers", "fastokens", "torch", "pyarrow")
 """Modules that may have started threads, which don't survive in a forked process."""
@@ -235,6 +241,8 @@ class EncodePool:
             reply = self._receive(reference)
             reference.connection.close()
             self._ask_server("stop", [reference.pid])  # its tokenizer is not needed again
+            if reply.note:
+                log.info("%s", reply.note)
             answers.set_result(reply)
         except Exception as error:
             answers.set_exception(error)
@@ -404,7 +412,8 @@ def _open_worker(task: EncodeTask, number: int, encoder: Encoder | None) -> Call
 def _open_reference(engine: EngineSpec, _: Encoder | None) -> Callable[[ParitySample], Answers]:
     """What the reference does: say which ids Hugging Face tokenizers gives."""
     encoder = load_tokenizer(engine)
-    return lambda sample: ask(encoder, sample.texts())
+    note = gguf.unknown_note(gguf.ids_with_template(encoder, Path(engine.json_path)))
+    return lambda sample: replace(ask(encoder, sample.texts()), note=note)
 
 
 def _run_child(connection: Connection, opener: Opener, encoder: Encoder | None) -> None:

@@ -8,9 +8,13 @@ those of llama.cpp's conversion/base.py (get_vocab_base_pre) as of llama-cpp-pyt
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
+
+import orjson
+
+from pretrainkit.data.tokens.encoder import Encoder
+from pretrainkit.data.tokens.template import template_ids
 
 CHECK_TEXT = (
     "\n \n\n \n\n\n \t \t\t \t\n  \n   \n    \n     \n🚀 (normal) 😶\u200d🌫️ (multiple emojis concatenated)"
@@ -117,18 +121,25 @@ def pre_tokenizer(ids: Sequence[int]) -> str | None:
     return next((name for name, hashes in _KNOWN.items() if digest in hashes.split()), None)
 
 
-def needs_pre_tokenizer(tokenizer_json: Path) -> bool:
-    """Whether the converter looks for the hash: for byte-level BPE, and not for a converted SentencePiece model."""
-    model = json.loads(tokenizer_json.read_bytes()).get("model") or {}
-    return model.get("type") == "BPE" and not model.get("byte_fallback")
+def ids_with_template(encoder: Encoder, tokenizer_json: Path) -> list[int] | None:
+    """The ids of CHECK_TEXT with those that the tokenizer's template puts around it.
+
+    None where the converter doesn't look for a hash: of another model than byte-level BPE, such as SentencePiece's.
+    """
+    described = orjson.loads(tokenizer_json.read_bytes())
+    model = described.get("model") or {}
+    if model.get("type") != "BPE" or model.get("byte_fallback"):
+        return None
+    before, after = template_ids(described.get("post_processor"))
+    return [*before, *encoder.encode([CHECK_TEXT])[0].tolist(), *after]
 
 
-def unknown_note(ids: Sequence[int]) -> str:
-    """What is to be said of a tokenizer that llama.cpp doesn't know; empty for others."""
-    if pre_tokenizer(ids):
+def unknown_note(ids: Sequence[int] | None) -> str:
+    """What is to be said of a tokenizer with these ids that llama.cpp doesn't know; empty for others."""
+    if ids is None or pre_tokenizer(ids):
         return ""
     digest = hashlib.sha256(str(list(ids)).encode()).hexdigest()
     return (
-        f"llama.cpp's converter to GGUF doesn't know this tokenizer's pre-tokenizer (hash {digest[:_DIGITS]}...): models"
-        " with it can't be converted until it is added there (convert_hf_to_gguf_update.py)"
+        f"llama.cpp's converter to GGUF doesn't know this tokenizer's pre-tokenizer (hash {digest[:_DIGITS]}): models "
+        "with it can't be converted until it is added there (convert_hf_to_gguf_update.py)"
     )

@@ -100,6 +100,8 @@ class Answers:
     """[T], one text after the other."""
     offsets: NDArray[np.int64]
     """[len(texts) + 1], into the ids."""
+    note: str = ""
+    """What else is to be said of the tokenizer."""
 
 
 def ask(reference: Encoder, texts: list[str]) -> Answers:
