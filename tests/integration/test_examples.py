@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hub_server import TOKEN, HubServer
 
 from pretrainkit.run.json_lines import read_records
 
@@ -154,6 +155,46 @@ def test_folders_of_text_become_a_verified_release(run: Example, checkout: Path,
     assert (checkout / "released/llm-cpt/step_00000004/model.safetensors").is_file()
 
 
+def test_a_stable_run_is_decayed_averaged_and_published(
+    run: Example, checkout: Path, model: Path, dataset_prefix: Path
+) -> None:
+    """Three branches from different steps, a page that compares them, their average with the gate, and a hub."""
+    (model / "README.md").write_text("---\nlicense: apache-2.0\n---\n# The base model\n")
+    hub = HubServer()
+    settings = {"MODEL": model, "DATA": dataset_prefix, "SMALL": 1, "REPO": "lab/tiny"}
+    settings |= {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": 1, "HF_HOME": checkout / "hf"}
+    try:
+        for step in ("stable", "decay", "compare", "release"):
+            done = run("decay_branches.sh", step, **settings)
+            assert done.returncode == 0, f"{step}: {done.stdout}{done.stderr}"
+        published = run("decay_branches.sh", "publish", "--base-model", "owner/base", **settings)
+        assert published.returncode == 0, published.stderr
+        again = run("decay_branches.sh", "publish", "--base-model", "owner/base", **settings)
+        assert "has this release already" in again.stdout
+    finally:
+        hub.close()
+    experiments = checkout / "experiments"
+    assert steps(experiments / "stable") == [1, 2, 3, 4, 5, 6]
+    for number, first in ((1, 6), (2, 4), (3, 2)):
+        records = read_records(experiments / f"stable_decay_{number}" / "metrics.jsonl")
+        rates = [record["learning_rate"] for record in records if "loss" in record]
+        assert steps(experiments / f"stable_decay_{number}") == [first + 1, first + 2] and rates[1] < rates[0]
+    assert "stable_decay_3" in (experiments / "stable.html").read_text(encoding="utf-8")
+    card = hub.repositories["lab/tiny"].branches["main"][-1][1]["README.md"].decode()
+    for words in (
+        "The average of stable_decay_1 at step 8, stable_decay_2 at step 6, stable_decay_3 at step 4.",
+        "| branch | of stable at step 6 |",
+        "--branch_from stable:2",
+        "--lr_schedule constant",
+        "The release check passed",
+    ):
+        assert words in card, card
+    losses = [line for line in card.splitlines() if line.startswith("| training loss |")]
+    assert len(losses) == 3 and all("(step 1)" in line for line in losses), (
+        "a branch's training begins with its parent's"
+    )
+
+
 WRONG = {
     "shards-without-model": ("shards_and_train.sh", (), {"MODEL": "/nowhere"}, "/nowhere"),
     "shards-of-nothing": ("shards_and_train.sh", (), {"INPUT": "EMPTY"}, "no input file in this folder"),
@@ -182,6 +223,10 @@ WRONG = {
     "no-step": ("continual_pretraining.sh", (), {}, "usage: continual_pretraining.sh data|convert|train|release"),
     "release-before-training": ("continual_pretraining.sh", ("release",), {}, "no complete checkpoint"),
     "no-site": ("continual_pretraining.sh", ("data",), {"SITE": "nowhere"}, "no site file nowhere"),
+    "no-branches-step": ("decay_branches.sh", (), {}, "usage: decay_branches.sh stable|decay|compare|release|publish"),
+    "decay-before-training": ("decay_branches.sh", ("decay",), {}, "fewer than three checkpoints"),
+    "release-before-decay": ("decay_branches.sh", ("release",), {}, "no complete checkpoint in"),
+    "publish-nowhere": ("decay_branches.sh", ("publish",), {}, "set REPO to OWNER/NAME"),
     "diagnose-nothing": ("diagnose.sh", (), {"EXPERIMENT": "/nowhere"}, "/nowhere"),
 }
 

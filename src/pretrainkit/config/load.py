@@ -73,6 +73,8 @@ def load_config(
                     left_open.append((option, where))
                     continue
                 values[option.name] = _added(option, values.get(option.name), option.convert(value, where))
+    if values.get("branch_from"):
+        values.setdefault("nemo_model", None)  # a branch has the weights of its checkpoint
     problems += [_missing(option, where) for option, where in left_open if option.name not in values]
     RequestError.raise_all(problems)
     request: dict[str, Any] = {}

@@ -20,7 +20,7 @@ from pretrainkit.data.shards.urls import is_url
 from pretrainkit.errors import DataError, RequestError
 from pretrainkit.models.registry import read_shape
 from pretrainkit.release.report import ReleaseReport
-from pretrainkit.release.training_record import TrainingRecord
+from pretrainkit.release.training_record import TrainingRecord, rank_hours
 from pretrainkit.run.history import losses_of
 from pretrainkit.run.lr_schedule import describe_schedule
 from pretrainkit.units import format_bytes, format_count
@@ -39,11 +39,17 @@ class CardFacts:
     title: str
     released: Path
     report: ReleaseReport
-    training: TrainingRecord
+    trainings: Sequence[TrainingRecord]
+    """Of the checkpoints that the release was made from; an average may be of several experiments."""
     base_model: str | None
     """Hub id; None: trained from random weights."""
     licence: Mapping[str, str]
     """The fields of a card's metadata that name the licence."""
+
+    @property
+    def training(self) -> TrainingRecord:
+        """The last one: of what all have in common, as model and data."""
+        return self.trainings[-1]
 
 
 def metadata_of(text: str) -> dict[str, Any]:
@@ -100,13 +106,14 @@ def new_card(facts: CardFacts) -> str:
 
 
 def _base(facts: CardFacts) -> str:
-    shape, weights = read_shape(facts.released), facts.training.run.initial_weights
+    root = facts.training.lineage[0].run
+    shape, weights = read_shape(facts.released), root.initial_weights
     licence = ", ".join(facts.licence.values()) or "see the card's metadata"
     lines = [
         ("architecture", f"{shape.family}, {shape.num_layers} layers, hidden size {shape.hidden_size}"),
         ("vocabulary, context", f"{shape.vocab_size} tokens, {shape.max_position_embeddings} tokens"),
         ("base model", f"[{facts.base_model}](https://huggingface.co/{facts.base_model})" if facts.base_model else ""),
-        ("initial weights", "random" if weights is None and not facts.training.run.branch else _fingerprint(weights)),
+        ("initial weights", "random" if weights is None and not root.branch else _fingerprint(weights)),
         ("licence", licence),
     ]
     return _table(("", ""), [line for line in lines if line[1]])
@@ -156,14 +163,27 @@ def _data(facts: CardFacts) -> str:
     return "\n\n".join([summary, table, *(["\n".join(notes)] if notes else [])])
 
 
+def _each(facts: CardFacts, section: Callable[[TrainingRecord], str]) -> str:
+    """A section of every experiment that the release was made from, below its name where there are several."""
+    if len(facts.trainings) == 1:
+        return section(facts.training)
+    names = ", ".join(f"{each.folder.name} at step {each.step}" for each in facts.trainings)
+    parts = [f"### {each.folder.name}\n\n{section(each)}" for each in facts.trainings]
+    return "\n\n".join([f"The average of {names}.", *parts])
+
+
 def _training(facts: CardFacts) -> str:
-    run = facts.training.run
+    return _each(facts, _settings)
+
+
+def _settings(record: TrainingRecord) -> str:
+    run = record.run
     training, optimizer, parallel = run.config.training, run.config.optimizer, run.config.parallel
     branch = run.branch
     packages = ("torch", "megatron-core", "nemo_toolkit", "transformers")
-    found = facts.training.packages
+    found = record.packages
     lines = [
-        ("steps", f"{facts.training.step} of {run.max_steps}"),
+        ("steps", f"{record.step} of {run.max_steps}"),
         ("branch", f"of {Path(branch.experiment).name} at step {branch.step}" if branch else ""),
         ("batch", f"{training.global_batch_size} sequences of {run.config.data.sequence_length} tokens"),
         ("batch size warm-up", training.rampup_batch_size or ""),
@@ -180,7 +200,12 @@ def _training(facts: CardFacts) -> str:
 
 
 def _results(facts: CardFacts) -> str:
-    held_out, steps = facts.training.held_out, facts.training.steps
+    gate = [check.found for check in facts.report.checks if check.name == "held-out loss"]
+    return "\n\n".join([_each(facts, _losses), *(f"Held-out text of the release check: {found}." for found in gate)])
+
+
+def _losses(record: TrainingRecord) -> str:
+    held_out, steps = record.held_out, record.steps
     rows = list[tuple[str, ...]]()
     for kind, found, field, parts in (
         ("held-out", held_out, "val_loss", losses_of),
@@ -195,9 +220,7 @@ def _results(facts: CardFacts) -> str:
         rows += [
             (f"{kind}, {label}", _loss(first, before.get(label)), _loss(last, after.get(label))) for label in labels
         ]
-    table = _table(("nats per token", "first", "last"), rows) if rows else "No losses were recorded."
-    gate = [check.found for check in facts.report.checks if check.name == "held-out loss"]
-    return "\n\n".join([table, *(f"Held-out text of the release check: {found}." for found in gate)])
+    return _table(("nats per token", "first", "last"), rows) if rows else "No losses were recorded."
 
 
 def _loss(record: Mapping[str, Any], loss: float | None) -> str:
@@ -205,7 +228,11 @@ def _loss(record: Mapping[str, Any], loss: float | None) -> str:
 
 
 def _evaluation(facts: CardFacts) -> str:
-    found = facts.training.evaluations
+    return _each(facts, _scores)
+
+
+def _scores(record: TrainingRecord) -> str:
+    found = record.evaluations
     if not found:
         return "No evaluation was recorded."
     first, last = found[0], found[-1]
@@ -222,7 +249,7 @@ def _score(value: Any) -> str:
 
 
 def _hardware(facts: CardFacts) -> str:
-    run, hours = facts.training.run, facts.training.rank_hours
+    run, hours = facts.training.run, rank_hours(facts.trainings)
     kind = run.gpu_name or ("CPU ranks" if run.accelerator == "cpu" else "GPU")
     unit = "CPU rank" if run.accelerator == "cpu" else "GPU"
     speed = [each["tokens_per_second"] for each in facts.training.steps if each.get("tokens_per_second")]
@@ -242,7 +269,8 @@ def _release(facts: CardFacts) -> str:
 
 
 def _commands(facts: CardFacts) -> str:
-    lines = facts.training.commands or ["# no command was recorded"]
+    commands = [command for training in facts.trainings for command in training.commands]
+    lines = list(dict.fromkeys(commands)) or ["# no command was recorded"]
     return "\n".join(["```bash", *lines, "```"])
 
 

@@ -139,16 +139,18 @@ def _card(request: Request, report: ReleaseReport, on_hub: str | None) -> str:
 
 
 def _facts(request: Request, report: ReleaseReport, own: str | None) -> card.CardFacts:
-    training = read_training(report.sources, request.folder)
-    if training is None:
+    trainings = read_training(report.sources, request.folder)
+    if not trainings:
         raise RequestError(
             "not checkpoints of an experiment, so there are no records of a training",
             needed="the experiment's own checkpoint as the gate's source",
             action=f"or write {MODEL_CARD} in {request.folder} without marked sections, which is published as it is",
             where=", ".join(report.sources),
         )
+    training = trainings[-1]
+    root = training.lineage[0].run
     base_model = request.base_model or training.base_model
-    is_trained_from = training.run.initial_weights is not None or training.run.branch is not None
+    is_trained_from = root.initial_weights is not None or root.branch is not None
     if base_model is None and is_trained_from:
         raise RequestError(
             "the records don't name the base model: it was a folder",
@@ -172,11 +174,11 @@ def _facts(request: Request, report: ReleaseReport, own: str | None) -> card.Car
             where="--license",
         )
     title = request.repository.partition("/")[2]
-    return card.CardFacts(title, request.folder, report, training, base_model, stated or licence)
+    return card.CardFacts(title, request.folder, report, trainings, base_model, stated or licence)
 
 
 def _base_card(request: Request, report: ReleaseReport, training: TrainingRecord) -> str:
-    weights = training.run.initial_weights
+    weights = training.lineage[0].run.initial_weights
     folders = [Path(source) / HF_SOURCE for source in report.sources]
     folders += [Path(training.run.hf_folder), *([Path(weights.source)] if weights else [])]
     cards = [folder / MODEL_CARD for folder in folders]

@@ -26,8 +26,10 @@ _ABSOLUTE_PATH = re.compile(r"(?P<before>^|[\s'\"=:,])(?:~|(?=/))(?:/[^\s'\":,=/
 
 @dataclass(frozen=True)
 class TrainingRecord:
-    """The training of a release."""
+    """The training that led to a checkpoint; of a branch with that of the experiments it comes from."""
 
+    folder: Path
+    """Of the experiment."""
     run: ResolvedRun
     """As the attempt that saved the released step had it."""
     step: int
@@ -35,27 +37,39 @@ class TrainingRecord:
     """Those of metrics.jsonl up to the step, in the order in which they were written."""
     sources: tuple[str, ...]
     """The source.txt of each attempt up to then."""
+    parent: TrainingRecord | None = None
+    """Up to the checkpoint that this experiment has branched off; None also where it is gone."""
+
+    @property
+    def lineage(self) -> list[TrainingRecord]:
+        """This experiment's own training, and before it those that it comes from, oldest first."""
+        return [*(self.parent.lineage if self.parent else ()), self]
+
+    @property
+    def _all_records(self) -> list[dict[str, Any]]:
+        return [each for training in self.lineage for each in training.records]
 
     @property
     def steps(self) -> list[dict[str, Any]]:
         """The record of each step, in order; the last one, where a restart repeated the step."""
-        found = {each["step"]: each for each in self.records if "event" not in each and "loss" in each}
+        found = {each["step"]: each for each in self._all_records if "event" not in each and "loss" in each}
         return [each for _, each in sorted(found.items())]
 
     @property
     def held_out(self) -> list[dict[str, Any]]:
         """The records of held-out losses, each step once, in order."""
-        found = {each["step"]: each for each in self.records if "event" not in each and "val_loss" in each}
+        found = {each["step"]: each for each in self._all_records if "event" not in each and "val_loss" in each}
         return [each for _, each in sorted(found.items())]
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
         """The records of evaluations, in order."""
-        return [each for each in self.records if each.get("event") == EVALUATION]
+        return [each for each in self._all_records if each.get("event") == EVALUATION]
 
     @property
     def rank_hours(self) -> float:
-        """Hours of training steps, repeated ones included, times the ranks that took them; without starts and saves."""
+        """Of this experiment alone: hours of training steps, repeated ones included, times the ranks that took them;
+        without starts and saves."""
         seconds, last, world_size = 0.0, 0, self.run.world_size
         for each in self.records:
             if each.get("event") == START:
@@ -68,7 +82,8 @@ class TrainingRecord:
     @property
     def commands(self) -> list[str]:
         """The command lines of the attempts, each once; of absolute paths only the last name."""
-        found = [line[9:] for text in self.sources for line in text.splitlines()[:2] if line.startswith("command: ")]
+        texts = [text for training in self.lineage for text in training.sources]
+        found = [line[9:] for text in texts for line in text.splitlines()[:2] if line.startswith("command: ")]
         return list(dict.fromkeys(_without_folders(command) for command in found))
 
     @property
@@ -81,8 +96,9 @@ class TrainingRecord:
     @property
     def base_model(self) -> str | None:
         """Hub id of the model that the training began from; None: it isn't known."""
-        config, weights = self.run.config, self.run.initial_weights
-        folders = [Path(self.run.hf_folder), *([Path(weights.source)] if weights else [])]
+        run = self.lineage[0].run
+        config, weights = run.config, run.initial_weights
+        folders = [Path(run.hf_folder), *([Path(weights.source)] if weights else [])]
         for folder in folders:
             if match := _HUB_CACHE.search(f"{folder}/"):
                 return f"{match['owner']}/{match['name']}"
@@ -106,29 +122,32 @@ def check_there(sources: Sequence[str]) -> None:
         )
 
 
-def read_training(sources: Sequence[str], released: Path) -> TrainingRecord | None:
-    """The records of the experiment whose checkpoint, or checkpoints, a release was made from.
+def read_training(sources: Sequence[str], released: Path) -> list[TrainingRecord]:
+    """The records of the experiments whose checkpoints a release was made from, each once, in the order of the sources.
 
-    None where the sources aren't checkpoints of an experiment. Raises RequestError where they are of several.
+    Empty where the sources aren't checkpoints of experiments.
     """
-    steps, folders = list[int](), set[Path]()
+    steps: dict[Path, list[int]] = {}
     for source in map(Path, sources):
         step = step_of(source)
         folder = source.parent.parent if step is not None else source.parent if source.name == "checkpoints" else source
         if not (folder / RUN_FILE).is_file():
-            return None
-        folders.add(folder.resolve())
-        steps += [] if step is None else [step]
-    if len(folders) != 1:
-        raise RequestError(
-            f"checkpoints of {len(folders)} experiments",
-            needed="those of one, whose records make the model card",
-            action="write README.md without marked sections, which is published as it is",
-            where="--source",
-        )
-    for stated in files.read_object(released / ORIGIN_NAME).get("steps", []):
-        steps += [parent["step"] for parent in stated.get("parents", []) if parent.get("step") is not None]
-    return _read(RunFolder(folders.pop()), max(steps, default=0))
+            return []
+        steps.setdefault(folder.resolve(), []).extend([] if step is None else [step])
+    if len(steps) == 1:  # an average of checkpoints that only its statement names
+        (only,) = steps.values()
+        for stated in files.read_object(released / ORIGIN_NAME).get("steps", []):
+            only += [parent["step"] for parent in stated.get("parents", []) if parent.get("step") is not None]
+    return [_read(RunFolder(folder), max(found, default=0)) for folder, found in steps.items()]
+
+
+def rank_hours(trainings: Sequence[TrainingRecord]) -> float:
+    """`TrainingRecord.rank_hours` of experiments and those that they come from, each once, to its furthest step."""
+    furthest: dict[Path, TrainingRecord] = {}
+    for each in (one for training in trainings for one in training.lineage):
+        if each.folder not in furthest or furthest[each.folder].step < each.step:
+            furthest[each.folder] = each
+    return sum(each.rank_hours for each in furthest.values())
 
 
 def _read(folder: RunFolder, step: int) -> TrainingRecord:
@@ -147,4 +166,7 @@ def _read(folder: RunFolder, step: int) -> TrainingRecord:
             run_file = own  # it is copied when the attempt starts; run.json itself is that of the last start
             source = attempt / SOURCE_FILE
             sources += [source.read_text(encoding="utf-8")] if source.is_file() else []
-    return TrainingRecord(read_run(run_file), step, tuple(records), tuple(sources))
+    run = read_run(run_file)
+    origin = RunFolder(Path(run.branch.experiment)) if run.branch else None
+    parent = _read(origin, run.branch.step) if run.branch and origin and origin.run_file.is_file() else None
+    return TrainingRecord(folder.path.resolve(), run, step, tuple(records), tuple(sources), parent)
