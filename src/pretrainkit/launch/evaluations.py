@@ -7,10 +7,9 @@ the run is evaluated then, on the GPUs if there are any.
 from __future__ import annotations
 
 import contextlib
-import os
 import subprocess
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from pretrainkit.logs import get_logger
 from pretrainkit.run import evaluations
@@ -23,9 +22,8 @@ log = get_logger(__name__)
 
 
 @contextlib.contextmanager
-def evaluated_meanwhile(folder: RunFolder, command: Sequence[str]) -> Iterator[None]:
+def evaluated_meanwhile(folder: RunFolder, command: Sequence[str], environment: Mapping[str, str]) -> Iterator[None]:
     """In the block, run `command` whenever checkpoints are due, with its output in a file; it ends with the block."""
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # later, HF_HUB_OFFLINE is set for the ranks
     ended, running = threading.Event(), list[subprocess.Popen[bytes]]()
 
     def watch() -> None:
@@ -49,14 +47,14 @@ def evaluated_meanwhile(folder: RunFolder, command: Sequence[str]) -> Iterator[N
             process.wait()
 
 
-def evaluate_rest(folder: RunFolder, command: Sequence[str]) -> None:
+def evaluate_rest(folder: RunFolder, command: Sequence[str], environment: Mapping[str, str]) -> None:
     """Evaluate what is still due after the run has ended; a failure or Ctrl-C changes nothing of the run."""
     waiting = evaluations.pending(folder)
     if not waiting:
         return
     log.info("the run is done; evaluating %s (Ctrl-C leaves them)", ", ".join(path.name for path in waiting))
     try:
-        code = subprocess.run(command, stdin=subprocess.DEVNULL).returncode
+        code = subprocess.run(command, stdin=subprocess.DEVNULL, env=environment).returncode
     except KeyboardInterrupt:
         code = -1
     if code:

@@ -92,15 +92,16 @@ def run_attempt(plan: LaunchPlan) -> int:
     kills them. No process is left when this returns.
     """
     adopt_orphans()
-    folder = RunFolder.of(plan.run)
-    meanwhile = evaluated_meanwhile(folder, plan.evaluation_command("--device", "cpu", "--low_priority"))
+    folder, environment = RunFolder.of(plan.run), dict(os.environ)  # the ranks' own has no hub
+    low = plan.evaluation_command("--device", "cpu", "--low_priority")
+    meanwhile = evaluated_meanwhile(folder, low, environment | {"CUDA_VISIBLE_DEVICES": ""})
     with (
-        meanwhile if plan.run.config.training.eval_tasks else contextlib.nullcontext(),
         live_line(lambda: read_attempt(plan.log_dir), plan.run.max_steps, sys.stderr) as stream,
         Follower(shown_logs(plan.log_dir), stream),
     ):
         with _forwarded_signals(plan.log_dir / PID_FILE) as stop:
-            _run_experiment(plan)
+            with meanwhile if plan.run.config.training.eval_tasks else contextlib.nullcontext():
+                _run_experiment(plan)
             _wait_for_orphaned_ranks(plan, stop)
         if left := kill_descendants():
             log.warning("killed processes that were left behind: %s", ", ".join(map(str, left)))
@@ -110,7 +111,7 @@ def run_attempt(plan: LaunchPlan) -> int:
         outcome = read_outcome(plan.log_dir)
     code = log_outcome(outcome, plan.log_dir, continued_by="the same command")
     if code == EXIT_DONE and plan.run.config.training.eval_tasks:
-        evaluate_rest(folder, plan.evaluation_command())
+        evaluate_rest(folder, plan.evaluation_command(), environment)
     return code
 
 

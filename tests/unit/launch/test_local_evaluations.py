@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def command(folder: RunFolder, seconds: float) -> list[str]:
 
 def test_what_becomes_due_is_evaluated_by_one_process_at_a_time(folder: RunFolder) -> None:
     starts = folder.evaluations / "starts"
-    with evaluations.evaluated_meanwhile(folder, command(folder, 0.3)):
+    with evaluations.evaluated_meanwhile(folder, command(folder, 0.3), os.environ):
         for step in (1, 2):
             (folder.evaluations / f"step_0000000{step}.due").touch()
         assert files.wait_until(lambda: len(list(folder.evaluations.glob("*.json"))) == 2, timeout_s=20)
@@ -44,8 +45,8 @@ def test_what_becomes_due_is_evaluated_by_one_process_at_a_time(folder: RunFolde
 
 def test_the_process_ends_with_the_run_and_the_rest_is_done_then(folder: RunFolder) -> None:
     (folder.evaluations / "step_00000001.due").touch()
-    with evaluations.evaluated_meanwhile(folder, command(folder, 60)):
+    with evaluations.evaluated_meanwhile(folder, command(folder, 60), os.environ):
         assert files.wait_until((folder.evaluations / "starts").exists, timeout_s=20)
     assert not list(folder.evaluations.glob("*.json"))
-    evaluations.evaluate_rest(folder, command(folder, 0))
+    evaluations.evaluate_rest(folder, command(folder, 0), os.environ)
     assert list(folder.evaluations.glob("*.json"))
