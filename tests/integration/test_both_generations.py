@@ -34,17 +34,19 @@ NAMES = ["llama", "llama3-rope", "mistral", "qwen2", "qwen2-tied", "qwen3", "mix
 FEATURED = [
     "olmo2",
     "olmo3",
-    "gemma2",
     "gemma3",
     "glm4",
     "exaone4",
-    "apertus",
     "smollm3",
     "granite",
     "phi3",
     "seed-oss",
 ]
 """Families whose models are released and opened here; the gate is tried on NAMES."""
+NOT_ALIKE = ("apertus", "gemma2", "gpt_oss")
+"""Families not compared here: transformers 4 rounds weights of Apertus's activation to bf16, computes Gemma 2 without
+its cap of attention, and has gpt-oss in other tensors.
+"""
 DENSE = ["llama", "llama3-rope", "mistral", "qwen2", "qwen3"]
 SMALL = RunOptions(long_tokens=48, num_sequences=1)
 Saved = Callable[[int, str], Path]
@@ -122,7 +124,7 @@ def test_releases_of_all_families_open_in_both_generations(
     generation: int, saved: Saved, release: Callable[[Path, CheckpointFormat], tuple[Path, Path]]
 ) -> None:
     names = [*NAMES, *FEATURED]
-    families = {family.name for family in FAMILIES} - {*other_transformers.ONLY_IN_5}
+    families = {family.name for family in FAMILIES} - {*other_transformers.ONLY_IN_5, *NOT_ALIKE}
     assert {read_shape(saved(generation, name)).family for name in names} == families
     folders = []
     for name in names:
