@@ -235,13 +235,13 @@ def _scores(record: TrainingRecord) -> str:
     found = record.evaluations
     if not found:
         return "No evaluation was recorded."
-    first, last = found[0], found[-1]
+    shown = [found[0], found[-1]] if found[0]["step"] != found[-1]["step"] else found[-1:]
     rows = [
-        (task, metric, _score(first["tasks"].get(task, {}).get(metric)), _score(value))
-        for task, metrics in sorted(last["tasks"].items())
-        for metric, value in sorted(metrics.items())
+        (task, metric, *(_score(each["tasks"].get(task, {}).get(metric)) for each in shown))
+        for task, metrics in sorted(found[-1]["tasks"].items())
+        for metric in sorted(metrics)
     ]
-    return _table(("task", "metric", f"step {first['step']}", f"step {last['step']}"), rows)
+    return _table(("task", "metric", *(f"step {each['step']}" for each in shown)), rows)
 
 
 def _score(value: Any) -> str:

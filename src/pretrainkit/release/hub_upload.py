@@ -299,4 +299,5 @@ def hub_errors(repository: str) -> Iterator[None]:
             where=repository,
         ) from error
     except (OSError, ValueError) as error:
-        raise PretrainkitError(masked(f"the hub refused: {error}"), where=repository) from error
+        no_xet = "this hub has no Xet storage: set HF_HUB_DISABLE_XET=1" if "xet-write-token" in str(error) else ""
+        raise PretrainkitError(masked(f"the hub refused: {error}"), action=no_xet, where=repository) from error
