@@ -88,8 +88,6 @@ class Published:
 
     url: str
     commit: str
-    is_new: bool
-    """False: the hub had it already."""
 
 
 def release_files(released: Path, hashes: dict[str, str]) -> list[ReleaseFile]:
@@ -218,7 +216,7 @@ def publish(
             action="look at the repository's history before you run this again",
             where=name,
         )
-    return Published(f"{api.endpoint}/{name}/tree/{revision}", found.commit, True)
+    return Published(f"{api.endpoint}/{name}/tree/{revision}", found.commit)
 
 
 def _upload(api: HfApi, destination: Destination, files: Sequence[ReleaseFile]) -> list[Any]:
