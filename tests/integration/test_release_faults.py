@@ -20,7 +20,6 @@ Run = Callable[..., tuple[int, str]]
 
 # (model, changes of config.json, words of the message)
 SOURCE_FAULTS: list[tuple[str, dict[str, Any], list[str]]] = [
-    ("mistral", {"max_position_embeddings": 8192, "sliding_window": ABSENT}, ["sliding_window = 4096"]),
     ("qwen3-moe", {"num_experts": ABSENT, "num_local_experts": ABSENT}, ["experts.100"]),
     ("llama", {"auto_map": {"AutoModelForCausalLM": "modeling_x.Model"}}, ["auto_map", "modeling_x.Model"]),
     ("llama", {"architectures": ["LlamaForCausalLM", "MistralForCausalLM"]}, ["LlamaForCausalLM, MistralForCausalLM"]),

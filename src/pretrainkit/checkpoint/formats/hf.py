@@ -231,10 +231,12 @@ def write_safetensors(path: Path, plan: Mapping[str, torch.Tensor], pieces: Iter
         left = iter(pieces)
         for tensor in plan.values():
             end = position + tensor.nbytes
-            while position < end:
+            while True:
                 piece = next(left)
                 assert piece.shape[1:] == tensor.shape[1:] and piece.dtype == tensor.dtype, (tensor, piece.shape, piece)
                 position += piece.write(file.fileno(), position)
+                if position >= end:
+                    break
             assert position == end, tensor
         assert next(left, None) is None
         os.fsync(file.fileno())
