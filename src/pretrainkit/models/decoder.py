@@ -123,6 +123,16 @@ def read_qwen_moe(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def read_local_experts(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The same as Mixtral's and gpt-oss's configs name them; `intermediate_size` is that of one expert."""
+    return {
+        "num_experts": config["num_local_experts"],
+        "experts_per_token": config["num_experts_per_tok"],
+        "expert_ffn_hidden_size": config["intermediate_size"],
+        "router_aux_loss_coef": config["router_aux_loss_coef"],
+    }
+
+
 def read_decoder(
     family: str, config: Mapping[str, Any], *, features: Mapping[str, Any] | None = None, **extra: Any
 ) -> ModelShape:

@@ -7,7 +7,7 @@ from typing import Any
 
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import RequestError
-from pretrainkit.models.decoder import DECODER_DEFAULTS, read_decoder, window_features
+from pretrainkit.models.decoder import DECODER_DEFAULTS, read_decoder, read_local_experts, window_features
 from pretrainkit.models.family import ConfigFields, Family, names
 from pretrainkit.models.weight_rows import stacked_moe_weights
 
@@ -15,7 +15,7 @@ _FEATURES = {"activation": "clamped_swiglu", "mlp_bias": True, "router_bias": Tr
 
 
 def read_shape(config: Mapping[str, Any]) -> ModelShape:
-    """The shape that a gpt-oss config.json describes; `intermediate_size` is that of one expert."""
+    """The shape that a gpt-oss config.json describes."""
     method = (config.get("quantization_config") or {}).get("quant_method", "mxfp4")
     if method != "mxfp4":
         raise RequestError(f"quant_method {method!r} is not supported", where="config.json", needed="'mxfp4', or none")
@@ -24,10 +24,7 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
         "gpt_oss",
         config,
         features={**window_features(config, lambda layer: layer % 2 == 0), **_FEATURES, **limits},
-        num_experts=config["num_local_experts"],
-        experts_per_token=config["num_experts_per_tok"],
-        expert_ffn_hidden_size=config["intermediate_size"],
-        router_aux_loss_coef=config["router_aux_loss_coef"],
+        **read_local_experts(config),
     )
 
 

@@ -7,21 +7,18 @@ from functools import partial
 from typing import Any
 
 from pretrainkit.config.schema import ModelShape
-from pretrainkit.models.decoder import DECODER_DEFAULTS, read_decoder, window_features
+from pretrainkit.models.decoder import DECODER_DEFAULTS, read_decoder, read_local_experts, window_features
 from pretrainkit.models.family import ConfigFields, Family, NemoClasses, names
 from pretrainkit.models.weight_rows import moe_weights
 
 
 def read_shape(config: Mapping[str, Any]) -> ModelShape:
-    """The shape that a Mixtral config.json describes; `intermediate_size` is that of one expert."""
+    """The shape that a Mixtral config.json describes."""
     return read_decoder(
         "mixtral",
         config,
         features=window_features(config),
-        num_experts=config["num_local_experts"],
-        experts_per_token=config["num_experts_per_tok"],
-        expert_ffn_hidden_size=config["intermediate_size"],
-        router_aux_loss_coef=config["router_aux_loss_coef"],
+        **read_local_experts(config),
     )
 
 

@@ -106,7 +106,7 @@ def new_card(facts: CardFacts) -> str:
 
 
 def _base(facts: CardFacts) -> str:
-    root = facts.training.lineage[0].run
+    root = facts.training.first_run
     shape, weights = read_shape(facts.released), root.initial_weights
     licence = ", ".join(facts.licence.values()) or "see the card's metadata"
     lines = [

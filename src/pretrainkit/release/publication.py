@@ -148,7 +148,7 @@ def _facts(request: Request, report: ReleaseReport, own: str | None) -> card.Car
             where=", ".join(report.sources),
         )
     training = trainings[-1]
-    root = training.lineage[0].run
+    root = training.first_run
     base_model = request.base_model or training.base_model
     is_trained_from = root.initial_weights is not None or root.branch is not None
     if base_model is None and is_trained_from:
@@ -178,7 +178,7 @@ def _facts(request: Request, report: ReleaseReport, own: str | None) -> card.Car
 
 
 def _base_card(request: Request, report: ReleaseReport, training: TrainingRecord) -> str:
-    weights = training.lineage[0].run.initial_weights
+    weights = training.first_run.initial_weights
     folders = [Path(source) / HF_SOURCE for source in report.sources]
     folders += [Path(training.run.hf_folder), *([Path(weights.source)] if weights else [])]
     cards = [folder / MODEL_CARD for folder in folders]

@@ -46,6 +46,11 @@ class TrainingRecord:
         return [*(self.parent.lineage if self.parent else ()), self]
 
     @property
+    def first_run(self) -> ResolvedRun:
+        """The run that the lineage began with: where its weights come from."""
+        return self.lineage[0].run
+
+    @property
     def _all_records(self) -> list[dict[str, Any]]:
         return [each for training in self.lineage for each in training.records]
 
@@ -96,7 +101,7 @@ class TrainingRecord:
     @property
     def base_model(self) -> str | None:
         """Hub id of the model that the training began from; None: it isn't known."""
-        run = self.lineage[0].run
+        run = self.first_run
         config, weights = run.config, run.initial_weights
         folders = [Path(run.hf_folder), *([Path(weights.source)] if weights else [])]
         for folder in folders:

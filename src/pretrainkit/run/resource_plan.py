@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pretrainkit.config import resolve
 from pretrainkit.config.run_file import read_run, write_run
-from pretrainkit.config.schema import ResolvedRun
+from pretrainkit.config.schema import ParallelConfig, ResolvedRun
 from pretrainkit.errors import RequestError
 from pretrainkit.machine import describe_gpu
 from pretrainkit.megatron.compiler import check_triton
@@ -151,10 +151,8 @@ def _changes(run: ResolvedRun) -> Iterator[tuple[str, ResolvedRun]]:
         key=lambda size: (size[0] * size[1], size[1]),
     )
     for tp, pp in sizes:
-        ranks = tp * pp * parallel.context_parallel_size
-        world_size = -(-run.world_size // ranks) * ranks
-        more = f" on {world_size} GPUs" if world_size != run.world_size else ""
-        yield f"-T {tp} -P {pp}{more}", _spread(run, tp, pp, world_size)
+        changed = dataclasses.replace(parallel, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
+        yield _spread(run, changed, f"-T {tp} -P {pp}")
 
 
 def _expert_changes(run: ResolvedRun) -> Iterator[tuple[str, ResolvedRun]]:
@@ -165,18 +163,7 @@ def _expert_changes(run: ResolvedRun) -> Iterator[tuple[str, ResolvedRun]]:
             continue
         changed = dataclasses.replace(parallel, expert_model_parallel_size=size)
         stages, expert_tensor = changed.pipeline_model_parallel_size, changed.expert_tensor_parallel
-        unit = math.lcm(changed.model_parallel_size, stages * size * expert_tensor)
-        world_size = -(-run.world_size // unit) * unit
-        more = f" on {world_size} GPUs" if world_size != run.world_size else ""
-        yield (
-            f"--expert_model_parallel_size {size}{more}",
-            dataclasses.replace(
-                run,
-                config=dataclasses.replace(run.config, parallel=changed),
-                world_size=world_size,
-                data_parallel_size=world_size // changed.model_parallel_size,
-            ),
-        )
+        yield _spread(run, changed, f"--expert_model_parallel_size {size}", stages * size * expert_tensor)
 
 
 def _replaced(run: ResolvedRun, **training: object) -> ResolvedRun:
@@ -184,15 +171,17 @@ def _replaced(run: ResolvedRun, **training: object) -> ResolvedRun:
     return dataclasses.replace(run, config=dataclasses.replace(run.config, training=changed))
 
 
-def _spread(run: ResolvedRun, tensor: int, pipeline: int, world_size: int) -> ResolvedRun:
-    parallel = dataclasses.replace(
-        run.config.parallel, tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline
-    )
+def _spread(run: ResolvedRun, parallel: ParallelConfig, flags: str, unit: int = 1) -> tuple[str, ResolvedRun]:
+    """The run with other parallel sizes, on more GPUs where these or `unit` don't divide their number; and in words."""
+    unit = math.lcm(parallel.model_parallel_size, unit)
+    world_size = -(-run.world_size // unit) * unit
+    more = f" on {world_size} GPUs" if world_size != run.world_size else ""
     config = dataclasses.replace(run.config, parallel=parallel)
-    return dataclasses.replace(
+    changed = dataclasses.replace(
         run,
         config=config,
         world_size=world_size,
         data_parallel_size=world_size // parallel.model_parallel_size,
         sequence_parallel=resolve.sequence_parallel(config),
     )
+    return flags + more, changed

@@ -15,7 +15,7 @@ from pretrainkit.config.validate import problems_of
 from pretrainkit.machine import MachineFacts
 
 
-def told(config: RunConfig, facts: RunFacts) -> str:
+def messages_of(config: RunConfig, facts: RunFacts) -> str:
     return "\n".join(str(problem) for problem in problems_of(config, facts))
 
 
@@ -157,7 +157,7 @@ OF_THE_REQUEST: dict[str, tuple[dict[str, Any], list[str]]] = {
 @pytest.mark.parametrize("case", OF_THE_REQUEST)
 def test_a_wrong_request_is_told(config: RunConfig, facts: RunFacts, case: str) -> None:
     changes, expected = OF_THE_REQUEST[case]
-    message = told(changed(config, **changes), facts) + "\n"
+    message = messages_of(changed(config, **changes), facts) + "\n"
     assert [part for part in expected if part not in message] == []
 
 
@@ -195,7 +195,7 @@ def test_a_wrong_request_is_told(config: RunConfig, facts: RunFacts, case: str) 
 def test_a_value_out_of_range_is_told(
     config: RunConfig, facts: RunFacts, field: str, value: float, needed: str
 ) -> None:
-    message = told(changed(config, **{field: value}), facts)
+    message = messages_of(changed(config, **{field: value}), facts)
     assert f"{value}\n  Needed: {needed}" in message and field.rpartition("__")[2] in message
 
 
@@ -239,7 +239,7 @@ def test_dockers_shared_memory_is_enough_for_usual_batches_alone(config: RunConf
     machine = MachineFacts(num_gpus=8, num_cpus=64, shared_memory_bytes=64 * 2**20)
     facts = dataclasses.replace(facts, machine=machine)
     assert problems_of(config, facts) == []
-    assert "shared memory" in told(changed(config, data__num_workers=16, training__micro_batch_size=8), facts)
+    assert "shared memory" in messages_of(changed(config, data__num_workers=16, training__micro_batch_size=8), facts)
 
 
 @pytest.mark.parametrize("case", OF_THE_FACTS)
@@ -251,7 +251,7 @@ def test_a_request_against_the_facts_is_told(config: RunConfig, facts: RunFacts,
             assert facts.dataset
             field, value = "dataset", dataclasses.replace(facts.dataset, **{field: value})
         facts = dataclasses.replace(facts, **{field: value})
-    message = told(changed(config, launch__accelerator="gpu"), facts)
+    message = messages_of(changed(config, launch__accelerator="gpu"), facts)
     assert [part for part in expected if part not in message] == []
 
 
@@ -264,9 +264,9 @@ def test_every_prefix_of_a_blend_needs_a_sample(config: RunConfig, facts: RunFac
         split_tokens=((9000, 9000, 0), *[(9000, 3, 0)] * 5),
         dataset_tokenizers=(None,) * 6,
     )
-    message = told(config, facts)
+    message = messages_of(config, facts)
     assert "/data/b has 3 validation tokens" in message and "and 2 more" in message and "/data/a" not in message
-    assert told(changed(config, training__val_interval=0, training__global_batch_size=8), facts) == ""
+    assert messages_of(changed(config, training__val_interval=0, training__global_batch_size=8), facts) == ""
 
 
 def test_all_problems_are_found_at_once_and_unknown_facts_are_left_out(facts: RunFacts, config: RunConfig) -> None:
@@ -278,8 +278,8 @@ def test_all_problems_are_found_at_once_and_unknown_facts_are_left_out(facts: Ru
 
 def test_sequence_parallel_can_be_switched_off_for_odd_lengths(config: RunConfig, facts: RunFacts) -> None:
     odd = changed(config, parallel__tensor_model_parallel_size=8, data__sequence_length=1020)
-    assert told(odd, facts)
-    assert not told(changed(odd, parallel__sequence_parallel=False), facts)
+    assert messages_of(odd, facts)
+    assert not messages_of(changed(odd, parallel__sequence_parallel=False), facts)
 
 
 EXPERTS: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -314,8 +314,8 @@ def test_what_experts_need_is_said(config: RunConfig, facts: RunFacts, case: str
     mixture = {"family": "mixtral", "num_experts": 8, "experts_per_token": 2, "expert_ffn_hidden_size": 128}
     facts = dataclasses.replace(facts, model=dataclasses.replace(facts.model, **mixture))
     on_cpu = {"launch__accelerator": "cpu", "training__precision": "fp32"}
-    assert told(changed(config, **on_cpu), facts) == ""
-    message = told(changed(config, **on_cpu | changes), facts)
+    assert messages_of(changed(config, **on_cpu), facts) == ""
+    message = messages_of(changed(config, **on_cpu | changes), facts)
     assert [part for part in expected if part not in message] == []
 
 
@@ -355,11 +355,11 @@ def test_what_features_of_layers_need_is_said(config: RunConfig, facts: RunFacts
     assert facts.model
     facts = dataclasses.replace(facts, model=dataclasses.replace(facts.model, family="olmo2", features=features))
     on_cpu = {"launch__accelerator": "cpu", "training__precision": "fp32"}
-    assert told(changed(config, **on_cpu), facts) == ""
-    message = told(changed(config, **on_cpu | changes), facts)
+    assert messages_of(changed(config, **on_cpu), facts) == ""
+    message = messages_of(changed(config, **on_cpu | changes), facts)
     assert [part for part in expected if part not in message] == []
     if features.sliding_window:  # what a window covers is trained as without one
-        assert told(changed(config, **on_cpu | changes, data__sequence_length=512), facts) == ""
+        assert messages_of(changed(config, **on_cpu | changes, data__sequence_length=512), facts) == ""
 
 
 def test_experts_are_trained_where_no_gpu_is_found(config: RunConfig, facts: RunFacts) -> None:
@@ -369,12 +369,12 @@ def test_experts_are_trained_where_no_gpu_is_found(config: RunConfig, facts: Run
     config = changed(config, launch__accelerator="auto", launch__executor="local", launch__num_gpus=1)
     for num_gpus, is_refused in ((0, False), (1, True)):
         machine = dataclasses.replace(facts.machine, num_gpus=num_gpus)
-        message = told(config, dataclasses.replace(facts, model=model, machine=machine))
+        message = messages_of(config, dataclasses.replace(facts, model=model, machine=machine))
         assert ("a model with 8 experts per layer" in message) == is_refused
 
 
 def test_a_dense_model_has_no_experts_to_share(config: RunConfig, facts: RunFacts) -> None:
-    message = told(changed(config, parallel__expert_model_parallel_size=2), facts)
+    message = messages_of(changed(config, parallel__expert_model_parallel_size=2), facts)
     assert "--expert_model_parallel_size: the model has no experts" in message
 
 
@@ -382,8 +382,8 @@ def test_parity_at_start_can_be_required_only_where_there_is_something_to_compar
     config: RunConfig, facts: RunFacts
 ) -> None:
     required = changed(config, training__start_parity="require")
-    assert "--start_parity: require, for a run from random weights" in told(required, facts)
+    assert "--start_parity: require, for a run from random weights" in messages_of(required, facts)
     from_weights = changed(required, nemo_model="/checkpoint")
-    assert "not available" in told(from_weights, facts)
+    assert "not available" in messages_of(from_weights, facts)
     weights = InitialWeights("/checkpoint", "/checkpoint", None, hf_weights="/models/llama")
-    assert not told(from_weights, dataclasses.replace(facts, initial_weights=weights))
+    assert not messages_of(from_weights, dataclasses.replace(facts, initial_weights=weights))

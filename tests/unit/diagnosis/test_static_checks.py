@@ -1,4 +1,4 @@
-"""What is set for finding faults is told, where it costs time."""
+"""What is set for finding faults is reported, where it costs time."""
 
 from __future__ import annotations
 

@@ -14,8 +14,6 @@ from pretrainkit.checkpoint.lazy_tensor import LazyTensor, StoredTensor
 
 BLOCKS, SCALES = "_blocks", "_scales"
 """Ends of the names of a matrix's tensors."""
-METHOD = "mxfp4"
-"""The quant_method of a config.json's quantization_config."""
 BLOCK_VALUES = 32
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
