@@ -1,4 +1,4 @@
-"""Records in JSON files: dataclasses decoded from parsed JSON, with every field's type checked."""
+"""Records in JSON files: dataclasses decoded from parsed JSON, with every field's type checked; their leaves."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -92,3 +92,14 @@ def did_you_mean(unknown: str, known: Iterable[str], prefix: str = "") -> str:
 def _wrong(name: str, value: Any, needed: str) -> RecordError:
     shown = f"{value!r} ({type(value).__name__})"
     return RecordError(f"{name} is {shown}" if name else shown, needed=needed)
+
+
+def leaves(value: Mapping[str, Any], *, without: Collection[str] = (), prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of all that nested dicts hold, but what is at or below the names in `without`."""
+    for name, item in value.items():
+        if f"{prefix}{name}" in without:
+            continue
+        if isinstance(item, dict):
+            yield from leaves(item, without=without, prefix=f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", item

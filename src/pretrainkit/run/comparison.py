@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import numpy as np
 
 from pretrainkit import files
 from pretrainkit.errors import RequestError
+from pretrainkit.records import leaves
 from pretrainkit.run import curves
 from pretrainkit.run.curves import Course, Curve, Panel
 from pretrainkit.run.folder import RunFolder
@@ -109,7 +110,7 @@ def _summary(course: Course) -> list[str]:
 
 def _options(courses: Sequence[Course]) -> str:
     """Options of run.json in which the experiments differ."""
-    found = [dict(_leaves(_config(course), "")) for course in courses]
+    found = [dict(leaves(_config(course))) for course in courses]
     rows = []
     for name in dict.fromkeys(name for each in found for name in each if name != "experiment"):
         values = ["" if (value := each.get(name)) is None else str(value) for each in found]
@@ -122,14 +123,6 @@ def _config(course: Course) -> dict[str, Any]:
     described = files.read_object(RunFolder(Path(course.history.summary["experiment"])).run_file)
     config: dict[str, Any] = described.get("config", {})
     return config
-
-
-def _leaves(value: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, item in value.items():
-        if isinstance(item, dict):
-            yield from _leaves(item, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", item
 
 
 def _starts(courses: Sequence[Course]) -> str:

@@ -14,6 +14,7 @@ from pretrainkit import files
 from pretrainkit.errors import CheckpointError, RequestError
 from pretrainkit.run.attempts import Attempt, read_attempts, restarts_without_progress
 from pretrainkit.run.checkpoints import all_complete, newest_complete, optimizer_layout, problem_of
+from pretrainkit.run.evaluations import EVENT as EVALUATION
 from pretrainkit.run.folder import CHAIN_FILE, JOBS_FILE, OUTCOME_FILE, RunFolder
 from pretrainkit.run.held_out import GROUPS
 from pretrainkit.run.json_lines import read_records
@@ -132,7 +133,7 @@ def read_history(experiment: Path, *, verify: bool = False) -> History:
     trained = [record for record in records if record.keys() >= _STEP_FIELDS and "event" not in record]
     steps = _by_step(trained)
     evaluations = _by_step(each for each in records if each.keys() >= {"step", "val_loss"})
-    results = _by_step(each for each in records if each.get("event") == "evaluation" and "step" in each)
+    results = _by_step(each for each in records if each.get("event") == EVALUATION and "step" in each)
     rates = [record["tokens_per_second"] for record in steps[-RATE_STEPS:] if "tokens_per_second" in record]
     last, last_written = steps[-1] if steps else {}, trained[-1] if trained else {}
     described = files.read_object(folder.run_file)

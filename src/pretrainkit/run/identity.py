@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from pretrainkit.data.tokens.tokenizer import load_tokenizer
 from pretrainkit.errors import RequestError
 from pretrainkit.files import same_fingerprint
 from pretrainkit.logs import get_logger
-from pretrainkit.records import decode
+from pretrainkit.records import decode, leaves
 from pretrainkit.run.branch import parent_checkpoint
 from pretrainkit.run.checkpoints import Checkpoint, newest_complete, saved_data
 from pretrainkit.run.folder import RUN_FILE, RunFolder
@@ -67,7 +66,10 @@ log = get_logger(__name__)
 
 def changes(before: ResolvedRun, now: ResolvedRun) -> Changes:
     """Fields that differ between two runs, apart from paths; --nemo_model differs where the weights do."""
-    old, new = dict(_leaves(dataclasses.asdict(before), "")), dict(_leaves(dataclasses.asdict(now), ""))
+    old, new = (
+        {name: _as_lists(item) for name, item in leaves(dataclasses.asdict(run), without=_NOT_COMPARED)}
+        for run in (before, now)
+    )
     changed = {name: (old.get(name), new.get(name)) for name in old | new if old.get(name) != new.get(name)}
     if "dataset.weights" in changed and _same_blend(*changed["dataset.weights"]):
         del changed["dataset.weights"]
@@ -250,16 +252,6 @@ def _weights_until(step: int, dataset: DatasetFacts) -> dict[int, tuple[float, .
 def _same_blend(old: Any, new: Any) -> bool:
     # Megatron divides weights by their sum: from equal quotients, to the bit, it draws the same samples.
     return bool(old and new and np.array_equal(np.array(old) / np.sum(old), np.array(new) / np.sum(new)))
-
-
-def _leaves(value: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, item in value.items():
-        if f"{prefix}{name}" in _NOT_COMPARED:
-            continue
-        if isinstance(item, dict):
-            yield from _leaves(item, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", _as_lists(item)
 
 
 def _as_lists(value: Any) -> Any:
