@@ -1,6 +1,7 @@
 """Does the change that diagnose_speed.py advises give the gain that it states? Three real scripts, changed by hand.
 
     python tests/bench/bench_advice.py [--scripts padding,decoding,ranks] [--rounds 4]
+    python tests/bench/bench_advice.py --device cuda --rounds 2 -- --budget_s 40
 
 Each script is diagnosed; then it runs as it is and with the change in turn, without instrumentation, and the share of
 the time that the change saved is compared with the interval of the first cause. Exit code 1 if one lies outside.
@@ -42,18 +43,24 @@ def run(words: list[str], folder: Path) -> str:
 def main() -> int:
     """Diagnose, apply, compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--scripts", default=",".join(EXPECTED))
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--scripts", default="", help="names, divided by commas (default: all that the device has)")
     parser.add_argument("--rounds", type=int, default=4, help="runs of each kind, in turn")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each run")
     parser.add_argument("--cpu_time", action="store_true", help="compare padding by CPU time: the machine is busy")
     parser.add_argument("--output", type=Path, default=Path("build/advice"))
+    parser.add_argument("options", nargs="*", help="after --: options for diagnose_speed.py")
     arguments = parser.parse_args()
+    scripts = arguments.scripts.split(",") if arguments.scripts else ["padding", "decoding"]
+    if not arguments.scripts and arguments.device == "cpu":
+        scripts.append("ranks")
     outside = 0
-    for name in arguments.scripts.split(","):
+    for name in scripts:
         folder = (arguments.output / name).resolve()
         folder.mkdir(parents=True, exist_ok=True)
         tool = [sys.executable, str(ROOT / "tools" / "diagnose_speed.py"), "--output", str(folder / "report")]
-        run([*tool, "--script", shlex.join([*SCRIPT, name])], folder)
+        script = [*SCRIPT, name, "--device", arguments.device]
+        run([*tool, *arguments.options, "--script", shlex.join(script)], folder)
         report = json.loads((folder / "report" / "report.json").read_text())
         cause = (report["causes"] or [{"name": "none", "share": {"value": 0, "low": 0, "high": 0}, "change": ""}])[0]
         workers = re.search(r"num_workers=(\d+)", cause["change"])
@@ -61,7 +68,7 @@ def main() -> int:
         applied = ["--applied", *(["--workers", workers[1]] if workers else [])]
         saved = []
         for _ in range(arguments.rounds):
-            rates = [work_per_second([*SCRIPT, name, *seconds, *more], folder) for more in ([], applied)]
+            rates = [work_per_second([*script, *seconds, *more], folder) for more in ([], applied)]
             saved.append(1 - rates[0] / rates[1])
         share, middle = cause["share"], statistics.median(saved)
         is_in = cause["name"] == EXPECTED[name] and share["low"] <= middle <= share["high"]

@@ -40,7 +40,7 @@ def diagnose(plant: str, device: str, output: Path, more: list[str]) -> dict[str
     )
     (output / "output.txt").write_text(done.stdout + done.stderr)
     if done.returncode:
-        raise SystemExit(f"{plant}: exit code {done.returncode}\n{done.stderr[-3000:]}")
+        raise RuntimeError(f"{plant}: exit code {done.returncode}\n{done.stderr[-3000:]}")
     report: dict[str, object] = json.loads((output / "report.json").read_text())
     return report
 
@@ -64,9 +64,13 @@ def main() -> int:
     for plant in plants:
         for repeat in range(arguments.repeats):
             begin_s = time.monotonic()
-            report = diagnose(
-                plant, arguments.device, (arguments.output / f"{plant}_{repeat}").resolve(), arguments.options
-            )
+            output = (arguments.output / f"{plant}_{repeat}").resolve()
+            try:
+                report = diagnose(plant, arguments.device, output, arguments.options)
+            except RuntimeError as error:
+                failures += 1
+                print(error, flush=True)
+                continue
             causes, expected = report["causes"], EXPECTED.get(plant, "none")
             first = causes[0] if causes else None  # type: ignore[index]
             share = first["share"] if first else {"value": 0.0, "low": 0.0, "high": 0.0}

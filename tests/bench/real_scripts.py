@@ -5,6 +5,7 @@
     python tests/bench/real_scripts.py ranks [--applied]       # DDP by mp.spawn, one rank's files on a slow disk
 
 With --seconds it trains for so long and prints the useful work a second: tokens without padding, or samples.
+--device cuda trains larger models, the first two scripts alone.
 """
 
 from __future__ import annotations
@@ -14,14 +15,29 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-VOCABULARY, LONGEST, BATCH = 2000, 512, 8
+VOCABULARY = 2000
 WARM_UP_STEPS = 5
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of the padded rows and the model that they are for."""
+
+    longest: int
+    typical: int
+    batch: int
+    hidden: int
+    layers: int
+
+
+SIZES = {"cpu": Size(512, 40, 8, 128, 2), "cuda": Size(1024, 80, 32, 2048, 8)}
 
 
 class Meter:
@@ -47,16 +63,16 @@ class Meter:
 class Texts(Dataset):
     """Rows of token ids; most are short, a few are long. With `packed` the same text in full rows."""
 
-    def __init__(self, packed: bool) -> None:
-        generator = np.random.default_rng(0)
-        self.lengths = np.clip(generator.lognormal(np.log(40), 1.0, 20_000), 8, LONGEST).astype(int)
-        self.packed = packed
+    def __init__(self, packed: bool, size: Size) -> None:
+        lengths = np.random.default_rng(0).lognormal(np.log(size.typical), 1.0, 20_000)
+        self.lengths = np.clip(lengths, 8, size.longest).astype(int)
+        self.packed, self.longest = packed, size.longest
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        length = LONGEST if self.packed else self.lengths[index]
+        length = self.longest if self.packed else self.lengths[index]
         return {"input_ids": torch.from_numpy(np.random.default_rng(index).integers(3, VOCABULARY, length))}
 
 
@@ -67,12 +83,13 @@ def pad(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
-def padding(applied: bool, meter: Meter) -> None:
+def padding(applied: bool, meter: Meter, device: str) -> None:
     """transformers.Trainer on a tiny Llama; packed, a step has as many real tokens in fewer rows."""
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-    rows, tokens = Texts(applied), [0]
-    batch = max(1, round(float(rows.lengths.mean()) * BATCH / LONGEST)) if applied else BATCH
+    size, tokens = SIZES[device], [0]
+    rows = Texts(applied, size)
+    batch = max(1, round(float(rows.lengths.mean()) * size.batch / size.longest)) if applied else size.batch
 
     def collate(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         tokens[0] = sum(len(sample["input_ids"]) for sample in samples)
@@ -83,18 +100,26 @@ def padding(applied: bool, meter: Meter) -> None:
             control.should_training_stop = not meter.step(tokens[0])
 
     config = LlamaConfig(
-        hidden_size=128,
-        intermediate_size=344,
-        num_hidden_layers=2,
-        num_attention_heads=4,
+        hidden_size=size.hidden,
+        intermediate_size=size.hidden * 43 // 16,
+        num_hidden_layers=size.layers,
+        num_attention_heads=max(4, size.hidden // 128),
         vocab_size=VOCABULARY,
-        max_position_embeddings=LONGEST,
+        max_position_embeddings=size.longest,
     )
     arguments = TrainingArguments(
-        output_dir="out", per_device_train_batch_size=batch, max_steps=100_000, save_strategy="no", report_to=[]
+        output_dir="out",
+        per_device_train_batch_size=batch,
+        max_steps=100_000,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=device == "cpu",
+        bf16=device == "cuda",
     )
+    with torch.device(device):
+        model = LlamaForCausalLM(config)
     Trainer(
-        model=LlamaForCausalLM(config),
+        model=model,
         args=arguments,
         train_dataset=rows,
         data_collator=collate,
@@ -121,21 +146,22 @@ class Images(Dataset):
         return torch.from_numpy(crop.transpose(2, 0, 1).copy()), index % 10
 
 
-def decoding(applied: bool, meter: Meter, workers: int) -> None:
+def decoding(applied: bool, meter: Meter, workers: int, device: str) -> None:
     """A plain loop over pictures."""
+    width = 256 if device == "cuda" else 16
     model = torch.nn.Sequential(
-        torch.nn.Conv2d(3, 16, 3, 2),
+        torch.nn.Conv2d(3, width, 3, 2),
         torch.nn.ReLU(),
-        torch.nn.Conv2d(16, 32, 3, 2),
+        torch.nn.Conv2d(width, 2 * width, 3, 2),
         torch.nn.AdaptiveAvgPool2d(1),
         torch.nn.Flatten(),
-        torch.nn.Linear(32, 10),
-    )
+        torch.nn.Linear(2 * width, 10),
+    ).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = DataLoader(Images(), 16, shuffle=True, num_workers=workers if applied else 0)
     for pictures, labels in loader:
         optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(pictures), labels).backward()
+        torch.nn.functional.cross_entropy(model(pictures.to(device)), labels.to(device)).backward()
         optimizer.step()
         if not meter.step(len(labels)):
             return
@@ -182,13 +208,14 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2, help="of the loader, where they are advised")
     parser.add_argument("--cpu_time", action="store_true", help="of padding: seconds are those of the process")
     parser.add_argument("--seconds", type=float, default=0.0)
+    parser.add_argument("--device", choices=SIZES, default="cpu")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     if arguments.script == "padding":
         clock = time.process_time if arguments.cpu_time else time.perf_counter
-        padding(arguments.applied, Meter(arguments.seconds, clock))
+        padding(arguments.applied, Meter(arguments.seconds, clock), arguments.device)
     elif arguments.script == "decoding":
-        decoding(arguments.applied, Meter(arguments.seconds), arguments.workers)
+        decoding(arguments.applied, Meter(arguments.seconds), arguments.workers, arguments.device)
     else:
         with tempfile.TemporaryDirectory() as folder:
             address = f"file://{folder}/meeting"

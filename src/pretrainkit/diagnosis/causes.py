@@ -42,7 +42,7 @@ CAUSES: dict[str, Row] = {
         "{padding} of the tokens are padding, in {shapes} shapes",
         "pack samples into full rows (tools/pack_dataset.py, or .bin/.idx), or batch rows of like length "
         "(Trainer: train_sampling_strategy='group_by_length')",
-        "the same tokens without padding: {gain}",
+        "the same tokens in full rows of {detail}: {gain}",
     ),
     "tokenizing": Row(
         "tokenizing",

@@ -30,20 +30,28 @@ def test_ignored_labels_of_a_prompt_are_no_padding() -> None:
 
 
 def test_packed_rows_hold_the_real_tokens_in_order() -> None:
-    batch = padded(2, 5, 3)
-    packed = batches.packed(batch)
-    real = batch["input_ids"][batch["attention_mask"].bool()]
-    assert packed["input_ids"].shape == (2, 5)
-    assert packed["input_ids"].flatten().tolist() == real[:10].tolist()
-    assert packed["attention_mask"].all()
-    assert packed["labels"].equal(packed["input_ids"])
+    several = [padded(2, 5, 3), padded(8, 1)]
+    real = torch.cat([batch["input_ids"][batch["attention_mask"].bool()] for batch in several])
+    packed = batches.packed(several, 6)
+    assert [batch["input_ids"].shape for batch in packed] == [(2, 6), (1, 6)]
+    assert torch.cat([batch["input_ids"] for batch in packed]).flatten().tolist() == real[:18].tolist()
+    assert all(batch["attention_mask"].all() and batch["labels"].equal(batch["input_ids"]) for batch in packed)
+
+
+def test_packed_rows_are_no_longer_than_a_batch_has_tokens_and_filled_up() -> None:
+    few = batches.packed([padded(2, 5), padded(4, 1)], 100)
+    assert [batch["input_ids"].shape for batch in few] == [(1, 6), (1, 6)]
+    (filled,) = batches.packed([padded(4, 7)], 4)
+    ids = filled["input_ids"].flatten().tolist()
+    assert (filled["input_ids"].shape, ids[11:]) == ((3, 4), ids[:1])
 
 
 def test_packing_needs_padding_and_tensors_of_one_shape() -> None:
-    assert batches.can_be_packed(padded(2, 5))
-    assert not batches.can_be_packed(padded(5, 5))
-    assert not batches.can_be_packed({**padded(2, 5), "weights": torch.ones(2)})
-    assert not batches.can_be_packed(torch.ones(2, 5))
+    assert batches.can_be_packed([padded(2, 5)])
+    assert batches.can_be_packed([padded(5, 5), padded(2, 5)])
+    assert not batches.can_be_packed([padded(5, 5)])
+    assert not batches.can_be_packed([padded(2, 5), {**padded(2, 5), "weights": torch.ones(2)}])
+    assert not batches.can_be_packed([torch.ones(2, 5)])
 
 
 def test_joined_batches_are_padded_to_the_widest() -> None:

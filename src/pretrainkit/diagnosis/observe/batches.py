@@ -110,22 +110,35 @@ def typical(seen: list[Any], count: int) -> list[Any]:
     return [seen[index] for index in min(drawn, key=distance)]
 
 
-def can_be_packed(batch: Any) -> bool:
-    """Whether the batch has padding, and nothing but tensors [b, s] that belong to its tokens."""
-    ids, real = token_ids(batch), real_tokens(batch)
-    if ids is None or real is None or bool(real.all()):
+def can_be_packed(several: list[Any]) -> bool:
+    """Whether there is padding, and nothing but tensors [b, s] that belong to tokens."""
+    real = [mask for mask in map(real_tokens, several) if mask is not None]
+    if len(real) < len(several) or all(bool(mask.all()) for mask in real):
         return False
-    return all(tensor.shape == ids.shape for tensor in tensors_of(batch))
+    return all(
+        tensor.shape == mask.shape for batch, mask in zip(several, real, strict=True) for tensor in tensors_of(batch)
+    )
 
 
-def packed(batch: Any) -> Any:
-    """The batch's real tokens one after the other in full rows of the same width; what is left over is dropped."""
-    ids, real = token_ids(batch), real_tokens(batch)
-    assert ids is not None and real is not None
-    total = int(real.sum())
-    width = min(ids.shape[1], total)
-    rows = total // width
-    return _like(batch, {name: value[real][: rows * width].reshape(rows, width) for name, value in batch.items()})
+def packed(several: list[Any], width: int) -> list[Any]:
+    """The real tokens of some batches one after the other, in as many batches of full rows.
+
+    Args:
+        several: batches that can be packed.
+        width: of a row; less where a batch has fewer real tokens. The last row is filled up with the first tokens.
+    """
+    real = [real_tokens(batch) for batch in several]
+    total, count = sum(int(mask.sum()) for mask in real if mask is not None), len(several)
+    width = max(1, min(width, total // count))
+    taken = torch.arange(max(count, round(total / width)) * width) % total
+    columns = {
+        name: torch.cat([batch[name][mask] for batch, mask in zip(several, real, strict=True)])[taken].reshape(
+            -1, width
+        )
+        for name in several[0]
+    }
+    parts = {name: torch.tensor_split(rows, count) for name, rows in columns.items()}
+    return [_like(several[0], {name: part[number] for name, part in parts.items()}) for number in range(count)]
 
 
 def merged(batches: list[Any]) -> Any:

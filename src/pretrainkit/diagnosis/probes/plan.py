@@ -83,7 +83,7 @@ class Plan:
         yield from self._observe()
         yield from self._data()
         share = self._saved("data").high if "data" in self._pairs else session.observed.get("data", 0.0)
-        built, self._why_not = switches.build(session, self._kept, session.agree(share))
+        built, self._why_not = switches.build(session, self._kept, self._seen, session.agree(share))
         self._switches = {name: built[name] for name in session.agree(list(built)) if name in built}
         while name := session.agree(self._next()):
             yield from self._data_pair() if name == "data" else self._pair(name)

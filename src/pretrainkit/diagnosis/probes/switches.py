@@ -46,16 +46,19 @@ Built = Switch | str
 """A switch, or why it doesn't apply here."""
 
 
-def build(session: Session, kept: list[Any], data_share: float) -> tuple[dict[str, Switch], dict[str, str]]:
+def build(
+    session: Session, kept: list[Any], seen: list[Any], data_share: float
+) -> tuple[dict[str, Switch], dict[str, str]]:
     """Switches for the program as it is now, likely ones first, and why others don't apply.
 
     Args:
         session: the rank.
         kept: the batches that are replayed.
+        seen: all batches that were seen.
         data_share: share of the step that reading takes at least, by the data probe.
     """
     builders: dict[str, Callable[[], Built]] = {
-        "packing": partial(_packing, kept),
+        "packing": partial(_packing, kept, seen),
         "larger_micro_batch": partial(_merging, session, kept),
         "attention": partial(_attention, session),
         "tf32": partial(_tf32, session),
@@ -79,14 +82,16 @@ def build(session: Session, kept: list[Any], data_share: float) -> tuple[dict[st
     )
 
 
-def _packing(kept: list[Any]) -> Built:
+def _packing(kept: list[Any], seen: list[Any]) -> Built:
+    """The kept batches' tokens in rows as wide as the widest batch that was seen: that of the longest samples."""
     if not any(batches.token_ids(batch) is not None for batch in kept):
         return "the loop's batches are no dicts with input_ids"
-    if not any(batches.can_be_packed(batch) for batch in kept):
+    if not batches.can_be_packed(kept):
         return "no padding"
     work = batches.mean_work(kept)
-    packed = [batches.packed(batch) if batches.can_be_packed(batch) else batch for batch in kept]
-    return Switch(seen=packed, likely=1 - work["real_tokens"] / work["tokens"])
+    packed = batches.packed(kept, max(ids.shape[1] for ids in map(batches.token_ids, seen) if ids is not None))
+    detail = f"{batches.measure(packed[0])['shape'][1]} tokens"
+    return Switch(seen=packed, likely=1 - work["real_tokens"] / work["tokens"], detail=detail)
 
 
 def _merging(session: Session, kept: list[Any]) -> Built:
