@@ -7,63 +7,40 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import RequestError
-from pretrainkit.models import (
-    apertus,
-    exaone4,
-    gemma2,
-    gemma3_text,
-    glm4,
-    gpt_oss,
-    granite,
-    llama,
-    ministral3,
-    mistral,
-    mixtral,
-    olmo2,
-    olmo3,
-    phi3,
-    qwen2,
-    qwen2_moe,
-    qwen3,
-    qwen3_moe,
-    seed_oss,
-    smollm3,
-)
 from pretrainkit.models.decoder import DECODER_FIELDS
 from pretrainkit.models.family import Family
 from pretrainkit.models.hf_config import read_fields
 
-FAMILIES: tuple[Family, ...] = tuple(
-    module.FAMILY
-    for module in (
-        apertus,
-        exaone4,
-        gemma2,
-        gemma3_text,
-        glm4,
-        gpt_oss,
-        granite,
-        llama,
-        ministral3,
-        mistral,
-        mixtral,
-        olmo2,
-        olmo3,
-        phi3,
-        qwen2,
-        qwen2_moe,
-        qwen3,
-        qwen3_moe,
-        seed_oss,
-        smollm3,
-    )
+_NAMES = (
+    "apertus",
+    "exaone4",
+    "gemma2",
+    "gemma3_text",
+    "glm4",
+    "gpt_oss",
+    "granite",
+    "llama",
+    "ministral3",
+    "mistral",
+    "mixtral",
+    "olmo2",
+    "olmo3",
+    "phi3",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+    "seed_oss",
+    "smollm3",
 )
-"""All families; a new one is registered here."""
+"""The modules of this package with a family; a new one is registered here."""
+FAMILIES: tuple[Family, ...] = tuple(import_module(f"{__package__}.{name}").FAMILY for name in _NAMES)
 
 
 def family_named(name: str) -> Family:
