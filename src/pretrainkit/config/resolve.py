@@ -184,7 +184,7 @@ def _gpu(config: RunConfig, machine: MachineFacts, chosen_accelerator: str) -> d
 
 def warnings_of(run: ResolvedRun, facts: RunFacts) -> list[str]:
     """Warnings about a run that passed every check: what is valid and may have unexpected effects."""
-    return [*_renamed(run), *_ranks(run, facts), *_data(run, facts), *_schedule(run), *_fp8(run)]
+    return [*_renamed(run), *_ranks(run, facts), *_data(run, facts), *_rope(run), *_schedule(run), *_fp8(run)]
 
 
 def _renamed(run: ResolvedRun) -> Iterator[str]:
@@ -228,6 +228,17 @@ def _data(run: ResolvedRun, facts: RunFacts) -> Iterator[str]:
             yield f"--valid_path {each.name} is also training data: {', '.join(sorted(trained))}"
     if run.dataset.max_token_id is None:
         yield "the data has no manifest: its tokenizer and largest token id are not checked against the model"
+
+
+def _rope(run: ResolvedRun) -> Iterator[str]:
+    scaling, length = run.model.rope_scaling, run.config.data.sequence_length
+    if run.config.rope_scaling and scaling:
+        before = round(run.model.max_position_embeddings / scaling.factor)
+        if length <= before:
+            yield (
+                f"no sample is longer than the {before} tokens that the model was made for: {length} don't train the "
+                f"positions up to {run.model.max_position_embeddings} that --rope_scaling adds"
+            )
 
 
 def _schedule(run: ResolvedRun) -> Iterator[str]:

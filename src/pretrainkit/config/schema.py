@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pretrainkit.config.launch import LaunchConfig
 from pretrainkit.config.layer_features import LLAMA, LayerFeatures
 from pretrainkit.config.option import option, options_of
+from pretrainkit.config.rope_change import FORM, parse_rope_scaling
 from pretrainkit.config.split import parse_split
 from pretrainkit.config.training import DataConfig, OptimizerConfig, ParallelConfig, TrackingConfig, TrainingConfig
 from pretrainkit.errors import RequestError
@@ -113,6 +114,16 @@ class RunConfig:
         None,
         "EXPERIMENT or EXPERIMENT:STEP: the new experiment starts from that one's newest checkpoint, or that of the "
         "step, with optimizer state and data position",
+    )
+    rope_theta: float | None = option(
+        None, "another rotary base than config.json's, to extend the context", unset="config.json's", range="> 0"
+    )
+    rope_scaling: str | None = option(
+        None,
+        "another rotary scaling than config.json's, to extend the context, such as 'yarn factor=4'; none: without",
+        unset="config.json's",
+        form=FORM,
+        parse=parse_rope_scaling,
     )
     data: DataConfig = field(default_factory=DataConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

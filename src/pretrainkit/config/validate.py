@@ -331,8 +331,8 @@ def _sequence_length(config: RunConfig, model: ModelShape) -> Iterator[RequestEr
         yield RequestError(
             f"{length} tokens, but the model's context length is {model.max_position_embeddings}",
             needed=f"at most max_position_embeddings = {model.max_position_embeddings}",
-            action="shorten it; to extend the context, change max_position_embeddings and the rope settings in the "
-            "model's config.json, so that the trained model states its real context length",
+            action="shorten it; to extend the context from trained weights: --rope_scaling, with a factor that reaches "
+            "so far, or --rope_theta",
             where="--sequence_length",
         )
     unit, reason = (2 * context if context > 1 else 1), "2*CP (load-balanced CP split)"

@@ -36,6 +36,7 @@ from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.engine.agreement import all_ranks_any
 from pretrainkit.megatron import patches
 from pretrainkit.megatron.save_checksums import by_file
+from pretrainkit.models.rope_change import trained_config
 from pretrainkit.run.checkpoints import Checkpoint, commit
 from pretrainkit.run.folder import RunFolder
 from pretrainkit.run.outcome import MIN_FREE_BYTES
@@ -204,16 +205,18 @@ class Saver:
     def _write_context(self, folder: Path) -> None:
         """Write what NeMo and this project need next to the weights, as conversion does."""
         hf_folder = Path(self._run.hf_folder)
+        config = trained_config(hf_folder, self._run.config)
         nemo.write_context(
             folder / "context",
             self._run.model,
             torch.bfloat16 if self._run.precision == "bf16" else torch.float32,
             hf_folder,
+            config=config,
             vocabulary_divisor=VOCABULARY_MULTIPLE,
             # NeMo's default fails to load where Transformer Engine is not installed.
             further={"apply_rope_fusion": False},
         )
-        copy_description(hf_folder, folder / HF_SOURCE)
+        copy_description(hf_folder, folder / HF_SOURCE, config=config)
 
     @contextlib.contextmanager
     def _kept(self) -> Iterator[None]:

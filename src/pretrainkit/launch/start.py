@@ -25,7 +25,8 @@ from pretrainkit.launch.local import LaunchPlan, run_attempt
 from pretrainkit.launch.supervise import GRACE_S
 from pretrainkit.logs import get_logger
 from pretrainkit.machine import read_machine
-from pretrainkit.models.registry import read_shape
+from pretrainkit.models.registry import shape_of
+from pretrainkit.models.rope_change import trained_config
 from pretrainkit.run import branch, initial_weights
 from pretrainkit.run.folder import LAUNCHER_LOCK, SOURCE_FILE, RunFolder, locked, wait_for_ranks
 from pretrainkit.run.identity import changes_since_last_start, write_run_file
@@ -73,7 +74,7 @@ def _model(config: RunConfig, _: RunFacts) -> dict[str, Any]:
         return {}
     folder = local_folder(config.hf_model_id)
     tokenizer = load_tokenizer(folder)
-    shape = read_shape(folder)
+    shape = shape_of(trained_config(folder, config), str(folder / "config.json"))
     facts = {"tokenizer_sha256": tokenizer.sha256, "tokenizer_largest_id": tokenizer.largest_id}
     return {"model": shape, "hf_folder": str(folder), **facts}
 
@@ -119,7 +120,7 @@ def _weights(config: RunConfig, facts: RunFacts) -> dict[str, Any]:
         log.warning("%s: the run started from it, and continues from its own checkpoint without it", problem.found)
         return {"initial_weights": recorded}
     if facts.model:
-        initial_weights.check_shape(located, facts.model)
+        initial_weights.check_shape(located, facts.model, config)
     is_same = recorded is not None and recorded.source == located.source
     return {"initial_weights": recorded if is_same else located}
 

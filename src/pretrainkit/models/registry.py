@@ -90,8 +90,11 @@ def read_shape(hf_folder: str | Path, *, ignore_fields: Iterable[str] = ()) -> M
     Raises RequestError for an unknown architecture, an unsupported setting and an unknown field, which may change
     what the model computes. `ignore_fields` names unknown fields that don't.
     """
-    config = read_config(hf_folder)
-    where = str(Path(hf_folder) / "config.json")
+    return shape_of(read_config(hf_folder), str(Path(hf_folder) / "config.json"), ignore_fields=ignore_fields)
+
+
+def shape_of(config: Mapping[str, Any], where: str, *, ignore_fields: Iterable[str] = ()) -> ModelShape:
+    """The same of the content of a config.json; `where` is named in messages."""
     family = find_family(config, where)
     _check_fields(config, family, set(ignore_fields), where)
     return family.shape(read_fields(config, family, where))

@@ -109,9 +109,12 @@ def _base(facts: CardFacts) -> str:
     root = facts.training.first_run
     shape, weights = read_shape(facts.released), root.initial_weights
     licence = ", ".join(facts.licence.values()) or "see the card's metadata"
+    asked = facts.training.run.config
+    changed = {"rope_theta": asked.rope_theta, "rope_scaling": asked.rope_scaling}
     lines = [
         ("architecture", f"{shape.family}, {shape.num_layers} layers, hidden size {shape.hidden_size}"),
         ("vocabulary, context", f"{shape.vocab_size} tokens, {shape.max_position_embeddings} tokens"),
+        ("rotary settings changed to", ", ".join(f"{name} {value}" for name, value in changed.items() if value)),
         ("base model", f"[{facts.base_model}](https://huggingface.co/{facts.base_model})" if facts.base_model else ""),
         ("initial weights", "random" if weights is None and not root.branch else _fingerprint(weights)),
         ("licence", licence),

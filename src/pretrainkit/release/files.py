@@ -24,9 +24,9 @@ from pretrainkit.files import hash_file, read_json
 from pretrainkit.hf_tokenizer import CONFIG_NAME as TOKENIZER_CONFIG
 from pretrainkit.hf_tokenizer import in_both_spellings
 from pretrainkit.models.hf_config import read_fields
-from pretrainkit.models.registry import family_named, read_config, read_shape
+from pretrainkit.models.registry import family_named, find_family, read_config, read_shape
 from pretrainkit.release import prompts
-from pretrainkit.release.held_out import held_out_of
+from pretrainkit.release.held_out import held_out_of, run_of
 from pretrainkit.release.privacy import check_privacy
 from pretrainkit.release.report import Check, ReleaseReport, collect
 from pretrainkit.release.source import check_origin, find_source
@@ -59,6 +59,7 @@ def verify_files(
     report = ReleaseReport(", ".join(map(str, given)), str(released), [str(path.absolute()) for path in given])
     steps = {  # generators, so that each fails alone
         "config.json": _check_config(origin, released, shape),
+        "rotary settings": _check_rope(given[0], released),
         "weight files": _check_weight_files(released),
         "origin": check_origin(compared, released),
         "weights": check_weights(compared, released),
@@ -103,6 +104,23 @@ def _check_config(origin: Path, released: Path, shape: ModelShape) -> Iterator[C
     except RequestError as error:
         problems.append(str(error))
     yield Check.of("config.json can be read and describes the source's shape", problems, "it does")
+
+
+def _check_rope(source: Path, released: Path) -> Iterator[Check]:
+    """Whether rotary settings that the run has changed are the release's; no check of other runs."""
+    run = run_of(source)
+    if run is None or (run.config.rope_theta is None and run.config.rope_scaling is None):
+        return
+    found, meant = read_shape(released, ignore_fields=read_config(released)), run.model
+    names = ("rope_theta", "rope_scaling", "max_position_embeddings")
+    different = [
+        f"{name}: {getattr(found, name)} and not {getattr(meant, name)}"
+        for name in names
+        if getattr(found, name) != getattr(meant, name)
+    ]
+    before = read_fields(config := read_config(run.hf_folder), find_family(config), run.hf_folder)
+    fine = ", ".join(f"{name} {getattr(meant, name)} (changed from {before[name]})" for name in names)
+    yield Check.of("rotary settings are those that the run changed to", different, fine)
 
 
 def _notes(released: Path) -> Iterator[str]:

@@ -1,10 +1,12 @@
-"""The held-out losses of the run that a released checkpoint is of, from the records of its experiment."""
+"""The run that a released checkpoint is of, and its held-out losses, from the records of its experiment."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+from pretrainkit.config.run_file import read_run
+from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.run.folder import RunFolder, step_of
 from pretrainkit.run.history import losses_of
 from pretrainkit.run.json_lines import read_records
@@ -15,15 +17,26 @@ def held_out_of(source: Path) -> dict[str, Any]:
 
     Their fields are those of `pretrainkit.run.held_out`.
     """
-    path = source.resolve()
-    checkpoint = next((each for each in (path, path.parent) if step_of(each) is not None), None)
-    step = step_of(checkpoint) if checkpoint else None
-    if checkpoint is None or step is None:
+    found = _checkpoint(source)
+    if found is None:
         return {}
-    metrics = RunFolder(checkpoint.parents[1]).metrics
-    records = [each for each in read_records(metrics) if each.keys() >= {"step", "val_loss"}]
+    folder, step = found
+    records = [each for each in read_records(folder.metrics) if each.keys() >= {"step", "val_loss"}]
     by_step = {each["step"]: each for each in records if each["step"] <= step}  # a later record of a step counts
     return {"first": by_step[min(by_step)], "last": by_step[max(by_step)]} if by_step else {}
+
+
+def run_of(source: Path) -> ResolvedRun | None:
+    """The run that saved a checkpoint; None where its experiment isn't there."""
+    found = _checkpoint(source)
+    return read_run(found[0].run_file) if found and found[0].run_file.is_file() else None
+
+
+def _checkpoint(source: Path) -> tuple[RunFolder, int] | None:
+    """The experiment of a checkpoint that a run saved, and its step."""
+    path = source.resolve()
+    steps = ((each, step_of(each)) for each in (path, path.parent))
+    return next(((RunFolder(each.parents[1]), step) for each, step in steps if step is not None), None)
 
 
 def held_out_rows(found: dict[str, Any]) -> list[tuple[str, str, str, str]]:

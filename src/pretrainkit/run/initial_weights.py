@@ -10,11 +10,12 @@ from pathlib import Path
 from pretrainkit import files
 from pretrainkit.checkpoint.formats.hf_files import HF_SOURCE, REPORT_NAME, WINDOWS, weights_fingerprint
 from pretrainkit.config.run_file import read_run
-from pretrainkit.config.schema import InitialWeights, ModelShape, ResolvedRun
+from pretrainkit.config.schema import InitialWeights, ModelShape, ResolvedRun, RunConfig
 from pretrainkit.errors import RequestError
 from pretrainkit.logs import get_logger
 from pretrainkit.machine import installed_version
-from pretrainkit.models.registry import read_shape
+from pretrainkit.models.registry import read_shape, shape_of
+from pretrainkit.models.rope_change import trained_config
 from pretrainkit.run.checkpoints import newest_committed
 from pretrainkit.run.folder import COMMIT_MARK, RunFolder
 from pretrainkit.run.resume_plan import CONTINUE
@@ -77,12 +78,15 @@ def of_resumed_run(nemo_model: str, folder: RunFolder) -> InitialWeights | None:
     return weights if weights and (nemo_model == run.config.nemo_model or named == weights.source) else None
 
 
-def check_shape(weights: InitialWeights, model: ModelShape) -> None:
-    """Raise RequestError if the weights have another shape than the model; NeMo's own checkpoints don't record it."""
-    folder = Path(weights.source) if weights.needs_conversion else Path(weights.source, HF_SOURCE)
-    if not (folder / "config.json").is_file():
+def check_shape(weights: InitialWeights, model: ModelShape, config: RunConfig) -> None:
+    """Raise RequestError if the weights have another shape than the model, but for what the run's config changes.
+
+    NeMo's own checkpoints don't record their shape.
+    """
+    if (folder := _description(weights)) is None:
         return
-    found, wanted = dataclasses.asdict(read_shape(folder)), dataclasses.asdict(model)
+    shape = shape_of(trained_config(folder, config), str(folder / "config.json"))
+    found, wanted = dataclasses.asdict(shape), dataclasses.asdict(model)
     differing = [f"{name} {found[name]} and not {wanted[name]}" for name in wanted if found[name] != wanted[name]]
     if differing:
         raise RequestError(
@@ -92,11 +96,18 @@ def check_shape(weights: InitialWeights, model: ModelShape) -> None:
         )
 
 
+def _description(weights: InitialWeights) -> Path | None:
+    """The folder with the config.json that belongs to the weights, if there is one."""
+    folder = Path(weights.source) if weights.needs_conversion else Path(weights.source, HF_SOURCE)
+    return folder if (folder / "config.json").is_file() else None
+
+
 def provide_for(run: ResolvedRun) -> None:
     """`provide` the weights of a finalized run if it loads them. Raises StoppedError on a signal."""
     if run.initial_weights and run.start_mode != CONTINUE:
         with stopped_by_signals("run the same command again", STOP_SIGNALS):
-            provide(run.initial_weights, run.model)
+            # As the weights are, without the rotary settings that the run changes.
+            provide(run.initial_weights, read_shape(_description(run.initial_weights) or run.hf_folder))
 
 
 def provide(weights: InitialWeights, model: ModelShape) -> None:

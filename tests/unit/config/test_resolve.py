@@ -8,7 +8,7 @@ import pytest
 from changed_config import changed
 
 from pretrainkit.config.resolve import RunFacts, padded_vocab_size, resolve, warnings_of
-from pretrainkit.config.schema import InitialWeights, RunConfig
+from pretrainkit.config.schema import InitialWeights, RopeScaling, RunConfig
 from pretrainkit.machine import MachineFacts
 
 
@@ -124,6 +124,16 @@ def test_trained_weights_at_the_rate_of_random_ones_are_noted(config: RunConfig,
     facts = dataclasses.replace(facts, initial_weights=InitialWeights("/w", "/w", None))
     notes = [" ".join(warnings_of(resolve(changed(config, optimizer__lr=lr), facts), facts)) for lr in (3e-4, 3e-5)]
     assert "--lr 0.0003, the default, suits random weights" in notes[0] and "random weights" not in notes[1]
+
+
+def test_sequences_that_do_not_reach_the_longer_context_are_noted(config: RunConfig, facts: RunFacts) -> None:
+    assert facts.model
+    scaling = RopeScaling(2.0, original_max_position_embeddings=65536, kind="yarn")
+    facts = dataclasses.replace(facts, model=dataclasses.replace(facts.model, rope_scaling=scaling))
+    config = changed(config, rope_scaling="yarn factor=2", training__max_steps=2)
+    configs = [changed(config, data__sequence_length=length) for length in (65536, 65544)]
+    notes = [" ".join(warnings_of(resolve(each, facts), facts)) for each in configs]
+    assert "no sample is longer than the 65536 tokens" in notes[0] and "no sample" not in notes[1]
 
 
 def test_cpu_by_default_and_data_without_a_manifest_are_noted(config: RunConfig, facts: RunFacts) -> None:

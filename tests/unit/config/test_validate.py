@@ -78,7 +78,7 @@ OF_THE_REQUEST: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "sequence beyond the model": (
         {"data__sequence_length": 131073},
-        ["131073 tokens, but the model's context length is 131072", "config.json"],
+        ["131073 tokens, but the model's context length is 131072", "--rope_scaling"],
     ),
     "executor": ({"launch__executor": "slrum"}, ["--executor: unknown value 'slrum'", "did you mean slurm?"]),
     "accelerator": ({"launch__accelerator": "cuda"}, ["--accelerator: unknown value 'cuda'", "auto or cpu or gpu"]),

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from pretrainkit.checkpoint.formats.hf_files import HF_SOURCE, REPORT_NAME, weights_fingerprint
+from pretrainkit.config.schema import RunConfig
 from pretrainkit.data import hub
 from pretrainkit.errors import RequestError
 from pretrainkit.models.registry import read_shape
@@ -63,7 +64,7 @@ def test_a_nemo_checkpoint_is_used_in_place(hf_folder: Path, tmp_path: Path) -> 
     shutil.copytree(hf_folder, tmp_path / HF_SOURCE)
     initial = initial_weights.locate(str(tmp_path), tmp_path / "experiments")
     assert initial.checkpoint == str(tmp_path) and not initial.needs_conversion
-    initial_weights.check_shape(initial, read_shape(hf_folder))
+    initial_weights.check_shape(initial, read_shape(hf_folder), RunConfig())
 
 
 @pytest.mark.parametrize("name", ["nowhere", "empty"])
@@ -89,7 +90,7 @@ def test_weights_of_another_shape_are_refused(hf_folder: Path, tmp_path: Path) -
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
     with pytest.raises(RequestError, match="num_layers 3 and not 2"):
-        initial_weights.check_shape(initial_weights.locate(str(folder), tmp_path), read_shape(hf_folder))
+        initial_weights.check_shape(initial_weights.locate(str(folder), tmp_path), read_shape(hf_folder), RunConfig())
 
 
 def test_a_converted_checkpoint_knows_the_weights_it_was_made_from(hf_folder: Path, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,10 +165,15 @@ def other_files(folder: Path) -> list[str]:
     return [f"{path.name}/" if path.is_dir() else path.name for path in sorted(folder.iterdir()) if path not in known]
 
 
-def copy_description(source: Path, target: Path, *, leave_out: Collection[str] = ()) -> None:
-    """Copy config.json and side files into a new folder."""
+def copy_description(
+    source: Path, target: Path, *, leave_out: Collection[str] = (), config: Mapping[str, Any] | None = None
+) -> None:
+    """Copy config.json and side files into a new folder; with `config`, it is the config.json if it says another."""
     target.mkdir()
-    shutil.copyfile(source / "config.json", target / "config.json")
+    if config is None or config == read_config(source):
+        shutil.copyfile(source / "config.json", target / "config.json")
+    else:
+        write_json(target / "config.json", config)
     copy_side_files(source, target, leave_out=leave_out)
 
 

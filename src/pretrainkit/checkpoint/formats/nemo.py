@@ -36,16 +36,18 @@ def write_context(
     dtype: torch.dtype,
     hf_folder: Path,
     *,
+    config: Mapping[str, Any] | None = None,
     vocabulary_divisor: int,
     further: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Write the context of a model with the tokenizer and generation config of `hf_folder`.
 
-    `further` are fields of NeMo's config class to add.
+    `config` is the model's config.json, where that of `hf_folder` isn't; `further` are fields of NeMo's config class to
+    add.
     """
     folder.mkdir()
     # AutoTokenizer reads the class of some tokenizers from config.json.
-    copy_description(hf_folder, folder / TOKENIZER_FOLDER, leave_out=(GENERATION_CONFIG,))
+    copy_description(hf_folder, folder / TOKENIZER_FOLDER, leave_out=(GENERATION_CONFIG,), config=config)
     if (tokenizer := hf_tokenizer.in_both_spellings(hf_folder)) != hf_tokenizer.read_config(hf_folder):
         write_json(folder / TOKENIZER_FOLDER / hf_tokenizer.CONFIG_NAME, tokenizer)
     generation = hf_folder / GENERATION_CONFIG

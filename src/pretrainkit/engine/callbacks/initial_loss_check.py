@@ -33,6 +33,7 @@ from pretrainkit.hf_tokenizer import readable_folder
 from pretrainkit.logs import get_logger
 from pretrainkit.machine import available_memory_bytes
 from pretrainkit.megatron.fp8.layers import in_bf16
+from pretrainkit.models.rope_change import trained_folder
 from pretrainkit.release import hf_reference, prompts
 from pretrainkit.run.metrics import RunRecorder
 from pretrainkit.units import format_bytes
@@ -120,7 +121,8 @@ class InitialLossCheck(pl.Callback):
         self._tokens = _text_tokens(Path(run.hf_folder), num_tokens + 1)
         padding = run.padded_vocab_size - run.model.vocab_size
         log.info("initial loss check: running %s in transformers, to compare %d tokens", folder, num_tokens)
-        self._process = hf_reference.Process(hf_reference.Request(folder, self._tokens, run.precision, padding))
+        with_change = str(trained_folder(Path(folder), run.config))
+        self._process = hf_reference.Process(hf_reference.Request(with_change, self._tokens, run.precision, padding))
         return ""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
