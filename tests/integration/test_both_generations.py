@@ -32,6 +32,8 @@ TEXTS = ["Hello, world", "  two spaces<|end|>", "def f(x):\n\treturn x", "日本
 IDS = [5, 17, 200, 319, 3, 44, 44, 9]
 NAMES = ["llama", "llama3-rope", "mistral", "qwen2", "qwen2-tied", "qwen3", "mixtral", "qwen3-moe", "qwen2-moe"]
 FEATURED = [
+    "deepseek-v2-lite",
+    "deepseek-v3",
     "olmo2",
     "olmo3",
     "gemma3",

@@ -21,7 +21,7 @@ from pretrainkit.run import checkpoints
 
 pytestmark = pytest.mark.integration
 NAMES = (*FEATURED, "phi3", "seed-oss")
-CHECKED = ("gemma3", "apertus")
+CHECKED = ("gemma3", "apertus", "deepseek-v2")
 """Models whose initial loss is compared with that of transformers here; logits are compared of all."""
 
 
@@ -103,6 +103,9 @@ LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
     ("olmo3", "CP=2", {"context": 2}),
     ("gemma3", "recomputed", {"recompute": Recompute("full", 4)}),
     ("gpt-oss", "CP=2", {"context": 2}),
+    ("deepseek-v3", "CP=2", {"context": 2}),
+    ("deepseek-v3", "EP=2", {"data_parallel": 2, "expert": 2}),
+    ("deepseek-v3", "recomputed", {"recompute": Recompute("full", 4)}),
     ("gpt-oss", "EP=2", {"data_parallel": 2, "expert": 2}),
     ("gpt-oss", "EP=2, TP=2", {"tensor": 2, "sequence_parallel": True, "expert": 2}),
 ]
@@ -128,6 +131,9 @@ def test_other_layouts_train_what_one_rank_trains(
     assert_same_losses(other, one)
     norms = [[record["grad_norm"] for record in records if "loss" in record] for records in (one, other)]
     assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+    routers = [[record["router"] for record in records if "router" in record] for records in (one, other)]
+    for found, expected in zip(*routers, strict=True):
+        assert found == pytest.approx(expected, rel=0.02, abs=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -136,6 +142,7 @@ def test_other_layouts_train_what_one_rank_trains(
         ("granite", "residual_multiplier", 0.25),
         ("gemma3", "sliding_window", 24),
         ("smollm3", "no_rope_layers", [1] * 4),
+        ("deepseek-v3", "topk_group", 1),
     ],
 )
 def test_a_start_whose_original_has_another_setting_is_refused(

@@ -43,6 +43,22 @@ GROWING_ROPE = {
 }
 WINDOW = {"sliding_window": 40}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LATENT = {
+    "num_key_value_heads": 8,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "aux_loss_alpha": 0.01,
+    "seq_aux": True,
+    "pad_token_id": 2,
+}
+DEEPSEEK_ROPE = {**YARN_ROPE, "attention_factor": None, "mscale": 1.5, "mscale_all_dim": 0.7}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-tied": ("Llama", {"tie_word_embeddings": True}),
@@ -90,6 +106,31 @@ FEATURED: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "glm4": ("Glm4", {"head_dim": 16, "pad_token_id": 2}),
+    "deepseek-v2-lite": ("DeepseekV2", {**LATENT, "q_lora_rank": None, "seq_aux": False, "rms_norm_eps": 1e-05}),
+    "deepseek-v2": (
+        "DeepseekV2",
+        {
+            **LATENT,
+            "q_lora_rank": 48,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 0,
+            "routed_scaling_factor": 16.0,
+            "rope_scaling": DEEPSEEK_ROPE,
+        },
+    ),
+    "deepseek-v3": (
+        "DeepseekV3",
+        {
+            **LATENT,
+            "q_lora_rank": 48,
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_scaling": DEEPSEEK_ROPE,
+            "rms_norm_eps": 1e-05,
+        },
+    ),
     "gemma3": (
         "Gemma3",
         {
@@ -136,4 +177,7 @@ def save_random_model(name: str, folder: Path, *, seed: int, dtype: str, max_sha
     model = classes[0](classes[1](**{**BASE, **settings, **config}))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, 0.0 if parameter.dim() > 1 else 1.0, 0.1)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            torch.nn.init.normal_(buffer, 0.0, 0.1)
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=max_shard_size)

@@ -81,6 +81,7 @@ def tensor_mappings(shape: ModelShape) -> list[TensorMapping]:
         TensorMapping(weight, layer, expert)
         for per_layer, rows in itertools.groupby(family_named(shape.family).weights(shape), lambda row: row.per_layer)
         for layer, weight in itertools.product(range(shape.num_layers) if per_layer else [None], rows)
+        if weight.is_in(layer)
         for expert in (range(shape.num_experts) if weight.per_expert else [None])
     ]
 

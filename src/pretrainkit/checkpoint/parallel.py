@@ -30,7 +30,7 @@ class Parallelism:
         counts = {
             "attention heads": shape.num_attention_heads,
             "key/value heads": shape.num_query_groups,
-            "feed-forward size": 0 if shape.num_experts else shape.ffn_hidden_size,
+            "feed-forward size": shape.ffn_hidden_size if shape.has_dense_layers else 0,
             "expert feed-forward size": shape.expert_ffn_hidden_size,
             "shared expert feed-forward size": shape.shared_expert_ffn_hidden_size,
         }

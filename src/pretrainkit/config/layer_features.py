@@ -8,9 +8,45 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 
 from pretrainkit.records import decode
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention (arXiv:2405.04434): keys and values of all heads come from one small vector."""
+
+    kv_lora_rank: int
+    """Size of that vector."""
+    qk_rope_head_dim: int
+    """Dimensions at the end of each query and key that are rotated; those of keys are the same for all heads."""
+    v_head_dim: int
+    """Of each head's value; queries and keys have ModelShape.head_dim."""
+    q_lora_rank: int = 0
+    """Size of the vector that queries come from; 0: they come from the hidden state."""
+    norm_eps: float = 1e-6
+    """Of the norms of these vectors."""
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How a router chooses a token's experts where it isn't by the largest logits alone."""
+
+    score_function: str = "softmax"
+    """Of logits: softmax, or sigmoid, which is then divided by the sum over the chosen experts."""
+    expert_bias: bool = False
+    """Scores get a bias of each expert when experts are chosen, which training moves towards even loads
+    (arXiv:2408.15664); the weights of the chosen don't."""
+    scaling_factor: float = 1.0
+    """Of the weights of the chosen experts."""
+    num_groups: int = 1
+    """Groups of experts of equal size; only experts of `topk_groups` groups can be chosen."""
+    topk_groups: int = 1
+    experts_per_group_score: int = 1
+    """Largest scores of a group whose sum is the group's."""
+    aux_loss_by_sequence: bool = False
+    """The auxiliary loss is that of each sequence alone."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +72,13 @@ class LayerFeatures:
     mlp_bias: bool = False
     """Biases of the MLP's or the experts' matrices."""
     router_bias: bool = False
+    routing: Routing | None = None
+    """None: experts are chosen by the softmax of their logits."""
+    dense_layers: tuple[int, ...] = ()
+    """Layers without experts in a model with experts."""
+    shared_expert_gate: bool = True
+    """The shared expert's output is multiplied by a sigmoid of the token."""
+    latent_attention: LatentAttention | None = None
     attention_sinks: bool = False
     """Each head has a weight that is one more score in its softmax, of no token."""
     local_layers: tuple[int, ...] = ()
@@ -74,6 +117,14 @@ class LayerFeatures:
         return ", ".join(self._names(sequence_length))
 
     def _names(self, sequence_length: int | None) -> Iterator[str]:
+        if self.latent_attention:
+            yield "multi-head latent attention"
+        if self.routing:
+            yield f"{self.routing.score_function} routing" + (" in groups" if self.routing.num_groups > 1 else "")
+        if self.dense_layers:
+            yield "dense layers among those with experts"
+        if not self.shared_expert_gate:
+            yield "shared experts without a gate"
         if self.activation != "silu":
             yield f"{self.activation} MLPs"
         if self.attention_sinks:
@@ -105,8 +156,7 @@ class LayerFeatures:
 
     def to_json(self) -> str:
         """The fields that differ from Llama's; empty where none does."""
-        changed = {field.name: getattr(self, field.name) for field in fields(self)}
-        changed = {name: value for name, value in changed.items() if value != getattr(LLAMA, name)}
+        changed = {name: value for name, value in asdict(self).items() if value != getattr(LLAMA, name)}
         return json.dumps(changed) if changed else ""
 
     @classmethod

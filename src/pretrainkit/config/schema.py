@@ -14,7 +14,14 @@ from pretrainkit.config.layer_features import LLAMA, LayerFeatures
 from pretrainkit.config.option import option, options_of
 from pretrainkit.config.rope_change import FORM, parse_rope_scaling
 from pretrainkit.config.split import parse_split
-from pretrainkit.config.training import DataConfig, OptimizerConfig, ParallelConfig, TrackingConfig, TrainingConfig
+from pretrainkit.config.training import (
+    ROUTER_BIAS_UPDATE_RATE,
+    DataConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrackingConfig,
+    TrainingConfig,
+)
 from pretrainkit.errors import RequestError
 
 
@@ -53,6 +60,7 @@ class ModelShape:
     num_query_groups: int
     """Key/value heads (grouped-query attention); equal to num_attention_heads without grouping."""
     head_dim: int
+    """Of queries and keys, and without latent attention of values."""
     vocab_size: int
     """Rows of the embedding in the Hugging Face checkpoint, before Megatron's padding."""
     max_position_embeddings: int
@@ -70,7 +78,7 @@ class ModelShape:
     experts_per_token: int = 0
     expert_ffn_hidden_size: int = 0
     shared_expert_ffn_hidden_size: int = 0
-    """Of the expert that every token uses, with a sigmoid gate (Qwen2-MoE); 0 for none."""
+    """Of the expert that every token uses; several are one of their joint size. 0 for none."""
     norm_topk_prob: bool = True
     """Router weights of the chosen experts add up to 1."""
     router_aux_loss_coef: float = 0.0
@@ -78,6 +86,17 @@ class ModelShape:
     initializer_range: float = 0.02
     features: LayerFeatures = field(default_factory=LayerFeatures)
     """What its layers have beyond Llama's."""
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """The layers with experts, numbered from 0."""
+        layers = range(self.num_layers if self.num_experts else 0)
+        return tuple(layer for layer in layers if layer not in self.features.dense_layers)
+
+    @property
+    def has_dense_layers(self) -> bool:
+        """Whether any layer has no experts."""
+        return len(self.expert_layers) < self.num_layers
 
     @property
     def needs_our_layers(self) -> bool:
@@ -344,6 +363,14 @@ class ResolvedRun:
         """Coefficient of the loss that balances the load of experts; 0: none."""
         asked = self.config.training.router_aux_loss_coef
         return self.model.router_aux_loss_coef if asked is None else asked
+
+    @property
+    def router_bias_update_rate(self) -> float:
+        """By which the biases of experts move each step; 0: they stay, or there are none."""
+        asked, routing = self.config.training.router_bias_update_rate, self.model.features.routing
+        if routing is None or not routing.expert_bias:
+            return 0.0
+        return ROUTER_BIAS_UPDATE_RATE if asked is None else asked
 
     @property
     def fp8(self) -> Fp8 | None:

@@ -17,6 +17,8 @@ FUSED_KERNELS = ("norm", "rotary", "swiglu", "cross_entropy", "weight_gradient",
 _KERNELS_FORM = f"auto, off, or a comma-separated list of {', '.join(FUSED_KERNELS)}"
 RENAMED_KERNELS = {"exchange": "tp_comm_overlap", "launches": "cuda_graphs"}
 """Old names, which --fused_kernels accepts with a warning."""
+ROUTER_BIAS_UPDATE_RATE = 0.001
+"""DeepSeek-V3's (arXiv:2412.19437), for its first 14.3 T tokens."""
 MAX_SEED = 2**32 - 1
 """Largest seed that numpy's RandomState, which orders Megatron's samples, takes."""
 
@@ -223,6 +225,12 @@ class TrainingConfig:
     )
     router_z_loss_coef: float = option(
         0.0, "coefficient of the loss that keeps the routers' logits small (z loss)", range=">= 0"
+    )
+    router_bias_update_rate: float | None = option(
+        None,
+        "step by which biases of experts move towards even loads (balancing without a loss); 0: they stay",
+        unset=f"{ROUTER_BIAS_UPDATE_RATE} where the model has them",
+        range=">= 0",
     )
     max_loss_spike: float | None = option(
         None, "largest loss of a step, as a multiple of the mean of the last 32", unset="no limit", range="> 1"

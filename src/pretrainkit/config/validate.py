@@ -263,7 +263,13 @@ def _model(config: RunConfig, model: ModelShape, machine: MachineFacts) -> Itera
     for count, what, size, flag in (
         (model.num_attention_heads, "attention heads", tensor, "--tensor_model_parallel_size"),
         (model.num_query_groups, "key/value heads", tensor, "--tensor_model_parallel_size"),
-        (0 if model.num_experts else model.ffn_hidden_size, "MLP rows", tensor, "--tensor_model_parallel_size"),
+        (model.ffn_hidden_size if model.has_dense_layers else 0, "MLP rows", tensor, "--tensor_model_parallel_size"),
+        (
+            model.shared_expert_ffn_hidden_size,
+            "rows of the shared expert",
+            tensor,
+            "--tensor_model_parallel_size",
+        ),
         (model.num_experts, "experts", config.parallel.expert_model_parallel_size, "--expert_model_parallel_size"),
         (
             model.expert_ffn_hidden_size,
@@ -293,6 +299,14 @@ def _experts(config: RunConfig, model: ModelShape, machine: MachineFacts) -> Ite
     """What doesn't fit a model with experts, or without."""
     parallel = config.parallel
     expert, expert_tensor = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel
+    routing = model.features.routing
+    if config.training.router_bias_update_rate is not None and not (routing and routing.expert_bias):
+        yield RequestError(
+            f"the routers have no biases that training moves ({model.family})",
+            needed="leave it out",
+            action="--router_aux_loss_coef balances the load of their experts",
+            where="--router_bias_update_rate",
+        )
     if not model.num_experts:
         for name in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
             if (getattr(parallel, name) or 1) > 1:

@@ -20,7 +20,7 @@ STARVED_SHARE = 0.05
 WINDOW_STEPS = 100
 """Steps over which that is looked at, and for which the load of every expert is recorded."""
 
-RECORDED = {"load_balancing_loss": "aux_loss", "z_loss": "z_loss"}
+RECORDED = {"load_balancing_loss": "aux_loss", "seq_load_balancing_loss": "aux_loss", "z_loss": "z_loss"}
 """Megatron's names of a router's losses, and those in records."""
 
 log = get_logger(__name__)
@@ -31,12 +31,18 @@ class RouterLoad:
 
     def __init__(self, run: ResolvedRun) -> None:
         self._microbatches = run.num_microbatches
+        routing = run.model.features.routing
+        by_sequence = routing is not None and routing.aux_loss_by_sequence
         coefficients = {
-            "load_balancing_loss": run.router_aux_loss_coef,
+            "seq_load_balancing_loss" if by_sequence else "load_balancing_loss": run.router_aux_loss_coef,
             "z_loss": run.config.training.router_z_loss_coef,
         }
         self._losses: dict[str, list[float]] = {name: [] for name, value in coefficients.items() if value}
         """By Megatron's name, of each step since the last record."""
+        self._layers = list(run.model.expert_layers)
+        self._has_biases = routing is not None and routing.expert_bias
+        self._routers: list[TopKRouter] = []
+        self._bias_range = 0.0
         size = run.model.num_layers, run.model.num_experts
         self._step: Tensor | None = None
         """[layers, experts]: tokens of the current step on this rank."""
@@ -45,7 +51,8 @@ class RouterLoad:
 
     def count(self, chunks: Iterable[torch.nn.Module]) -> None:
         """Count the tokens that the routers of these modules send."""
-        for router in (module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)):
+        self._routers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, TopKRouter)]
+        for router in self._routers:
             router.register_forward_hook(self._count)
 
     def _count(self, router: Any, _: Any, output: tuple[Tensor, Tensor]) -> None:
@@ -64,19 +71,26 @@ class RouterLoad:
         self._taken += step.cpu()
         self._window += step.cpu()
         step.zero_()
+        if self._has_biases:
+            ranges = [router.expert_bias.max() - router.expert_bias.min() for router in self._routers]
+            largest = torch.stack([torch.zeros((), device=device), *ranges]).max()
+            torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
+            self._bias_range = largest.item()
         if self._losses:
             moe_utils.reduce_aux_losses_tracker_across_ranks()
             tracker = moe_utils.get_moe_layer_wise_logging_tracker()
             for name, of_steps in self._losses.items():
-                of_steps.append(_of_all_ranks(name, tracker[name]["values"]) / self._microbatches)
+                values = tracker[name]["values"][self._layers]
+                of_steps.append(_of_all_ranks(name, values) / self._microbatches)
             moe_utils.clear_aux_losses_tracker()
 
     def take(self) -> dict[str, float]:
         """Of the steps since the last call; a load is a multiple of an even share of the layer's tokens.
 
         `balance` is the entropy of a layer's loads over that of even ones, of the layer where it is lowest.
+        `bias_range` is the difference of the largest and the smallest bias of a layer's experts, where it is largest.
         """
-        loads, losses = loads_of(self._taken), self._losses
+        loads, losses = loads_of(self._taken[self._layers]), self._losses
         self._taken.zero_()
         self._losses = {name: [] for name in losses}
         found = {
@@ -84,13 +98,15 @@ class RouterLoad:
             "smallest_load": loads.min().item(),
             "balance": balances_of(loads).min().item(),
         }
+        if self._has_biases:
+            found["bias_range"] = self._bias_range
         return found | {RECORDED[name]: sum(values) / len(values) for name, values in losses.items() if values}
 
     def take_window(self) -> list[list[float]]:
-        """The load of each expert, by layer, since the last call; with a warning of those that starve."""
-        loads = loads_of(self._window)
+        """The load of each expert, by layer that has some, since the last call; with a warning of those that starve."""
+        loads = loads_of(self._window[self._layers])
         self._window.zero_()
-        if starved := [f"layer {layer}: {experts}" for layer, experts in starving(loads).items()]:
+        if starved := [f"layer {self._layers[row]}: {experts}" for row, experts in starving(loads).items()]:
             more = f" and {len(starved) - 3} layers more" if len(starved) > 3 else ""
             log.warning(
                 f"experts that got less than {STARVED_SHARE:.0%} of an even share of the tokens since the last such "
@@ -121,8 +137,8 @@ def balances_of(loads: Tensor) -> Tensor:
 
 
 def starving(loads: Tensor) -> dict[int, list[int]]:
-    """Numbers of the experts that starve, by the number of their layer."""
+    """Numbers of the experts that starve, by the row of their layer."""
     found: dict[int, list[int]] = {}
-    for layer, expert in (loads < STARVED_SHARE).nonzero().tolist():
-        found.setdefault(layer, []).append(expert)
+    for row, expert in (loads < STARVED_SHARE).nonzero().tolist():
+        found.setdefault(row, []).append(expert)
     return found

@@ -97,11 +97,15 @@ def forward_step(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def router_loss_fields(run: ResolvedRun) -> dict[str, Any]:
-    """The fields of TransformerConfig for the losses of routers; none without experts."""
+    """The fields of TransformerConfig that balance the load of experts; none without experts."""
     if not run.model.num_experts:
         return {}
     z_loss = run.config.training.router_z_loss_coef
-    return {"moe_aux_loss_coeff": run.router_aux_loss_coef, "moe_z_loss_coeff": z_loss or None}
+    return {
+        "moe_aux_loss_coeff": run.router_aux_loss_coef,
+        "moe_z_loss_coeff": z_loss or None,
+        "moe_router_bias_update_rate": run.router_bias_update_rate,
+    }
 
 
 def build_trainer(run: ResolvedRun, plan: StartPlan, *, local_world_size: int) -> nl.Trainer:

@@ -25,13 +25,16 @@ from torch.distributed.nn.functional import all_reduce
 
 from pretrainkit.config.layer_features import LayerFeatures
 from pretrainkit.config.schema import RopeScaling
+from pretrainkit.megatron import routing
 from pretrainkit.megatron.linear import RMSNorm
 
 
 def config_fields(features: LayerFeatures, num_layers: int) -> dict[str, Any]:
     """The fields of TransformerConfig for the features that it knows."""
-    without = features.nope_layers
+    without, dense = features.nope_layers, features.dense_layers
     return {
+        **({"moe_layer_freq": [int(layer not in dense) for layer in range(num_layers)]} if dense else {}),
+        **(routing.config_fields(features.routing) if features.routing else {}),
         "activation_func": functools.partial(F.gelu, approximate="tanh") if features.activation == "gelu" else F.silu,
         "gated_linear_unit": features.is_gated,
         "use_te_activation_func": features.activation == "xielu",  # an activation that is a module: Xielu
@@ -141,9 +144,11 @@ def finish_model(
 ) -> GPTModel:
     """Give a model of Megatron-core, of one pipeline stage, what its family has around the layers."""
 
+    latent = features.latent_attention
+
     def rotary(base: float, scaling: RopeScaling | None) -> RotaryEmbedding:
         embedding = RotaryEmbedding(
-            kv_channels=model.config.kv_channels,
+            kv_channels=latent.qk_rope_head_dim if latent else model.config.kv_channels,
             rotary_percent=features.rotary_fraction,
             rotary_interleaved=features.rotary_interleaved,
             rotary_base=base,
@@ -153,10 +158,12 @@ def finish_model(
             embedding.inv_freq = scaled_inverse_frequencies(embedding.inv_freq, scaling, base)
         return embedding
 
-    if features.router_bias:
-        for router in (module for module in model.modules() if isinstance(module, TopKRouter)):
+    for router in (module for module in model.modules() if isinstance(module, TopKRouter)):
+        if features.router_bias:
             router.bias = torch.nn.Parameter(torch.zeros_like(router.weight[:, 0]))
             router.bias.sequence_parallel = model.config.sequence_parallel
+        if features.routing:
+            routing.prepare_router(router, features.routing)
     model.rotary_pos_emb = rotary(rope_theta, rope_scaling)
     if base := features.local_rope_theta:
         model.rotary_pos_emb = LocalRotaryEmbedding(model.rotary_pos_emb, rotary(base, None))

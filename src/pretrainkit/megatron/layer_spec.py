@@ -23,6 +23,7 @@ from pretrainkit.megatron.attention import ScaledDotProductAttention
 from pretrainkit.megatron.experts import GroupedExperts
 from pretrainkit.megatron.features import BlockOutputLinear, LocalSelfAttention, RMSNormOverHeads, Xielu
 from pretrainkit.megatron.fp8.layers import use_fp8
+from pretrainkit.megatron.latent_attention import LatentSelfAttention
 from pretrainkit.megatron.linear import (
     FusedResidualRMSNormColumnParallelLinear,
     OverlappedRowParallelLinear,
@@ -42,7 +43,7 @@ def torch_layer_spec(
     features: LayerFeatures = LLAMA,
     rope_scaling: RopeScaling | None = None,
 ) -> TransformerBlockSubmodules:
-    """The decoder's layers and final norm for an RMSNorm transformer that is dense or has experts in every layer.
+    """The decoder's layers and final norm for an RMSNorm transformer, dense or with experts in some or all layers.
 
     With `overlaps`, tensor-parallel communication overlaps with GEMMs; this needs sequence parallelism and CUDA. With
     `fp8`, the layers' GEMMs are in FP8, except for those layers at both ends that it names.
@@ -51,19 +52,46 @@ def torch_layer_spec(
         raise NotImplementedError(f"layers without Transformer Engine have RMSNorm; found {config.normalization}")
     if config.num_moe_experts:
         patches.apply(patches.EXPERTS)
-    layer = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts, normalization="RMSNorm", qk_layernorm=config.qk_layernorm
+    first = get_transformer_layer_offset(config, vp_stage)
+    numbers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
+    has_experts = {number: bool(config.num_moe_experts) and number not in features.dense_layers for number in numbers}
+    factor = rope_scaling.attention_factor if rope_scaling else 1.0
+    made = {
+        kind: _layer(config, features, factor, has_experts=kind, fused_norm=fused_norm, overlaps=overlaps)
+        for kind in set(has_experts.values())
+    }
+    layers = {number: made[kind] for number, kind in has_experts.items()}
+    if fp8:
+        in_fp8 = {kind: use_fp8(copy.deepcopy(layer), fp8) for kind, layer in made.items()}
+        kept = range(fp8.first_last_bf16, config.num_layers - fp8.first_last_bf16)
+        layers |= {number: in_fp8[kind] for number, kind in has_experts.items() if number in kept}
+    return TransformerBlockSubmodules(layer_specs=list(layers.values()), layer_norm=RMSNorm)
+
+
+def _layer(
+    config: TransformerConfig,
+    features: LayerFeatures,
+    rotary_factor: float,
+    *,
+    has_experts: bool,
+    fused_norm: bool,
+    overlaps: bool,
+) -> ModuleSpec:
+    """A layer with experts, or a dense one."""
+    layer: ModuleSpec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts if has_experts else None,
+        normalization="RMSNorm",
+        qk_layernorm=config.qk_layernorm,
     )
     parts = layer.submodules
     attention = parts.self_attention.submodules
-    factor = rope_scaling.attention_factor if rope_scaling else 1.0
     attention.core_attention = ModuleSpec(
-        module=ScaledDotProductAttention, params={"features": features, "rotary_factor": factor}
+        module=ScaledDotProductAttention, params={"features": features, "rotary_factor": rotary_factor}
     )
     fused_norm = fused_norm and features.norm_before
     linear = FusedResidualRMSNormColumnParallelLinear if fused_norm else RMSNormColumnParallelLinear
     attention.linear_qkv = ModuleSpec(module=linear, params={"overlaps": overlaps, "has_norm": features.norm_before})
-    if config.num_moe_experts:
+    if has_experts:
         parts.pre_mlp_layernorm = RMSNorm
         parts.mlp.submodules.experts = ModuleSpec(module=GroupedExperts, params={"features": features})
     else:
@@ -77,14 +105,13 @@ def torch_layer_spec(
     if features != LLAMA:
         _use_features(layer, config, features)
     parts.input_layernorm = IdentityOp
+    if features.latent_attention:
+        params = {**parts.self_attention.params, "features": features, "rotary_factor": rotary_factor}
+        parts.self_attention = ModuleSpec(module=LatentSelfAttention, params=params)
+        parts.input_layernorm = RMSNorm
     # Megatron's local spec renames separate norms to Transformer Engine's names when saving; ours have those names.
     parts.sharded_state_dict_keys_map = {}
-    layers = [layer] * get_num_layers_to_build(config, vp_stage=vp_stage)
-    if fp8:
-        in_fp8, first = use_fp8(copy.deepcopy(layer), fp8), get_transformer_layer_offset(config, vp_stage)
-        kept = range(fp8.first_last_bf16, config.num_layers - fp8.first_last_bf16)
-        layers = [in_fp8 if first + number in kept else layer for number in range(len(layers))]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm)
+    return layer
 
 
 def _use_features(layer: ModuleSpec, config: TransformerConfig, features: LayerFeatures) -> None:

@@ -95,12 +95,12 @@ def build_model(
     """
     tensor_parallel_size = parallel_state.get_tensor_model_parallel_world_size()
     fields = {**transformer_config_fields(shape), **precision_fields(precision)}
-    fields |= features.config_fields(shape.features, shape.num_layers)
     fields |= expert_fields(
         shape,
         expert=parallel_state.get_expert_model_parallel_world_size(),
         expert_tensor=parallel_state.get_expert_tensor_parallel_world_size(),
     )
+    fields |= features.config_fields(shape.features, shape.num_layers)
     if shape.num_experts:
         fields["sequence_parallel"] = tensor_parallel_size > 1  # Megatron requires it
     config = TransformerConfig(**fields, tensor_model_parallel_size=tensor_parallel_size)

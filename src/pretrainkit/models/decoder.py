@@ -183,11 +183,16 @@ def _rope_scaling(stated: Mapping[str, Any] | None) -> RopeScaling | None:
     factor, fields = stated["factor"], {"kind": stated["rope_type"], **stated}
     if stated["rope_type"] == "yarn" and stated.get("attention_factor") is None:
         # transformers: modeling_rope_utils._compute_yarn_parameters
-        scales = [0.1 * (stated.get(name) or 1) * math.log(factor) + 1 for name in ("mscale", "mscale_all_dim")]
-        has_both = stated.get("mscale") and stated.get("mscale_all_dim")
-        fields["attention_factor"] = 1.0 if factor <= 1 else scales[0] / scales[1] if has_both else scales[0]
+        scales: Any = stated.get("mscale"), stated.get("mscale_all_dim")
+        weights = scales if all(scales) else (1.0, 0.0)
+        fields["attention_factor"] = yarn_scale(factor, weights[0]) / yarn_scale(factor, weights[1])
     known: dict[str, Any] = {field.name: type(field.default) for field in dataclasses.fields(RopeScaling)}
     return RopeScaling(**{name: known[name](value) for name, value in fields.items() if name in known})
+
+
+def yarn_scale(factor: float, weight: float) -> float:
+    """What YaRN multiplies by for a context that grows by `factor`."""
+    return 0.1 * weight * math.log(factor) + 1 if factor > 1 else 1.0
 
 
 def window_features(

@@ -51,12 +51,18 @@ class Weight:
     and up alternate (gpt-oss); 0: each expert has its own."""
     is_scalar: bool = False
     """Hugging Face's tensor has no dimension, Megatron's has one element."""
+    layers: tuple[int, ...] | None = None
+    """The layers that have it; None: all."""
     keep_dtype: bool = False
     """Never cast: a router bias in fp32 chooses other experts when it is rounded."""
 
     @property
     def per_layer(self) -> bool:
         return "{layer}" in self.megatron
+
+    def is_in(self, layer: int | None) -> bool:
+        """Whether a layer has it; None stands for what is outside of layers."""
+        return self.layers is None or layer in self.layers
 
     @property
     def per_expert(self) -> bool:

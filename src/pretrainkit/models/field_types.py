@@ -15,6 +15,7 @@ from pretrainkit.models.family import Family
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 _TOKEN_ID = "_token_id"
+_MAY_BE_ZERO = ("first_k_dense_replace",)
 
 
 def wrong_types(config: Mapping[str, Any], family: Family, where: str) -> Iterator[RequestError]:
@@ -23,6 +24,8 @@ def wrong_types(config: Mapping[str, Any], family: Family, where: str) -> Iterat
     for name, value in config.items():
         meaning = family.aliases.get(name, name)
         needed = ""
+        if meaning in _MAY_BE_ZERO and type(value) is int and value == 0:
+            continue
         if meaning in defaults:
             needed = needed_type(value, defaults[meaning])
         elif name.endswith(_TOKEN_ID):

@@ -14,7 +14,8 @@ def parameters(shape: ModelShape, padded_vocab_size: int = 0) -> int:
     padding, total = max(padded_vocab_size - shape.vocab_size, 0) * shape.hidden_size, 0
     for weight in family_named(shape.family).weights(shape):
         numel = sum(math.prod(size) for size in weight.shapes)
-        repeats = (shape.num_layers if weight.per_layer else 1) * (shape.num_experts if weight.per_expert else 1)
+        layers = sum(map(weight.is_in, range(shape.num_layers))) if weight.per_layer else 1
+        repeats = layers * (shape.num_experts if weight.per_expert else 1)
         total += numel * repeats + (padding if weight.layout is Layout.VOCABULARY else 0)
     return total
 
@@ -22,7 +23,7 @@ def parameters(shape: ModelShape, padded_vocab_size: int = 0) -> int:
 def active_parameters(shape: ModelShape, padded_vocab_size: int = 0) -> int:
     """Of these, the ones that a token meets."""
     idle = max(shape.num_experts - shape.experts_per_token, 0)
-    return parameters(shape, padded_vocab_size) - shape.num_layers * idle * expert_parameters(shape)
+    return parameters(shape, padded_vocab_size) - len(shape.expert_layers) * idle * expert_parameters(shape)
 
 
 def expert_parameters(shape: ModelShape) -> int:
@@ -33,26 +34,44 @@ def expert_parameters(shape: ModelShape) -> int:
 
 def matmul_parameters(shape: ModelShape) -> int:
     """Parameters of the matrix products of a token: no input embedding, no norms, only its active experts."""
-    return shape.num_layers * layer_parameters(shape) + shape.hidden_size * shape.vocab_size
+    sparse = len(shape.expert_layers)
+    dense = layer_parameters(shape, is_dense=True) * (shape.num_layers - sparse)
+    return dense + sparse * layer_parameters(shape) + shape.hidden_size * shape.vocab_size
 
 
-def layer_parameters(shape: ModelShape) -> int:
-    """The share of one layer in `matmul_parameters`."""
-    heads, groups = shape.num_attention_heads, shape.num_query_groups
-    attention = shape.hidden_size * shape.head_dim * (2 * heads + 2 * groups)
+def layer_parameters(shape: ModelShape, *, is_dense: bool = False) -> int:
+    """The share of one layer in `matmul_parameters`: with experts where the model has them, unless it `is_dense`."""
     mlp = (3 if shape.features.is_gated else 2) * shape.hidden_size * shape.ffn_hidden_size
-    if shape.num_experts:
+    if shape.num_experts and not is_dense:
         router = shape.hidden_size * shape.num_experts
         visited = shape.expert_ffn_hidden_size * shape.experts_per_token + shape.shared_expert_ffn_hidden_size
         mlp = 3 * shape.hidden_size * visited + router
-    return attention + mlp
+    return attention_parameters(shape) + mlp
+
+
+def attention_parameters(shape: ModelShape) -> int:
+    """Of them those of attention."""
+    heads, hidden, latent = shape.num_attention_heads, shape.hidden_size, shape.features.latent_attention
+    if latent is None:
+        return hidden * shape.head_dim * (2 * heads + 2 * shape.num_query_groups)
+    rank, rotated, of_heads = latent.q_lora_rank, latent.qk_rope_head_dim, heads * shape.head_dim
+    queries = rank * (hidden + of_heads) if rank else hidden * of_heads
+    keys = latent.kv_lora_rank * (hidden + of_heads - heads * rotated) + hidden * rotated
+    return queries + keys + heads * latent.v_head_dim * (latent.kv_lora_rank + hidden)
+
+
+def value_head_dim(shape: ModelShape) -> int:
+    """The size of each head's value."""
+    latent = shape.features.latent_attention
+    return latent.v_head_dim if latent else shape.head_dim
 
 
 def training_flops_per_token(shape: ModelShape, sequence_length: int) -> float:
     """FLOPs of forward and backward for one token: 6 N + 6 L H S.
 
-    N: matmul_parameters; 2 FLOPs each forward, 4 backward. L layers, H = heads x head size, S tokens: causal
-    attention, in which a token attends to half the sequence on average, and to less in layers with a window.
+    N: matmul_parameters; 2 FLOPs each forward, 4 backward. L layers, H = heads x head size (with latent attention the
+    mean of queries' and values'), S tokens: causal attention, in which a token attends to half the sequence on average,
+    and to less in layers with a window.
     Recomputation is not counted, so that MFU = this x tokens/s / peak compares implementations
     (https://arxiv.org/abs/2204.02311, appendix B, with causal attention halved).
     """
@@ -60,4 +79,5 @@ def training_flops_per_token(shape: ModelShape, sequence_length: int) -> float:
     seen = [sequence_length / 2] * shape.num_layers  # tokens that a token attends to, by layer
     if 0 < window < sequence_length:
         seen[:num_local] = [window - window**2 / (2 * sequence_length)] * num_local
-    return 6 * matmul_parameters(shape) + 12 * shape.num_attention_heads * shape.head_dim * sum(seen)
+    sizes = shape.num_attention_heads * (shape.head_dim + value_head_dim(shape))
+    return 6 * matmul_parameters(shape) + 6 * sizes * sum(seen)

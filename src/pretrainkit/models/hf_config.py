@@ -29,10 +29,12 @@ _NULLABLE = {
     "attn_logit_softcapping",
     "final_logit_softcapping",
     "num_key_value_heads",
+    "q_lora_rank",
     "sliding_window",
     "tie_word_embeddings",
 }
-"""Fields in which null means off (a cap, a window, tied embeddings), or as many as heads, whatever the default."""
+"""Fields in which null means off (a cap, a window, tied embeddings, a latent vector of queries), or as many as heads,
+whatever the default."""
 
 
 def read_fields(config: Mapping[str, Any], family: Family, where: str) -> dict[str, Any]:

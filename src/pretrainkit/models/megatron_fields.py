@@ -102,7 +102,7 @@ def transformer_config_fields(shape: ModelShape) -> dict[str, Any]:
             "moe_router_pre_softmax": not shape.norm_topk_prob,
             "moe_aux_loss_coeff": shape.router_aux_loss_coef,
             "moe_shared_expert_intermediate_size": shape.shared_expert_ffn_hidden_size or None,
-            "moe_shared_expert_gate": bool(shape.shared_expert_ffn_hidden_size),
+            "moe_shared_expert_gate": bool(shape.shared_expert_ffn_hidden_size) and shape.features.shared_expert_gate,
         }
     return fields
 

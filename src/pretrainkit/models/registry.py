@@ -19,6 +19,8 @@ from pretrainkit.models.hf_config import read_fields
 
 _NAMES = (
     "apertus",
+    "deepseek_v2",
+    "deepseek_v3",
     "exaone4",
     "gemma2",
     "gemma3_text",

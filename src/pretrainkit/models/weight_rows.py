@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 from pretrainkit.config.schema import ModelShape
@@ -59,6 +60,33 @@ def attention(
         *([qk_norm("q", query), qk_norm("k", key_value)] if shape.qk_norm else []),
         *linear(ours + "linear_proj", (theirs + "o_proj",), Layout.ROW, ((hidden, query),), features.output_bias),
         *([norm(ours + "linear_proj.post_layernorm.weight", layer + after, hidden)] if features.norm_after else []),
+    )
+
+
+def latent_attention(shape: ModelShape) -> tuple[Weight, ...]:
+    """Multi-head latent attention with its norms, named as DeepSeek's models and Transformer Engine's layers do."""
+    ours, theirs = "decoder.layers.{layer}.self_attention.", "model.layers.{layer}.self_attn."
+    latent, hidden, heads = shape.features.latent_attention, shape.hidden_size, shape.num_attention_heads
+    assert latent
+    kept, rows = latent.kv_lora_rank, heads * (shape.head_dim - latent.qk_rope_head_dim + latent.v_head_dim)
+
+    def matrix(megatron: str, hf: str, layout: Layout, num_out: int, num_in: int) -> Weight:
+        return Weight(f"{ours}{megatron}.weight", (f"{theirs}{hf}.weight",), layout, ((num_out, num_in),))
+
+    queries: tuple[Weight, ...] = (matrix("linear_q_proj", "q_proj", Layout.COLUMN, heads * shape.head_dim, hidden),)
+    if rank := latent.q_lora_rank:
+        queries = (
+            matrix("linear_q_down_proj", "q_a_proj", Layout.REPLICATED, rank, hidden),
+            norm(ours + "linear_q_up_proj.layer_norm_weight", theirs + "q_a_layernorm", rank),
+            matrix("linear_q_up_proj", "q_b_proj", Layout.COLUMN, heads * shape.head_dim, rank),
+        )
+    return (
+        norm("decoder.layers.{layer}.input_layernorm.weight", "model.layers.{layer}.input_layernorm", hidden),
+        *queries,
+        matrix("linear_kv_down_proj", "kv_a_proj_with_mqa", Layout.REPLICATED, kept + latent.qk_rope_head_dim, hidden),
+        norm(ours + "linear_kv_up_proj.layer_norm_weight", theirs + "kv_a_layernorm", kept),
+        matrix("linear_kv_up_proj", "kv_b_proj", Layout.COLUMN, rows, kept),
+        matrix("linear_proj", "o_proj", Layout.ROW, hidden, heads * latent.v_head_dim),
     )
 
 
@@ -124,21 +152,41 @@ def moe_weights(
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     more: tuple[Weight, ...] = (),
 ) -> tuple[Weight, ...]:
-    """The complete table of a decoder with experts in every layer; `block` and `names` are Hugging Face's."""
-    ours, theirs = "decoder.layers.{layer}.", block + "experts.{expert}."
+    """The complete table of a decoder with experts in every layer, or all but `dense_layers`.
+
+    `block` and `names` are Hugging Face's; `more` are rows of layers with experts.
+    """
+    ours, theirs, features = "decoder.layers.{layer}.", block + "experts.{expert}.", shape.features
     experts = gated_mlp(
         shape, ours + "mlp.experts.experts.", theirs, ffn_hidden_size=shape.expert_ffn_hidden_size, names=names
     )
-    router_shape = (shape.num_experts, shape.hidden_size)
-    return (
-        embedding(shape),
-        *attention(shape),
+    router, gate, router_shape = ours + "mlp.router.", block + "gate.", (shape.num_experts, shape.hidden_size)
+    bias = Weight(
+        router + "expert_bias",
+        (gate + "e_score_correction_bias",),
+        Layout.REPLICATED,
+        (router_shape[:1],),
+        keep_dtype=True,
+    )
+    sparse = (
         norm(ours + "pre_mlp_layernorm.weight", _MLP_NORM, shape.hidden_size),
-        Weight(ours + "mlp.router.weight", (block + "gate.weight",), Layout.REPLICATED, (router_shape,)),
+        Weight(router + "weight", (gate + "weight",), Layout.REPLICATED, (router_shape,)),
+        *([bias] if features.routing and features.routing.expert_bias else []),
         *experts,  # stacked in megatron-core's distributed checkpoints
         *more,
+    )
+    dense = (norm(ours + "mlp.linear_fc1.layer_norm_weight", _MLP_NORM, shape.hidden_size), *gated_mlp(shape))
+    return (
+        embedding(shape),
+        *(latent_attention(shape) if features.latent_attention else attention(shape)),
+        *(_in_layers(dense, features.dense_layers) if features.dense_layers else ()),
+        *(_in_layers(sparse, shape.expert_layers) if features.dense_layers else sparse),
         *head(shape),
     )
+
+
+def _in_layers(rows: Iterable[Weight], layers: tuple[int, ...]) -> tuple[Weight, ...]:
+    return tuple(replace(row, layers=layers) for row in rows)
 
 
 def stacked_moe_weights(shape: ModelShape) -> tuple[Weight, ...]:

@@ -155,6 +155,10 @@ def _streaming_model(folder: Path, rounded: Any, stack: ExitStack) -> Any:
         first = experts[0][0]
         return first if first.shape == shapes[name] else torch.stack([torch.cat(parts) for parts in experts])
 
+    # Buffers (a router's biases of experts) are few, and never rounded.
+    for name, buffer in model.named_buffers():
+        if name in shapes:
+            buffer.copy_(read(stored[name][0][0]))
     weights = _Weights(load, len(shapes))
     attach_align_device_hook(
         model, "cpu", offload=True, weights_map=weights, preload_module_classes=model._no_split_modules

@@ -30,6 +30,7 @@ from pretrainkit.models.flops import (
     layer_parameters,
     parameters,
     training_flops_per_token,
+    value_head_dim,
 )
 from pretrainkit.run.gpu_specs import memory_gib, peak_flops
 
@@ -97,12 +98,15 @@ def _stage_bytes(run: ResolvedRun, *, is_first: bool) -> tuple[float, float, flo
     embedding = run.padded_vocab_size * shape.hidden_size / tensor
     embeddings = 2 if stages == 1 and not shape.tie_word_embeddings else 1
     visited = shape.experts_per_token * expert_parameters(shape)
-    on_rank = layers * ((layer_parameters(shape) - visited) / tensor + 2 * shape.hidden_size) + embeddings * embedding
+    own = range(layers) if is_first else range(shape.num_layers - layers, shape.num_layers)
+    sparse = len(set(own) & set(shape.expert_layers))
+    matrices = (layers - sparse) * layer_parameters(shape, is_dense=True) + sparse * (layer_parameters(shape) - visited)
+    on_rank = matrices / tensor + layers * 2 * shape.hidden_size + embeddings * embedding
     bf16 = run.precision == "bf16"
     weights = _state_bytes(run, on_rank, run.world_size // (stages * tensor))
     if shape.num_experts:
         sharing = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel
-        experts = layers * shape.num_experts * expert_parameters(shape) / sharing
+        experts = sparse * shape.num_experts * expert_parameters(shape) / sharing
         weights += _state_bytes(run, experts, run.world_size // (stages * sharing))
     if run.fp8:
         ends = run.fp8.first_last_bf16 * (2 if stages == 1 else 1)
@@ -140,17 +144,19 @@ def _layer_elements(run: ResolvedRun) -> tuple[float, float, float]:
     shape, tensor = run.model, run.config.parallel.tensor_model_parallel_size
     split = tensor if run.sequence_parallel else 1
     hidden, ffn = shape.hidden_size / split, shape.ffn_hidden_size / tensor
-    heads, groups = (
-        shape.num_attention_heads * shape.head_dim / tensor,
-        shape.num_query_groups * shape.head_dim / tensor,
-    )
+    heads, groups = shape.num_attention_heads * shape.head_dim / tensor, shape.num_query_groups / tensor
+    values = shape.num_attention_heads * value_head_dim(shape) / tensor
     # Our attention keeps the keys and values of all CP ranks.
-    keys = 2 * groups * (1 if _kernels(run).layer_spec == "te" else run.config.parallel.context_parallel_size)
+    keys = groups * (shape.head_dim + value_head_dim(shape))
+    keys *= 1 if _kernels(run).layer_spec == "te" else run.config.parallel.context_parallel_size
     # What a weight's gradient is computed from, in halves of bf16's two bytes.
     input_ = 0.5 if run.fp8 and run.fp8.recipe != "rowwise_wgrad_bf16" else 1.0
     # Input of the norm; the normed input of qkv; query, key, value; attention's output as computed and as projected;
     # the second norm's input.
-    rest = input_ * hidden + (heads + keys) + (1 + input_) * heads + hidden
+    rest = input_ * hidden + (heads + keys) + (1 + input_) * values + hidden
+    if latent := shape.features.latent_attention:
+        # The latent vectors, as projected and normed; keys' rotated part, and queries and keys before they are joined.
+        rest += (2 * (latent.q_lora_rank + latent.kv_lora_rank) + latent.qk_rope_head_dim) / split + heads + keys
     # Its normed input; gate and up; their product; without a fused kernel the gate's activation.
     mlp = input_ * (hidden + ffn) + 2 * ffn + (0 if run.fp8 or _kernels(run).swiglu != PLAIN else ffn)
     return hidden, rest, _expert_elements(run, hidden) if shape.num_experts else mlp

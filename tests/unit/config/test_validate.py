@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from changed_config import changed
 
-from pretrainkit.config.layer_features import LayerFeatures
+from pretrainkit.config.layer_features import LayerFeatures, Routing
 from pretrainkit.config.resolve import RunFacts
 from pretrainkit.config.schema import InitialWeights, RunConfig
 from pretrainkit.config.validate import problems_of
@@ -305,6 +305,30 @@ EXPERTS: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "selective recomputation": ({"training__recompute": "selective"}, ["--recompute: selective, for a model with"]),
 }
+
+
+def test_biases_of_experts_are_moved_where_there_are_some(config: RunConfig, facts: RunFacts) -> None:
+    config = changed(config, launch__accelerator="cpu", training__precision="fp32", training__router_bias_update_rate=0)
+    mixture = {"num_experts": 8, "experts_per_token": 2, "expert_ffn_hidden_size": 128}
+    for routing, is_refused in ((None, True), (Routing("sigmoid"), True), (Routing("sigmoid", True), False)):
+        model = dataclasses.replace(facts.model, **mixture, features=LayerFeatures(routing=routing))  # type: ignore[type-var]
+        message = messages_of(config, dataclasses.replace(facts, model=model))
+        assert ("--router_bias_update_rate: the routers have no biases" in message) == is_refused
+
+
+def test_dense_layers_and_shared_experts_are_split_too(config: RunConfig, facts: RunFacts) -> None:
+    config = changed(
+        config, launch__accelerator="cpu", training__precision="fp32", parallel__tensor_model_parallel_size=2
+    )
+    sizes = {"num_experts": 8, "experts_per_token": 2, "expert_ffn_hidden_size": 128, "ffn_hidden_size": 129}
+    for more, word in (
+        ({}, ""),
+        ({"features": LayerFeatures(dense_layers=(0,))}, "129 MLP rows"),
+        ({"shared_expert_ffn_hidden_size": 65}, "65 rows of the shared expert"),
+    ):
+        model = dataclasses.replace(facts.model, **sizes, **more)  # type: ignore[type-var]
+        message = messages_of(config, dataclasses.replace(facts, model=model))
+        assert word in message and ("129" in message) == ("129" in word)
 
 
 @pytest.mark.parametrize("case", EXPERTS)

@@ -31,6 +31,21 @@ WINDOWS = ["sliding_attention", "full_attention"] * 2
 SETTINGS: list[tuple[str, dict[str, Any], str]] = [
     ("apertus", {"hidden_act": "silu"}, "hidden_act"),
     ("apertus", {"post_norm": True}, "post_norm"),
+    ("deepseek_v2", {"attention_bias": True}, "attention_bias"),
+    ("deepseek_v2", {"moe_layer_freq": 2}, "moe_layer_freq"),
+    ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob"),
+    ("deepseek_v2", {"num_experts_per_tok": None}, "num_experts_per_tok"),
+    ("deepseek_v2", {"num_key_value_heads": 4}, "num_key_value_heads"),
+    ("deepseek_v2", {"scoring_func": "sigmoid"}, "scoring_func"),
+    ("deepseek_v2", {"topk_method": "group_limited_greedy"}, "n_group"),
+    ("deepseek_v3", {"first_k_dense_replace": 4}, "first_k_dense_replace"),
+    ("deepseek_v3", {"n_group": 3}, "n_group"),
+    ("deepseek_v3", {"norm_topk_prob": False}, "norm_topk_prob"),
+    ("deepseek_v3", {"num_experts_per_tok": 1}, "num_experts_per_tok"),
+    ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    ("deepseek_v3", {"rope_scaling": LLAMA3}, "llama3"),
+    ("deepseek_v3", {"topk_group": 9}, "topk_group"),
+    ("deepseek_v3", {"topk_method": "greedy"}, "topk_method"),
     ("exaone4", {"sliding_window_pattern": "LLLG"}, "sliding_window_pattern"),
     ("exaone4", {"sliding_window": None, "layer_types": WINDOWS}, "layer_types"),
     ("gemma2", {"hidden_act": "relu"}, "hidden_act"),
@@ -80,7 +95,8 @@ SETTINGS: list[tuple[str, dict[str, Any], str]] = [
 def shape_of(folder: Path, family: str, changes: dict[str, Any]) -> Any:
     scaling = {"ministral3": GROWING, "gpt_oss": YARN}.get(family)
     scaled = {"rope_scaling": scaling} if scaling else {}
-    config = {"architectures": [*family_named(family).architectures], **SIZES, **scaled, **changes}
+    latent = {"num_key_value_heads": 8, "num_experts_per_tok": 2} if family.startswith("deepseek") else {}
+    config = {"architectures": [*family_named(family).architectures], **SIZES, **scaled, **latent, **changes}
     kept = {name: value for name, value in config.items() if value != "absent"}
     (folder / "config.json").write_text(json.dumps(kept))
     return read_shape(folder)

@@ -30,7 +30,11 @@ from pretrainkit.models.family import Layout
 
 
 class TorchDistWriter:
-    """Writes a distributed checkpoint of weights into an empty folder, layers and experts stacked."""
+    """Writes a distributed checkpoint of weights into an empty folder.
+
+    Experts are stacked, and layers unless some have other tensors (dense ones among those with experts), as
+    megatron-core has it.
+    """
 
     def __init__(self, folder: Path, plan: ConversionPlan, common: Mapping[str, Any], *, prefix: str) -> None:
         self.folder, self.dtypes, self.shape = folder, plan.dtypes, plan.shape
@@ -78,7 +82,7 @@ class TorchDistWriter:
         return pieces
 
     def _name(self, mapping: TensorMapping) -> str:
-        return self._prefix + mapping.weight.megatron.replace("{layer}.", "")
+        return self._prefix + _key(mapping.weight.megatron, mapping.layer, self.shape)
 
     def finish(self) -> None:
         """Write metadata and common state; the checkpoint is complete after it."""
@@ -100,7 +104,8 @@ class TorchDistWriter:
             else:
                 described[name].chunks.append(dcp.ChunkStorageMetadata(*chunk))
             stored[dcp.MetadataIndex(name, chunk and chunk[0])] = _StorageInfo(*place)
-        for name in [name for name in described if name.endswith(MLP_NORM)]:  # the same bytes under both names
+        norms = [name for name in described if name.endswith(MLP_NORM) and not self.shape.has_dense_layers]
+        for name in norms:  # the same bytes under both names
             local = name.replace(MLP_NORM, LOCAL_MLP_NORM)
             described[local] = described[name]
             for chunk in described[name].chunks:
@@ -119,9 +124,18 @@ def _write_tensor(descriptor: int, offset: int, rows: LazyTensor, shape: tuple[i
     return end + pwrite_all(descriptor, tail, end) - offset
 
 
+def _stacks_layers(shape: ModelShape) -> bool:
+    return not shape.features.dense_layers
+
+
+def _key(name: str, layer: int | None, shape: ModelShape) -> str:
+    """The stored name of a tensor of the table, or of another of its modules."""
+    return name.replace("{layer}.", "" if _stacks_layers(shape) else f"{layer}.")
+
+
 def _leading(layer: int | None, expert: int | None, shape: ModelShape) -> list[tuple[int, int]]:
     """Index and size of the dimensions that precede those of one layer's, one expert's tensor."""
-    places = ((layer, shape.num_layers), (expert, shape.num_experts))
+    places = ((layer if _stacks_layers(shape) else None, shape.num_layers), (expert, shape.num_experts))
     return [(index, count) for index, count in places if index is not None]
 
 
@@ -145,5 +159,4 @@ def _extra_state_names(mappings: Sequence[TensorMapping], shape: ModelShape, pre
 def _extra_state(module: str, layer: int | None, expert: int | None, shape: ModelShape) -> str:
     """megatron-core's `ShardedObject.unique_key`."""
     offsets, counts = zip(*(_leading(layer, expert, shape) or [(0, 1)]), strict=True)
-    key = module.replace("{layer}.", "")
-    return f"{key}._extra_state/shard_{'.'.join(map(str, offsets))}_{'.'.join(map(str, counts))}"
+    return f"{_key(module, layer, shape)}._extra_state/shard_{'.'.join(map(str, offsets))}_{'.'.join(map(str, counts))}"
