@@ -5,6 +5,7 @@ without a word: a save that fails is tried again, missed where that is allowed, 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import signal
 import time
@@ -234,3 +235,14 @@ def test_a_signal_during_a_save_waits_for_it(tiny: Path, tmp_path: Path, write_t
     assert process.exitcode == EXIT_STOPPED_AFTER_SAVING, log.read_text()[-3000:]
     last = read_attempts(RunFolder(run_file.parent))[-1].last_step
     assert steps_saved(run_file.parent) == sorted({5, last}) and last <= 7
+
+
+@pytest.mark.parametrize("settings", [{"pipeline": 2}, {"precision": "bf16"}], ids=["PP=2", "bf16"])
+def test_the_sizes_of_what_a_save_copies_are_known_before_it(
+    tiny: Path, write_tiny_run: Callable[..., Path], settings: dict[str, Any]
+) -> None:
+    run_file = write_tiny_run(tiny, "copies", max_steps=2, save_interval=2, **settings)
+    ranks.run_ranks(ranks.train_rank_noting_copies, settings.get("pipeline", 1), run_file.parent, run_file=run_file)
+    for path in run_file.parent.glob("copies*.json"):
+        sizes = json.loads(path.read_text())
+        assert sizes["expected"] == sizes["copied"] != []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
+import json
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -358,3 +359,26 @@ def nemo_export_rank(rank: int, world_size: int, *, checkpoint: Path, output: Pa
     # NeMo's exporters import it from where transformers 4 had it.
     transformers_modeling.no_init_weights = no_init_weights
     llm.export_ckpt(path=checkpoint, target="hf", output_path=output)
+
+
+def train_rank_noting_copies(rank: int, world_size: int, *, run_file: Path) -> None:
+    """The same; copiesR.json has the sizes that a save was expected to copy after a step, and those that it did."""
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    from pretrainkit.engine import host_memory
+
+    expected: list[int] = []
+    copy = FileSystemWriterAsync.preload_tensors
+
+    def expect(self: Any, trainer: Any) -> None:
+        expected[:] = expected or host_memory.copied_bytes(self._run, trainer)
+
+    def noted(write_buckets: Any, *arguments: Any) -> Any:
+        copied = [tensor.nbytes for _, _, (_, tensors) in write_buckets for _, tensor in tensors]
+        path = run_file.parent / f"copies{rank}.json"
+        path.write_text(json.dumps({"expected": sorted(expected), "copied": sorted(copied)}))
+        return copy(write_buckets, *arguments)
+
+    host_memory.HostMemory.begin = expect  # type: ignore[method-assign]
+    FileSystemWriterAsync.preload_tensors = staticmethod(noted)
+    train_rank(rank, world_size, run_file=run_file)

@@ -34,6 +34,7 @@ from pretrainkit.checkpoint.formats.hf_files import HF_SOURCE, copy_description
 from pretrainkit.config.resolve import VOCABULARY_MULTIPLE
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.engine.agreement import all_ranks_any
+from pretrainkit.engine.host_memory import HostMemory
 from pretrainkit.megatron import patches
 from pretrainkit.megatron.save_checksums import by_file
 from pretrainkit.models.rope_change import trained_config
@@ -118,12 +119,14 @@ class Saver:
         self._queue_start = threading.Thread(target=filesystem_async._get_write_results_queue, daemon=True)
         if run.accelerator == "gpu":  # on CPU it is forked (megatron.patches), which takes no time
             self._queue_start.start()
+        self.memory = HostMemory(run)
 
     def begin(self, trainer: pl.Trainer) -> SaveFailure | None:
         """Copy the state of this step and start to write it; None when that succeeded."""
         assert self.current is None
         if self._queue_start.is_alive():
             self._queue_start.join()
+        self.memory.wait()
         folder = RunFolder.of(self._run).checkpoint(trainer.global_step)
         with self._kept():
             if trainer.is_global_zero:

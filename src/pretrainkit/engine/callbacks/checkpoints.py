@@ -63,6 +63,8 @@ class Checkpoints(AsyncFinalizerCallback, Checkpoint):
             self._progress.phase(records.SAVING)
             self._save(trainer, is_last=is_last)
             self._progress.phase(records.TRAINING)
+        else:
+            self._saver.memory.begin(trainer)
         if self._recorder:
             self._recorder.skip_time(time.monotonic() - began_s)
 
