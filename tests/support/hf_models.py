@@ -162,8 +162,46 @@ FEATURED: dict[str, tuple[str, dict[str, Any]]] = {
     "ministral3": ("Ministral3", {"head_dim": 16, "pad_token_id": 2, "rope_parameters": GROWING_ROPE}),
 }
 """Those with features of layers, which Megatron-LM's arguments can't express, or another scaling."""
+VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma3": ("Gemma3", {"vision_config": VISION, "mm_tokens_per_image": 4, "image_token_index": 7}),
+    "ministral3": (
+        "Mistral3",
+        {
+            "vision_config": {**VISION, "model_type": "pixtral", "head_dim": 16, "image_size": 56},
+            "image_token_index": 7,
+        },
+    ),
+}
+"""Model of FEATURED -> class prefix of the multimodal model around it, and the rest of its config."""
 _CONFIGS = {"Gemma3": "TextConfig"}
 MIXTURES = ("mixtral", "qwen3-moe", "qwen2-moe")
+
+
+def save_multimodal_model(name: str, folder: Path, **config: Any) -> None:
+    """Write the multimodal model around the model `name` with random weights; `config` changes its text model's."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    prefix, settings = MULTIMODAL[name]
+    text_prefix, text_settings = FEATURED[name]
+    text = {**BASE, **text_settings, **config}
+    text_config = getattr(transformers, text_prefix + _CONFIGS.get(text_prefix, "Config"))(**text)
+    tied = text["tie_word_embeddings"]
+    whole = getattr(transformers, f"{prefix}Config")(text_config=text_config, tie_word_embeddings=tied, **settings)
+    model = getattr(transformers, f"{prefix}ForConditionalGeneration")(whole)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, 0.0 if parameter.dim() > 1 else 1.0, 0.1)
+    model.save_pretrained(folder, max_shard_size="200KB")
+    (folder / "preprocessor_config.json").write_text('{"image_processor_type": "any"}')
 
 
 def save_random_model(name: str, folder: Path, *, seed: int, dtype: str, max_shard_size: str, **config: Any) -> None:

@@ -16,6 +16,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from pretrainkit.checkpoint import existing, nonfinite
+from pretrainkit.checkpoint.formats.carried import carried_tensors
 from pretrainkit.checkpoint.formats.hf_files import (
     HF_SOURCE,
     REPORT_NAME,
@@ -68,6 +69,7 @@ def convert(source: str | Path | DetectedCheckpoint, target: str | Path, options
     hf_folder = find_hf_folder(found, options.hf_folder)
     shape = read_shape(hf_folder, ignore_fields=options.ignore_config_fields)
     options.parallelism.check(shape)
+    carried = carried_tensors(found.root if found.format is CheckpointFormat.HF else hf_folder)
     mappings = tensor_mappings(shape)
     reader, origin = open_reader(found, mappings, shape), read_origin(found)
     if options.new_tokens:
@@ -81,7 +83,7 @@ def convert(source: str | Path | DetectedCheckpoint, target: str | Path, options
     }
     is_changed = bool(found.average or options.new_tokens or dtypes != reader.dtypes)
     is_copy = found.format is CheckpointFormat.HF and not is_changed
-    plan = ConversionPlan(format, shape, mappings, dtypes, hf_folder, options, reader.run_state)
+    plan = ConversionPlan(format, shape, mappings, dtypes, hf_folder, options, reader.run_state, carried)
     check_expressible(shape, format)
     _check_kept_config(plan)
     if is_there:

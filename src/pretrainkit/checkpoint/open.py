@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 from pretrainkit.checkpoint.average import Average, AverageReader
 from pretrainkit.checkpoint.formats import hf_files, megatron_lm, nemo, torch_dist
+from pretrainkit.checkpoint.formats.carried import write_carried
 from pretrainkit.checkpoint.formats.hf import HfReader, HfWriter
 from pretrainkit.checkpoint.formats.torch_dist import TorchDistReader
 from pretrainkit.checkpoint.formats.torch_dist_writer import TorchDistWriter
@@ -121,6 +122,7 @@ def open_writer(folder: Path, plan: ConversionPlan) -> WeightWriter:
         hf_files.write_description(folder, plan.hf_folder, plan.main_dtype, keep=plan.options.keep_config)
         return HfWriter(folder, plan)
     hf_files.copy_description(plan.hf_folder, folder / hf_files.HF_SOURCE)
+    write_carried(folder / hf_files.HF_SOURCE, plan.carried)
     if plan.format is CheckpointFormat.NEMO:
         nemo.write_context(
             folder / "context",

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from pretrainkit.checkpoint.added_tokens import NewToken
+from pretrainkit.checkpoint.lazy_tensor import StoredTensor
 from pretrainkit.checkpoint.mapping import TensorMapping
 from pretrainkit.checkpoint.parallel import Parallelism
 from pretrainkit.checkpoint.transforms import padded_vocabulary
@@ -84,6 +85,8 @@ class ConversionPlan:
     options: Options = field(default_factory=Options)
     run_state: Mapping[str, Any] = field(default_factory=dict)
     """What a source of Megatron-LM's knows of its run (`megatron_lm.run_state`)."""
+    carried: Mapping[str, StoredTensor] = field(default_factory=dict)
+    """The tensors of a multimodal model besides its text model's, which stay as they are."""
 
     @property
     def main_dtype(self) -> torch.dtype:
@@ -101,6 +104,10 @@ class ConversionPlan:
     @property
     def num_bytes(self) -> int:
         """Size of all weights, without vocabulary padding."""
+        return self._mapped_bytes + sum(tensor.meta.nbytes for tensor in self.carried.values())
+
+    @property
+    def _mapped_bytes(self) -> int:
         return sum(self.size(mapping) for mapping in self.mappings)
 
     @property
@@ -120,7 +127,7 @@ class ConversionPlan:
     def parts(self) -> list[list[TensorMapping]]:
         """The tensors, in order, in at most one run per worker; the runs have about equal sizes."""
         parts: list[list[TensorMapping]] = [[] for _ in range(min(self.options.workers, len(self.mappings)))]
-        total, done = self.num_bytes, 0
+        total, done = self._mapped_bytes, 0
         for mapping in self.mappings:
             parts[min(done * len(parts) // max(total, 1), len(parts) - 1)].append(mapping)
             done += self.size(mapping)

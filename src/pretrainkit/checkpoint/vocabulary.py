@@ -28,6 +28,8 @@ from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import RequestError
 from pretrainkit.files import read_json, write_json
 from pretrainkit.models.family import Layout
+from pretrainkit.models.multimodal import is_multimodal
+from pretrainkit.models.registry import read_whole_config
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -163,6 +165,12 @@ def plan_extension(hf_folder: Path, shape: ModelShape, tokens: Sequence[NewToken
     """
     from tokenizers import AddedToken, Tokenizer
 
+    if is_multimodal(read_whole_config(hf_folder)):
+        raise RequestError(
+            "tokens for a multimodal model",
+            where=str(hf_folder),
+            needed="a text model: the rest of a multimodal one has ids of its own in the vocabulary",
+        )
     path = hf_folder / _TOKENIZER_JSON
     try:
         tokenizer = Tokenizer.from_file(str(path))

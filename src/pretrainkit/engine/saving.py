@@ -30,6 +30,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from pretrainkit.checkpoint.formats import nemo
+from pretrainkit.checkpoint.formats.carried import carried_tensors, write_carried
 from pretrainkit.checkpoint.formats.hf_files import HF_SOURCE, copy_description
 from pretrainkit.config.resolve import VOCABULARY_MULTIPLE
 from pretrainkit.config.schema import ResolvedRun
@@ -220,6 +221,7 @@ class Saver:
             further={"apply_rope_fusion": False},
         )
         copy_description(hf_folder, folder / HF_SOURCE, config=config)
+        write_carried(folder / HF_SOURCE, carried_tensors(hf_folder))
 
     @contextlib.contextmanager
     def _kept(self) -> Iterator[None]:

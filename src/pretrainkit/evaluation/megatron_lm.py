@@ -36,7 +36,7 @@ class MegatronLM(HFLM):
         from transformers import AutoConfig, AutoTokenizer
 
         options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-        config = AutoConfig.from_pretrained(hf_folder, **options)
+        config = AutoConfig.from_pretrained(hf_folder, **options).get_text_config()
         model = _Model(compute, device, config, str(hf_folder))
         super().__init__(pretrained=model, tokenizer=AutoTokenizer.from_pretrained(hf_folder, **options), **settings)
 

@@ -16,6 +16,7 @@ from pretrainkit.errors import RequestError
 from pretrainkit.models.decoder import DECODER_FIELDS
 from pretrainkit.models.family import Family
 from pretrainkit.models.hf_config import read_fields
+from pretrainkit.models.multimodal import TEXT_MODELS, text_config
 
 _NAMES = (
     "apertus",
@@ -51,7 +52,15 @@ def family_named(name: str) -> Family:
 
 
 def read_config(hf_folder: str | Path) -> dict[str, Any]:
-    """The config.json of a Hugging Face model folder. Raises RequestError when it isn't one."""
+    """The config.json of a Hugging Face model folder, of its text model if it is multimodal.
+
+    Raises RequestError when it isn't one.
+    """
+    return text_config(read_whole_config(hf_folder), str(Path(hf_folder) / "config.json"))
+
+
+def read_whole_config(hf_folder: str | Path) -> dict[str, Any]:
+    """The same with all parts of a multimodal model."""
     path = Path(hf_folder) / "config.json"
     if not path.is_file():
         raise RequestError(
@@ -77,7 +86,7 @@ def find_family(config: Mapping[str, Any], where: str = "config.json") -> Family
     for family in FAMILIES:
         if architectures and all(name in family.architectures for name in architectures):
             return family
-    supported = sorted(name for family in FAMILIES for name in family.architectures)
+    supported = sorted([*TEXT_MODELS, *(name for family in FAMILIES for name in family.architectures)])
     raise RequestError(
         f"architecture {', '.join(architectures) or 'missing'} (model_type {config.get('model_type')!r})"
         " is not supported",

@@ -10,7 +10,8 @@ from pretrainkit import hf_tokenizer
 from pretrainkit.config.rope_change import LENGTH, NONE, ORIGINAL, parse_rope_scaling
 from pretrainkit.config.schema import RunConfig
 from pretrainkit.models.hf_config import in_both_spellings, read_fields
-from pretrainkit.models.registry import find_family, read_config
+from pretrainkit.models.multimodal import with_text_config
+from pretrainkit.models.registry import find_family, read_config, read_whole_config
 from pretrainkit.models.rope_config import PARTIAL
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -18,7 +19,7 @@ _PLACES = ("rope_theta", "rope_scaling", "rope_parameters")
 
 
 def trained_config(folder: Path, config: RunConfig) -> dict[str, Any]:
-    """The config.json of the model that a run trains from a folder's: with --rope_theta and --rope_scaling.
+    """The config.json of the (text) model that a run trains from a folder's: with --rope_theta and --rope_scaling.
 
     A changed one has both spellings. `max_position_embeddings` is then factor x the context length before the scaling,
     and with another base alone at least the run's sequence length. Raises RequestError for a scaling that the family's
@@ -48,7 +49,9 @@ def trained_config(folder: Path, config: RunConfig) -> dict[str, Any]:
 def trained_folder(folder: Path, config: RunConfig) -> Path:
     """A model's folder with `trained_config`: itself, or a temporary one with links to its files."""
     changed = trained_config(folder, config)
-    return folder if changed == read_config(folder) else hf_tokenizer.readable_folder(folder, {"config.json": changed})
+    if changed == read_config(folder):
+        return folder
+    return hf_tokenizer.readable_folder(folder, {"config.json": with_text_config(read_whole_config(folder), changed)})
 
 
 def _changed_scaling(read: Mapping[str, Any], config: RunConfig) -> tuple[dict[str, Any] | None, int]:

@@ -42,7 +42,8 @@ def compared_modules(mappings: Sequence[TensorMapping]) -> list[tuple[TensorMapp
 def recorded(model: torch.nn.Module, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
     """The outputs [F, S] of the modules of these names during a forward pass of one sequence."""
     outputs: dict[str, Tensor] = {}
-    modules = dict(model.named_modules())
+    # A multimodal model of transformers has those of its text model in a module.
+    modules = {name.replace("model.language_model.", "model.", 1): module for name, module in model.named_modules()}
 
     def keep(name: str, output: Any) -> None:
         tensor = output[0] if isinstance(output, tuple) else output

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrainkit.checkpoint.formats import hf, hf_files
-from pretrainkit.checkpoint.formats.hf_files import INDEX_NAME, ORIGIN_NAME
+from pretrainkit.checkpoint.formats.hf_files import GENERATION_CONFIG, INDEX_NAME, ORIGIN_NAME
 from pretrainkit.checkpoint.open import detect
 from pretrainkit.checkpoint.plan import CheckpointFormat
 from pretrainkit.config.schema import ModelShape
@@ -24,7 +24,8 @@ from pretrainkit.files import hash_file, read_json
 from pretrainkit.hf_tokenizer import CONFIG_NAME as TOKENIZER_CONFIG
 from pretrainkit.hf_tokenizer import in_both_spellings
 from pretrainkit.models.hf_config import read_fields
-from pretrainkit.models.registry import family_named, find_family, read_config, read_shape
+from pretrainkit.models.multimodal import is_multimodal
+from pretrainkit.models.registry import family_named, find_family, read_config, read_shape, read_whole_config
 from pretrainkit.release import prompts
 from pretrainkit.release.held_out import held_out_of, run_of
 from pretrainkit.release.privacy import check_privacy
@@ -94,6 +95,11 @@ def _check_config(origin: Path, released: Path, shape: ModelShape) -> Iterator[C
         for name in sorted((found.keys() | meant.keys()) - _NOT_COMPARED)
         if found.get(name) != meant.get(name)
     ]
+    whole, source = read_whole_config(released), read_whole_config(origin)
+    if is_multimodal(source):
+        outside = {*_NOT_COMPARED, "text_config", "tie_word_embeddings", hf_files.QUANTIZATION}
+        names = (whole.keys() | source.keys()) - outside
+        different += [f"{name} of the whole model" for name in sorted(names) if whole.get(name) != source.get(name)]
     added = [f"{name} {json.dumps(ours[name])}" for name in sorted(ours.keys() - theirs.keys() - {*DTYPE_FIELDS})]
     fine = "equal but for the dtype" if not added else f"the same; added: {', '.join(added)}"
     yield Check.of("config.json says what the source's says", different, fine)
@@ -205,8 +211,9 @@ def _check_tokenizer(released: Path, shape: ModelShape, notes: list[str]) -> Ite
     yield from _check_opened_tokenizer(released, tokenizer, notes)
     problems = []
     ends: dict[str, set[int]] = {}
-    for name in ("config.json", "generation_config.json"):
-        fields = read_json(released / name) if (released / name).is_file() else {}
+    for name in ("config.json", GENERATION_CONFIG):
+        read = read_json if name == GENERATION_CONFIG else lambda path: read_config(path.parent)
+        fields = read(released / name) if (released / name).is_file() else {}
         problems += [
             f"{key} {value!r} of {name} is no row"
             for key in ("bos_token_id", "eos_token_id", "pad_token_id")

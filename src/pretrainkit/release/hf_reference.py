@@ -25,6 +25,8 @@ from pretrainkit.checkpoint.formats import mxfp4
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import CheckpointError, PretrainkitError
 from pretrainkit.imports import heavy_imports
+from pretrainkit.models.multimodal import PREFIX, is_multimodal
+from pretrainkit.models.registry import read_whole_config
 from pretrainkit.signals import die_with_parent
 
 PROCESS_BYTES = 1_500_000_000
@@ -52,6 +54,14 @@ class Request:
     """Weights are rounded to this precision ('bf16' or 'fp32') and then used in fp32."""
     padding_rows: int
     """Zero rows of Megatron's output layer beyond the vocabulary; each adds a logit of 0."""
+
+
+def model_class(folder: Path) -> Any:
+    """The class of transformers that opens a model with a head for the next token: a multimodal one with all parts."""
+    import transformers
+
+    is_whole = is_multimodal(read_whole_config(folder))
+    return transformers.AutoModelForImageTextToText if is_whole else transformers.AutoModelForCausalLM
 
 
 def needed_bytes(shape: ModelShape, num_tokens: int) -> int:
@@ -132,6 +142,10 @@ def _streaming_model(folder: Path, rounded: Any, stack: ExitStack) -> Any:
 
     read, names = open_by_package(folder, stack)
     config = AutoConfig.from_pretrained(readable_folder(folder), local_files_only=True, trust_remote_code=False)
+    prefix = PREFIX if is_multimodal(read_whole_config(folder)) else ""
+    if prefix:  # of which the text model runs alone
+        config = config.get_text_config()
+        names = {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
@@ -149,9 +163,9 @@ def _streaming_model(folder: Path, rounded: Any, stack: ExitStack) -> Any:
 
     def load(name: str) -> Any:
         if stored[name] == [(name + mxfp4.BLOCKS, name + mxfp4.SCALES)]:
-            packed = (read(part) for part in stored[name][0])
+            packed = (read(prefix + part) for part in stored[name][0])
             return convert_moe_packed_tensors(*packed, dtype=torch.bfloat16).float()
-        experts = [[read(part).to(rounded).float() for part in expert] for expert in stored[name]]
+        experts = [[read(prefix + part).to(rounded).float() for part in expert] for expert in stored[name]]
         first = experts[0][0]
         return first if first.shape == shapes[name] else torch.stack([torch.cat(parts) for parts in experts])
 

@@ -29,8 +29,9 @@ from pretrainkit.errors import CheckpointError, RequestError
 from pretrainkit.files import read_json, write_json
 from pretrainkit.logs import get_logger, quiet_upstream
 from pretrainkit.models.hf_config import position_boundaries, read_fields
+from pretrainkit.models.multimodal import text_tensors
 from pretrainkit.models.registry import family_named, read_config
-from pretrainkit.release import prompts
+from pretrainkit.release import hf_reference, prompts
 from pretrainkit.release.report import Check, collect
 from pretrainkit.release.source import ReleaseSource, find_source
 
@@ -146,8 +147,8 @@ def _compare(
 
 
 def _only_dtype(released: Path) -> torch.dtype | None:
-    """The dtype of all tensors of a Hugging Face folder; None where they have several, which no cast leaves behind."""
-    dtypes = {tensor.dtype for tensor in hf.locate_tensors(released).values()}
+    """The dtype of all tensors of a (text) model; None where they have several, which no cast leaves behind."""
+    dtypes = {tensor.dtype for tensor in text_tensors(hf.locate_tensors(released))[0].values()}
     return dtypes.pop() if len(dtypes) == 1 else None
 
 
@@ -228,9 +229,8 @@ def _run_transformers(
 def _load_transformers(model_folder: Path, dtype: torch.dtype | None) -> tuple[Any, bool]:
     """A Hugging Face model in fp32, its weights rounded to `dtype`, and whether that changed any."""
     import torch
-    from transformers import AutoModelForCausalLM
 
-    model, info = AutoModelForCausalLM.from_pretrained(
+    model, info = hf_reference.model_class(model_folder).from_pretrained(
         readable_folder(model_folder),
         dtype=torch.float32,
         local_files_only=True,

@@ -22,6 +22,7 @@ from pretrainkit.errors import RequestError
 from pretrainkit.imports import heavy_imports
 from pretrainkit.logs import get_logger
 from pretrainkit.release import prompts
+from pretrainkit.release.hf_reference import model_class
 from pretrainkit.release.report import Check, collect
 
 NUM_PROMPTS, NUM_TOKENS = 20, 16
@@ -75,11 +76,11 @@ def _expect(folder: Path, texts: list[str], expected: list[tuple[list[int], list
     """Add each prompt's ids and their continuation."""
     with heavy_imports():
         import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+        from transformers import AutoTokenizer, GenerationConfig
 
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).eval()
+    model = model_class(folder).from_pretrained(folder, dtype=torch.float32, **options).eval()
     model.generation_config = GenerationConfig()  # without the model's own end and sampling
     for text in texts:
         ids = tokenizer(text)["input_ids"]

@@ -14,11 +14,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from pretrainkit.checkpoint.formats.carried import carried_tensors
 from pretrainkit.checkpoint.formats.hf import open_by_package
 from pretrainkit.checkpoint.lazy_tensor import same_bits
 from pretrainkit.checkpoint.mapping import tensor_mappings
 from pretrainkit.models.family import Layout
 from pretrainkit.models.hf_config import dtype_of
+from pretrainkit.models.multimodal import PREFIX
 from pretrainkit.models.registry import read_config
 from pretrainkit.release.report import Check
 from pretrainkit.release.source import ReleaseSource, wrong_rows
@@ -30,7 +32,9 @@ DTYPE_FIELDS = ("dtype", "torch_dtype")
 def check_weights(source: ReleaseSource, released: Path) -> Iterator[Check]:
     shape = source.shape
     mappings = tensor_mappings(shape)
-    wanted = {name for mapping in mappings for name in mapping.hf}
+    carried = carried_tensors(source.hf_folder)
+    prefix = PREFIX if carried else ""
+    wanted = {prefix + name for mapping in mappings for name in mapping.hf}
     declared = _declared_dtype(released)
     problems: defaultdict[str, list[str]] = defaultdict(list)
     if declared is None:
@@ -38,9 +42,14 @@ def check_weights(source: ReleaseSource, released: Path) -> Iterator[Check]:
     casts, num_elements = set(), 0
     with ExitStack() as stack:
         read, names = open_by_package(released, stack)
-        extra = names - wanted - ({"lm_head.weight"} if shape.tie_word_embeddings else set())
+        head = f"{prefix}lm_head.weight"
+        extra = names - wanted - carried.keys() - ({head} if shape.tie_word_embeddings else set())
         yield Check.of("every tensor is there", sorted(wanted - names), f"{len(wanted)} tensors")
         yield Check.of("no tensor that the architecture doesn't have", sorted(extra), "none")
+        if carried:
+            different = [n for n, there in carried.items() if n not in names or not same_bits(read(n), there.read())]
+            fine = f"{len(carried)} tensors bit-equal"
+            yield Check.of("the rest of the multimodal model is the source's", sorted(different), fine)
         for mapping, tensors in source.read_tensors():
             keep_dtype, is_stacked = mapping.weight.keep_dtype, mapping.weight.num_stacked > 0
             whole = [torch.cat(tensors)] if mapping.weight.is_fused else tensors
@@ -49,7 +58,7 @@ def check_weights(source: ReleaseSource, released: Path) -> Iterator[Check]:
             for name, hf_shape, expected in zip(mapping.hf, mapping.hf_shapes, whole, strict=True):
                 hf_shape = hf_shape[1:] if is_stacked else hf_shape
                 expected = expected.reshape(hf_shape)  # of a scalar
-                if name not in names:
+                if (name := prefix + name) not in names:
                     continue
                 tensor = read(name, mapping.expert if is_stacked else None)
                 if expected.dtype != tensor.dtype:
@@ -66,9 +75,9 @@ def check_weights(source: ReleaseSource, released: Path) -> Iterator[Check]:
                 for kind, problem in _problems(name, tensor, expected, hf_shape, dtype):
                     problems[kind].append(problem)
                 num_elements += tensor.numel()
-        if shape.tie_word_embeddings and "lm_head.weight" in names:
-            embedding = read("model.embed_tokens.weight")
-            same = same_bits(read("lm_head.weight"), embedding)
+        if shape.tie_word_embeddings and head in names:
+            embedding = read(f"{prefix}model.embed_tokens.weight")
+            same = same_bits(read(head), embedding)
             yield Check("tied weights are equal", same, "lm_head.weight and model.embed_tokens.weight")
     if source.extension:
         fine = f"{len(source.extension.ids)} rows; every other row is in the comparison with the source"

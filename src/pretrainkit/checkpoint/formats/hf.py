@@ -32,6 +32,7 @@ from pretrainkit.checkpoint.plan import ConversionPlan
 from pretrainkit.checkpoint.transforms import split_rows
 from pretrainkit.errors import CheckpointError, RequestError
 from pretrainkit.files import read_json, write_json
+from pretrainkit.models.multimodal import PREFIX, text_tensors
 
 _IGNORED_TENSORS = ("rotary_emb.inv_freq",)
 """Buffers that old transformers versions saved; they follow from config.json."""
@@ -45,9 +46,10 @@ class HfReader:
         self.run_state: dict[str, Any] = {}
         others = other_files(folder)
         self.notes = [f"left out: {', '.join(others)}"] if others else []
-        self.tensors = {
-            name: location for name, location in locate_tensors(folder).items() if not name.endswith(_IGNORED_TENSORS)
-        }
+        tensors, carried = text_tensors(locate_tensors(folder))
+        if carried:
+            self.notes.append(f"{len(carried)} tensors of the rest of the model go along as they are")
+        self.tensors = {name: location for name, location in tensors.items() if not name.endswith(_IGNORED_TENSORS)}
         extra_head = "lm_head.weight" if tied else None
         wanted = {name for mapping in mappings for name in self._stored_names(mapping)}
         check_names(wanted, self.tensors.keys() - {extra_head}, folder, RequestError)
@@ -136,10 +138,11 @@ class HfWriter:
     """Writes safetensors files, with an index where there are several, into a folder."""
 
     def __init__(self, folder: Path, plan: ConversionPlan) -> None:
-        self.folder, self.dtypes, self._num_bytes = folder, plan.dtypes, plan.num_bytes
+        self.folder, self.dtypes, self._num_bytes, self._carried = folder, plan.dtypes, plan.num_bytes, plan.carried
+        self._prefix = PREFIX if plan.carried else ""
         self.parts = plan.shards()
-        """Tensors by file: one worker writes one file."""
-        count = len(self.parts)
+        """Tensors by file: one worker writes one file; another has those that are carried along."""
+        count = len(self.parts) + bool(plan.carried)
         self._names = (
             [SINGLE_NAME] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
         )
@@ -147,7 +150,7 @@ class HfWriter:
     def write_part(self, part: int, values: Iterable[tuple[TensorMapping, Sequence[LazyTensor]]]) -> None:
         """Write one file; `values` come in the order of `parts[part]`."""
         plan = {
-            name: described(shape, self.dtypes[mapping])
+            self._prefix + name: described(shape, self.dtypes[mapping])
             for mapping in self.parts[part]
             for name, shape in zip(mapping.hf, mapping.hf_shapes, strict=True)
         }
@@ -155,9 +158,12 @@ class HfWriter:
         write_safetensors(self.folder / self._names[part], plan, pieces)
 
     def finish(self) -> None:
-        """Write the index of several files."""
-        files = zip(self._names, self.parts, strict=True)
-        weight_map = {tensor: name for name, part in files for mapping in part for tensor in mapping.hf}
+        """Write the tensors that are carried along, and the index of several files."""
+        files = zip(self._names, self.parts, strict=False)
+        weight_map = {self._prefix + tensor: name for name, part in files for mapping in part for tensor in mapping.hf}
+        if self._carried:
+            copy_tensors(self.folder / self._names[-1], self._carried)
+            weight_map |= dict.fromkeys(self._carried, self._names[-1])
         if len(self._names) > 1:
             index = {"metadata": {"total_size": self._num_bytes}, "weight_map": dict(sorted(weight_map.items()))}
             write_json(self.folder / INDEX_NAME, index)
@@ -240,6 +246,11 @@ def write_safetensors(path: Path, plan: Mapping[str, torch.Tensor], pieces: Iter
             assert position == end, tensor
         assert next(left, None) is None
         os.fsync(file.fileno())
+
+
+def copy_tensors(path: Path, tensors: Mapping[str, StoredTensor]) -> None:
+    """Copy stored tensors into one file."""
+    write_safetensors(path, {name: each.meta for name, each in tensors.items()}, map(LazyTensor.of, tensors.values()))
 
 
 def open_by_package(folder: Path, stack: ExitStack) -> tuple[Callable[..., torch.Tensor], set[str]]:

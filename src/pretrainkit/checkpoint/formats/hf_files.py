@@ -15,7 +15,8 @@ from pretrainkit import hf_tokenizer
 from pretrainkit.errors import RequestError
 from pretrainkit.files import hash_samples, read_json, write_json
 from pretrainkit.models import hf_config
-from pretrainkit.models.registry import find_family, read_config
+from pretrainkit.models.multimodal import is_multimodal, text_config, with_text_config
+from pretrainkit.models.registry import find_family, read_config, read_whole_config
 
 if TYPE_CHECKING:
     import torch
@@ -168,12 +169,12 @@ def other_files(folder: Path) -> list[str]:
 def copy_description(
     source: Path, target: Path, *, leave_out: Collection[str] = (), config: Mapping[str, Any] | None = None
 ) -> None:
-    """Copy config.json and side files into a new folder; with `config`, it is the config.json if it says another."""
+    """Copy config.json and side files into a new folder; the (text) model's config.json may be another, `config`."""
     target.mkdir()
     if config is None or config == read_config(source):
         shutil.copyfile(source / "config.json", target / "config.json")
     else:
-        write_json(target / "config.json", config)
+        write_json(target / "config.json", with_text_config(read_whole_config(source), config))
     copy_side_files(source, target, leave_out=leave_out)
 
 
@@ -183,7 +184,7 @@ class Description:
 
     folder: Path
     stated: dict[str, Any]
-    """config.json of the folder."""
+    """config.json of the folder, with all parts of a multimodal model."""
     config: dict[str, Any]
     """In the spelling of both generations of transformers."""
     stated_tokenizer: dict[str, Any] | None
@@ -195,7 +196,8 @@ class Description:
     @property
     def notes(self) -> list[str]:
         """Sentences about what a release has that the folder doesn't, and the other way round."""
-        files = [("config.json", self.stated, self.config)]
+        stated, config = (text_config(each, str(self.folder)) for each in (self.stated, self.config))
+        files = [("config.json", stated, config)]
         files += [(hf_tokenizer.CONFIG_NAME, self.stated_tokenizer or {}, self.tokenizer or {})]
         notes = []
         for name, stated, written in files:
@@ -220,10 +222,11 @@ def describe(folder: Path) -> Description:
     """
     stated, where = read_config(folder), str(folder / "config.json")
     family = find_family(stated, where)
+    whole = read_whole_config(folder)
     return Description(
         folder,
-        stated,
-        hf_config.in_both_spellings(stated, family, where),
+        whole,
+        with_text_config(whole, hf_config.in_both_spellings(stated, family, where)),
         hf_tokenizer.read_config(folder),
         hf_tokenizer.in_both_spellings(folder),
         hf_config.misread_by_4(stated, family, where),
@@ -277,8 +280,11 @@ def write_config(folder: Path, config: dict[str, Any], dtype: torch.dtype) -> No
     config, name = dict(config), str(config.get("_name_or_path", ""))
     if name.startswith(("/", ".", "~")) or (name and Path(name).exists()):
         del config["_name_or_path"]
-    fields = [field for field in ("dtype", "torch_dtype") if field in config] or ["torch_dtype"]
+    stated, names = str(dtype).removeprefix("torch."), ("dtype", "torch_dtype")
     config.pop(QUANTIZATION, None)  # weights are written as they are used
-    config |= dict.fromkeys(fields, str(dtype).removeprefix("torch."))
+    config |= dict.fromkeys([field for field in names if field in config] or ["torch_dtype"], stated)
+    if is_multimodal(config):
+        text = config["text_config"]
+        config["text_config"] = text | {field: stated for field in names if field in text}
     text = json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")
