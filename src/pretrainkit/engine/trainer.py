@@ -100,10 +100,12 @@ def router_loss_fields(run: ResolvedRun) -> dict[str, Any]:
     """The fields of TransformerConfig that balance the load of experts; none without experts."""
     if not run.model.num_experts:
         return {}
-    z_loss = run.config.training.router_z_loss_coef
+    parallel = run.config.parallel
+    # Where losses are weighted by tokens, Megatron weights each rank's part of a router's loss by that rank's tokens.
+    ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size if run.masks_losses else 1
     return {
-        "moe_aux_loss_coeff": run.router_aux_loss_coef,
-        "moe_z_loss_coeff": z_loss or None,
+        "moe_aux_loss_coeff": run.router_aux_loss_coef * ranks,
+        "moe_z_loss_coeff": run.config.training.router_z_loss_coef * ranks or None,
         "moe_router_bias_update_rate": run.router_bias_update_rate,
     }
 
