@@ -3,7 +3,9 @@ from __future__ import annotations
 import pytest
 
 from pretrainkit.config.schema import ModelShape
-from pretrainkit.models.flops import matmul_parameters, training_flops_per_token
+from pretrainkit.models.flops import active_parameters, matmul_parameters, parameters, training_flops_per_token
+from pretrainkit.models.hf_config import read_fields
+from pretrainkit.models.registry import family_named
 from pretrainkit.run.gpu_specs import peak_flops
 
 LLAMA_32_1B = ModelShape("llama", 16, 2048, 8192, 32, 8, 64, 128256, 131072, 500000.0, 1e-5, True)
@@ -41,6 +43,39 @@ def test_matmul_parameters_are_those_of_the_model() -> None:
     matrices = sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and "embed_tokens" not in name)
     shape = ModelShape("llama", 3, 64, 128, 8, 2, 8, 320, 512, 1e4, 1e-5, False)
     assert matmul_parameters(shape) == matrices
+
+
+LATENT = {"attention_bias": False, "first_k_dense_replace": 1, "rope_theta": 10000.0}
+DEEPSEEK = {
+    "deepseek_v2": {  # V2-Lite
+        **LATENT, "hidden_size": 2048, "intermediate_size": 10944, "max_position_embeddings": 163840,
+        "moe_intermediate_size": 1408, "num_attention_heads": 16, "num_experts_per_tok": 6, "num_hidden_layers": 27,
+        "num_key_value_heads": 16, "q_lora_rank": None, "vocab_size": 102400,
+    },
+    "deepseek_v3": {},  # the defaults of its class are DeepSeek-V3's
+}  # fmt: skip
+PUBLISHED = {"deepseek_v2": 15_706_484_224, "deepseek_v3": 671_026_419_200}
+
+
+@pytest.mark.parametrize("family", DEEPSEEK)
+def test_parameters_of_deepseeks_models_are_those_of_transformers(family: str) -> None:
+    """All, those that a token meets, and those of matrix products, by the names of a model without memory."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    found = family_named(family)
+    config = {**found.defaults, "architectures": [*found.architectures], **DEEPSEEK[family]}
+    shape = found.shape(read_fields(config, found, ""))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **DEEPSEEK[family]))
+    tensors = model.state_dict()
+    total = sum(tensor.numel() for tensor in tensors.values())
+    experts = sum(tensor.numel() for name, tensor in tensors.items() if ".mlp.experts." in name)
+    idle = experts * (shape.num_experts - shape.experts_per_token) // shape.num_experts
+    assert parameters(shape) == total == PUBLISHED[family]
+    assert active_parameters(shape) == total - idle
+    others = sum(t.numel() for name, t in tensors.items() if t.ndim == 1 or "embed_tokens" in name)
+    assert matmul_parameters(shape) == total - idle - others
 
 
 def test_a_token_visits_only_its_experts() -> None:
