@@ -20,7 +20,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from pretrainkit.logs import LOGGER_NAME
@@ -30,12 +30,15 @@ _DISTRIBUTIONS = {"scikit-learn", *LEFT_OUT}
 
 
 @contextmanager
-def heavy_imports() -> Iterator[None]:
+def heavy_imports(*also_left_out: str) -> Iterator[None]:
     """Import Megatron, NeMo, Lightning or transformers in here; afterwards `LEFT_OUT` can be imported as usual.
 
     Their warnings about missing optional packages are dropped; this project's log records are not. torch is imported.
+
+    Args:
+        also_left_out: more packages that those imported here do without. With torch nothing is compiled either.
     """
-    hidden = [name for name in LEFT_OUT if name not in sys.modules]
+    hidden = [name for name in (*LEFT_OUT, *also_left_out) if name not in sys.modules]
     collects = gc.isenabled()
     version, call_handlers = importlib.metadata.version, logging.Logger.callHandlers
 
@@ -56,7 +59,7 @@ def heavy_imports() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            with _nothing_compiled():
+            with nullcontext() if "torch" in hidden else _nothing_compiled():
                 yield
     finally:
         logging.Logger.callHandlers = call_handlers  # type: ignore[method-assign]

@@ -102,3 +102,19 @@ assert cpp_extension.load("an_extension", [], build_directory="/tmp") == "an_ext
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_what_starts_the_ranks_has_no_torch() -> None:
+    program = """
+import sys
+from pretrainkit.imports import heavy_imports
+with heavy_imports("torch"):
+    import nemo_run
+print("torch" in sys.modules)
+import torch
+with heavy_imports("torch"):
+    assert sys.modules["torch"] is torch
+print(nemo_run.LocalExecutor.__name__, torch.float32)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "LocalExecutor", "torch.float32"]

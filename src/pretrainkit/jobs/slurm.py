@@ -60,7 +60,7 @@ class Slurm(Scheduler):
 
     def header(self, job: Job) -> list[str]:
         """The options of sbatch in the script."""
-        with heavy_imports():
+        with heavy_imports("torch"):  # it would be imported for the names of its dtypes
             from nemo_run import SlurmExecutor
 
         parameters: dict[str, Any] = {}

@@ -139,7 +139,7 @@ def _run_experiment(plan: LaunchPlan) -> None:
     os.environ.update(plan.run.config.launch.environment)  # those of --env and the site win over all others
     if plan.container is not None:
         _export_to_container(plan)
-    with heavy_imports():
+    with heavy_imports("torch"):  # it would be imported for the names of its dtypes
         import nemo_run
 
     executor = nemo_run.LocalExecutor()
