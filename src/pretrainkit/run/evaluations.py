@@ -9,8 +9,6 @@ evaluations/
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -18,10 +16,13 @@ from typing import Any
 from pretrainkit import files
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.run.folder import RUN_FILE, RunFolder, checkpoint_name, step_of
+from pretrainkit.run.json_lines import JsonLinesWriter
 
 EVENT = "evaluation"
 """Event of metrics.jsonl: step, and `tasks`: value by metric by task."""
 DUE, SUBMITTED, FAILED = ".due", ".submitted", ".failed"
+LONGEST_WAIT_S = 24 * 3600.0
+"""A checkpoint that has waited for longer is not kept for its evaluation any more: its job may never run."""
 
 
 def is_due(run: ResolvedRun, step: int) -> bool:
@@ -45,6 +46,14 @@ def pending(folder: RunFolder) -> list[Path]:
     return [folder.checkpoint(step) for step in sorted(steps) if not results_file(folder, step).is_file()]
 
 
+def awaited(folder: RunFolder) -> set[Path]:
+    """The checkpoints that are pending, but not for too long."""
+    since_s = time.time() - LONGEST_WAIT_S
+    marks = [path for suffix in (DUE, SUBMITTED) for path in folder.evaluations.glob(f"step_*{suffix}")]
+    fresh = {folder.checkpoints / path.stem for path in marks if path.stat().st_mtime > since_s}
+    return fresh & set(pending(folder))
+
+
 def give_up(checkpoint: Path) -> None:
     """Don't evaluate a checkpoint again."""
     mark = RunFolder(checkpoint.parent.parent).evaluations / checkpoint.name
@@ -61,19 +70,15 @@ def results_file(folder: RunFolder, step: int) -> Path:
 def record(checkpoint: Path, scores: dict[str, dict[str, float]], results: dict[str, Any]) -> bool:
     """Record the scores of an experiment's checkpoint; False: it belongs to none.
 
-    The record is appended in one write, which a training that appends its own at that moment doesn't disturb on a file
-    system that appends as POSIX says.
+    Raises OSError when the record can't be written.
     """
     step, folder = step_of(checkpoint), RunFolder(checkpoint.absolute().parent.parent)
     if step is None or not (folder.path / RUN_FILE).is_file():
         return False
-    line = json.dumps({"event": EVENT, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "step": step, "tasks": scores})
     before = files.read_object(results_file(folder, step)).get("results", {})
     folder.evaluations.mkdir(exist_ok=True)
     files.write_json(results_file(folder, step), {**results, "results": {**before, **results["results"]}})
-    file = os.open(folder.metrics, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        os.write(file, line.encode() + b"\n")
-    finally:
-        os.close(file)
+    record = {"event": EVENT, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "step": step, "tasks": scores}
+    if error := JsonLinesWriter(folder.metrics).append(record):
+        raise error
     return True

@@ -18,6 +18,7 @@ from pretrainkit import files
 from pretrainkit.checkpoint import checksums
 from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.logs import get_logger
+from pretrainkit.run import evaluations
 from pretrainkit.run.checkpoints import (
     EXPIRED_SUFFIX,
     INCOMPLETE_SUFFIX,
@@ -41,9 +42,14 @@ log = get_logger(__name__)
 
 def apply_retention(run: ResolvedRun) -> None:
     """Remove expired checkpoints and expired optimizer states. Newer checkpoints exist, so errors are only logged."""
-    training, checkpoints = run.config.training, RunFolder.of(run).checkpoints
+    training, folder = run.config.training, RunFolder.of(run)
+    checkpoints = folder.checkpoints
     try:
-        for old in expired(checkpoints, keep_last=training.keep_last, keep_every=training.keep_every):
+        doomed = expired(checkpoints, keep_last=training.keep_last, keep_every=training.keep_every)
+        awaited = [old for old in doomed if old.path in evaluations.awaited(folder)]
+        # At most as many again as are kept: evaluations may be slower than the training.
+        awaited = awaited[-max(training.keep_last or 0, MIN_KEPT) :]
+        for old in [old for old in doomed if old not in awaited]:
             log.info("removing %s", old.path)
             remove(old)
         for old in expired_states(checkpoints, keep_last=training.keep_optimizer_last):

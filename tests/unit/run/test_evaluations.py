@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 from pretrainkit.config.run_file import write_run
 from pretrainkit.config.schema import ResolvedRun
-from pretrainkit.run import evaluations
+from pretrainkit.run import checkpoints, evaluations
 from pretrainkit.run.folder import RunFolder
+from pretrainkit.run.retention import apply_retention
 
 
 def asked(run: ResolvedRun, tmp_path: Path, **training: object) -> ResolvedRun:
@@ -51,3 +54,34 @@ def test_results_of_further_tasks_are_added(make_run: Callable[..., ResolvedRun]
         evaluations.record(folder.checkpoint(10), {task: {"acc": 1.0}}, {"results": {task: {"acc,none": 1.0}}})
     assert json.loads(evaluations.results_file(folder, 10).read_text())["results"].keys() == {"a", "b"}
     assert not evaluations.record(tmp_path / "released", {}, {"results": {}})
+
+
+def test_checkpoints_are_kept_for_their_evaluation_but_not_for_ever(
+    make_run: Callable[..., ResolvedRun], tmp_path: Path
+) -> None:
+    run = asked(make_run(), tmp_path, eval_tasks=("a",), keep_last=2)
+    folder = RunFolder(tmp_path)
+    write_run(folder.run_file, run)
+
+    def save_and_clean(*steps: int) -> list[int]:
+        for step in steps:
+            path = folder.checkpoint(step)
+            (path / "weights").mkdir(parents=True)
+            (path / "weights/.metadata").write_bytes(b"index")
+            checkpoints.commit(checkpoints.Checkpoint(path, step=step, consumed_samples=step, global_batch_size=1))
+            evaluations.mark_due(run, step)
+        apply_retention(run)
+        return [checkpoint.step for checkpoint in checkpoints.all_complete(folder.checkpoints)]
+
+    assert save_and_clean(10, 20, 30) == [10, 20, 30]
+    evaluations.record(folder.checkpoint(10), {}, {"results": {}})
+    evaluations.give_up(folder.checkpoint(20))
+    assert save_and_clean(40) == [30, 40]
+    assert save_and_clean(50) == [30, 40, 50]
+    evaluations.record(folder.checkpoint(40), {}, {"results": {}})
+    assert save_and_clean(60) == [30, 50, 60]  # 40 has its scores
+    since_s = time.time() - evaluations.LONGEST_WAIT_S
+    os.utime(folder.evaluations / "step_00000030.due", (since_s - 1, since_s - 1))
+    assert save_and_clean() == [50, 60]
+    # Besides the two that are kept anyway, no more than two wait: 50 and 60 are removed.
+    assert save_and_clean(70, 80, 90, 100) == [70, 80, 90, 100]
