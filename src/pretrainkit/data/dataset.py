@@ -82,7 +82,7 @@ def read_dataset(dataset_path: str, split: str, blend_schedule: str | None = Non
         float(part.num_tokens) if weight is None else weight for part, (_, weight, _) in zip(found, parts, strict=True)
     ]
     by_label: dict[str, list[tuple[int, int]]] = {}
-    for name, tokens, text_bytes in itertools.chain(*map(_labels, prefixes)):
+    for name, tokens, text_bytes in itertools.chain(*(_labels(prefix, prefixes) for prefix in prefixes)):
         by_label.setdefault(name, []).append((tokens, text_bytes))
     has_labels = 1 < len(by_label) <= MAX_LABELS
     largest_ids = [part.tokenizer.largest_id for part in found if part.tokenizer]
@@ -110,10 +110,10 @@ def read_dataset(dataset_path: str, split: str, blend_schedule: str | None = Non
     )
 
 
-def _labels(path: Path | str) -> Sequence[tuple[str, int, int]]:
+def _labels(path: Path | str, among: Sequence[Path | str]) -> Sequence[tuple[str, int, int]]:
     """`DocumentLabels.sizes`; of data at URLs nothing is known before they are there."""
     try:
-        return () if is_url(path) else document_labels(path).sizes
+        return () if is_url(path) else document_labels(path, among).sizes
     except DataError as error:
         raise RequestError(error.found, where=error.where, needed=error.needed, action=error.action) from error
 

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from pretrainkit.config.blend_schedule import parse_blend_schedule
 from pretrainkit.config.schema import BlendChange
-from pretrainkit.data.documents import documents_kind
+from pretrainkit.data.documents import documents_kind, short_name
 from pretrainkit.data.indexed.blend import read_blend
 from pretrainkit.data.indexed.format import bin_path, idx_path
-from pretrainkit.data.indexed.pair_set import SHARD_NAME, find_pairs
+from pretrainkit.data.indexed.pair_set import find_pairs
 from pretrainkit.data.shards.urls import is_url, names_shards
 from pretrainkit.errors import RequestError
 
@@ -72,14 +72,7 @@ def part_names(blend: list[BlendPart], parts: list[tuple[Path | str, float | Non
     It is the blend file's, or the end of the path, as long as it takes to tell it from others.
     """
     paths = [str(prefix) if blend[number].weight is None else blend[number].path for prefix, _, number in parts]
-    split = [tuple(SHARD_NAME.sub("", path.rstrip("/")).split("/")) for path in paths]
-
-    def short(path: tuple[str, ...]) -> str:
-        others = {other for other in split if other != path}
-        lengths = (length for length in range(1, len(path)) if not any(o[-length:] == path[-length:] for o in others))
-        return "/".join(path[-next(lengths, len(path)) :])
-
-    return tuple(blend[number].name or short(path) for path, (*_, number) in zip(split, parts, strict=True))
+    return tuple(blend[number].name or short_name(path, paths) for path, (*_, number) in zip(paths, parts, strict=True))
 
 
 def blend_changes(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from pretrainkit.data.indexed.format import IndexedDataset
@@ -29,16 +30,25 @@ def documents_kind(path: Path | str) -> type[ShardDocuments] | type[PackedDocume
     return kind
 
 
-def document_labels(path: Path | str) -> DocumentLabels:
+def short_name(path: Path | str, others: Iterable[Path | str]) -> str:
+    """The end of a path of --dataset_path, as long as it takes to tell it from others."""
+    own, *split = (tuple(SHARD_NAME.sub("", str(each).rstrip("/")).split("/")) for each in (path, *others))
+    distinct = {other for other in split if other != own}
+    lengths = (length for length in range(1, len(own)) if not any(o[-length:] == own[-length:] for o in distinct))
+    return "/".join(own[-next(lengths, len(own)) :])
+
+
+def document_labels(path: Path | str, among: Sequence[Path | str] = ()) -> DocumentLabels:
     """The labels of the documents at one path of --dataset_path: those of --label-key, its inputs', or its own name.
 
-    Raises DataError when the stored ones are damaged.
+    `among`: the paths of the dataset, which its name tells it from; names of shards, which may be URLs or what was
+    downloaded from them, have their last name. Raises DataError when the stored labels are damaged.
     """
     pair = None if documents_kind(path) else IndexedDataset(path)
     manifest = read_manifest(path) if pair else None
     if pair and manifest and manifest.labels:
         return StoredLabels(path, manifest.labels)
-    name = SHARD_NAME.sub("", Path(path).name)
+    name = short_name(path, () if names_shards(path) else [each for each in among if not names_shards(each)])
     if pair is None or manifest is None:
         return OneLabel(name)
     if len(manifest.inputs) < 2:

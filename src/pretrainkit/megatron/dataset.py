@@ -71,7 +71,7 @@ class EpochDataset(GPTDataset):
         self._samples_per_epoch = len(self.document_index) if self._rows else super().__len__()
         self._length = self._samples_per_epoch if num_samples is None else num_samples
         self._permuted_epoch, self._permutation = 0, np.arange(0)
-        self._labels = document_labels(dataset_path or "")
+        self._labels = document_labels(dataset_path or "", config.blend[0] if config.blend else ())
 
     @property
     def _rows(self) -> PackedDocuments | None:

@@ -12,6 +12,7 @@ import pytest
 from indexed_writer import IndexedDatasetWriter
 
 from pretrainkit.data.dataset import read_dataset
+from pretrainkit.data.documents import document_labels
 from pretrainkit.data.indexed.blend import make_blend, write_blend
 from pretrainkit.errors import RequestError
 from pretrainkit.files import same_fingerprint
@@ -71,6 +72,19 @@ def test_parts_have_names_that_tell_them_apart(tmp_path: Path) -> None:
     assert read_dataset(path, "1,0,0").facts.part_names == ("ja/web_text_document", "en/web_text_document", "books")
     names = ("books", "code_text_document", "code_text_document", "web_text_document")
     assert read_dataset(str(tmp_path / "en"), "1,0,0").facts.part_names == names, "tasks of an array are one part"
+
+
+def test_labels_have_names_that_tell_their_data_apart(tmp_path: Path) -> None:
+    for name in ("ja/web_text_document", "en/web_text_document", "en/books"):
+        write_pair(tmp_path / name, [10])
+    for number in range(2):
+        write_pair(tmp_path / f"en/code.shard-{number:05d}-of-00002_text_document", [10])
+    facts = read_dataset(str(tmp_path), "1,0,0").facts
+    assert facts.labels == ("books", "code_text_document", "en/web_text_document", "ja/web_text_document")
+    of_samples = {name for prefix in facts.prefixes for name in document_labels(prefix, facts.prefixes).names}
+    assert of_samples == {*facts.labels}
+    alone = read_dataset(f"1 {tmp_path}/ja/web_text_document 1 {tmp_path}/en/books", "1,0,0").facts
+    assert alone.labels == ("books", "web_text_document")
 
 
 def test_a_manifest_tells_tokenizer_and_largest_id(dataset_folder: Path) -> None:
