@@ -148,7 +148,7 @@ def start_job(run: ResolvedRun, *, train_script: Path, command_line: Sequence[st
         write_run_file(run)
         branch.link_checkpoint(run)
         submitted = submit.submit(job, train_script.resolve(), describe(run, command_line))
-    line = live_line(progress, run.max_steps, sys.stderr, before="waiting for the job")
+    line = live_line(progress, run.max_steps, sys.stderr, metrics=folder.metrics, before="waiting for the job")
     return watch.announce(submitted, run.config.launch, follows=follow, shown=line)
 
 

@@ -96,7 +96,7 @@ def run_attempt(plan: LaunchPlan) -> int:
     low = plan.evaluation_command("--device", "cpu", "--low_priority")
     meanwhile = evaluated_meanwhile(folder, low, environment | {"CUDA_VISIBLE_DEVICES": ""})
     with (
-        live_line(lambda: read_attempt(plan.log_dir), plan.run.max_steps, sys.stderr) as stream,
+        live_line(lambda: read_attempt(plan.log_dir), plan.run.max_steps, sys.stderr, metrics=folder.metrics) as stream,
         Follower(shown_logs(plan.log_dir), stream),
     ):
         with _forwarded_signals(plan.log_dir / PID_FILE) as stop:

@@ -8,22 +8,29 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import BinaryIO, TextIO, cast
+from pathlib import Path
+from typing import Any, BinaryIO, TextIO, cast
 
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from pretrainkit.logs import LOGGER_NAME
 from pretrainkit.run import progress
+from pretrainkit.run.json_lines import read_records
 from pretrainkit.run.progress import AttemptProgress
-from pretrainkit.units import format_duration
+from pretrainkit.units import format_count, format_duration
 
 _REFRESH_S = 0.5
 
 
 @contextmanager
 def live_line(
-    read: Callable[[], AttemptProgress | None], max_steps: int, terminal: TextIO, *, before: str = "starting"
+    read: Callable[[], AttemptProgress | None],
+    max_steps: int,
+    terminal: TextIO,
+    *,
+    metrics: Path,
+    before: str = "starting",
 ) -> Iterator[BinaryIO]:
     """Show the line until the block ends; gives the stream for the log, which scrolls above the line.
 
@@ -31,6 +38,7 @@ def live_line(
 
     Args:
         read: gives what the attempt is doing; None while there is none.
+        metrics: the run's records, of which the last step's loss and tokens/s are shown.
         before: what the line says while there is none.
     """
     if not terminal.isatty():
@@ -45,7 +53,7 @@ def live_line(
         while not ended.wait(_REFRESH_S):
             if found := read():
                 idle_since_s = time.monotonic()
-                bar.set_description_str(describe(found, max_steps))
+                bar.set_description_str(describe(found, max_steps, last_step(metrics)))
             else:
                 bar.set_description_str(f"{before}  {time.monotonic() - idle_since_s:.0f} s")
 
@@ -60,18 +68,28 @@ def live_line(
         bar.close()
 
 
-def describe(found: AttemptProgress, max_steps: int) -> str:
-    """What the line says: the step, the usual time of a step and the time left, or the phase with its seconds."""
+def last_step(metrics: Path) -> dict[str, Any]:
+    """The record of the last step in metrics.jsonl; empty before the first."""
+    records = reversed(read_records(metrics, only_tail=True))
+    return next((record for record in records if "loss" in record and "tokens_per_second" in record), {})
+
+
+def describe(found: AttemptProgress, max_steps: int, last: dict[str, Any]) -> str:
+    """What the line says: the phase with its seconds, or the step, with the age of one that is late, the loss and the
+    tokens/s of the last record, the usual time of a step and the time left.
+    """
     at = found.slowest
     if at.phase != progress.TRAINING:
         done = f"step {at.step}/{max_steps}  " if at.step else ""
         return f"{done}{at.phase}  {at.phase_s + found.age_s:.0f} s"
     words = [f"step {at.step}/{max_steps} ({at.step / max_steps:.0%})"]
+    if (age_s := at.tick_s + found.age_s) > max(10.0, 3 * (found.step_time_s or 0.0)):
+        words.append(f"no step for {age_s:.0f} s")
+    if last:
+        words += [f"loss {last['loss']:.4f}", f"{format_count(last['tokens_per_second'])} tokens/s"]
     if found.step_time_s is not None:
         left_s = (max_steps - at.step) * found.step_time_s
         words += [f"{format_duration(found.step_time_s, digits=2)} a step", f"{format_duration(left_s)} left"]
-    if (age_s := at.tick_s + found.age_s) > max(10.0, 3 * (found.step_time_s or 0.0)):
-        words.append(f"no step for {age_s:.0f} s")
     return "  ".join(words)
 
 
