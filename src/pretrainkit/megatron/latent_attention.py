@@ -1,7 +1,7 @@
 """Multi-head latent attention (`layer_features.LatentAttention`) from torch modules, without Transformer Engine.
 
-Megatron-core's MLASelfAttention takes its down-projections from Transformer Engine. Without it they are split over
-tensor-parallel ranks and gathered, where the gradient of the rotated part of keys, which all heads share, is that of a
+Megatron-core's MLASelfAttention (0.16.1) can't be built without it. Its down-projections would then be split over
+tensor-parallel ranks and gathered, which gives the rotated part of keys, which all heads share, the gradient of a
 rank's own heads alone. Here every rank has them whole, as with Transformer Engine, and parameters have the same names.
 """
 
