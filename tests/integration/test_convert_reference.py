@@ -8,6 +8,7 @@ from pathlib import Path
 import convert_ranks
 import pytest
 import ranks
+from hf_models import LATENT_MODELS
 
 from pretrainkit.checkpoint.convert import convert
 from pretrainkit.checkpoint.parallel import Parallelism
@@ -54,3 +55,22 @@ def test_megatron_model_gives_the_logits_of_transformers(
     logits = torch.load(tmp_path / "logits.pt")
     assert expected.std() > 0.1  # random weights that say something
     assert (logits - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", LATENT_MODELS)
+def test_megatrons_own_latent_attention_with_the_stored_arguments_gives_the_logits_of_transformers(
+    make_model: Callable[..., Path], tmp_path: Path, name: str
+) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    source = make_model(name)
+    convert(source, tmp_path / "megatron", Options(to=CheckpointFormat.TORCH_DIST))
+    tokens = torch.randint(0, 263, (2, 96), generator=torch.Generator().manual_seed(0))
+    torch.save(tokens, tmp_path / "tokens.pt")
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)(tokens).logits
+    files = {"checkpoint": tmp_path / "megatron", "tokens_file": tmp_path / "tokens.pt"}
+    ranks.run_ranks(convert_ranks.latent_logits_rank, 1, tmp_path, **files)
+    assert expected.std() > 0.1
+    assert (torch.load(tmp_path / "logits.pt") - expected).abs().max() < 1e-4

@@ -77,3 +77,73 @@ def nemo_logits_rank(rank: int, world_size: int, *, hf_folder: Path, checkpoint:
     logits = megatron_model.logits(model, tokens, vocab_size=shape.vocab_size)
     if rank == 0:
         torch.save(logits, tokens_file.with_name("logits.pt"))
+
+
+def latent_logits_rank(rank: int, world_size: int, *, checkpoint: Path, tokens_file: Path) -> None:
+    """The same of a torch_dist checkpoint of Megatron-LM, by Megatron-core's model that its arguments describe.
+
+    Its own latent attention needs Transformer Engine, but for what is set here.
+    """
+    import dataclasses
+    from typing import Any
+
+    import torch
+    import torch.nn.functional as F
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.utils import apply_prefix_mapping
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    from pretrainkit.megatron import model as megatron_model
+    from pretrainkit.megatron import patches
+    from pretrainkit.megatron.attention import ScaledDotProductAttention
+
+    class Attention(ScaledDotProductAttention):
+        def __init__(self, k_channels: int = 0, v_channels: int = 0, **kwargs: Any) -> None:
+            super().__init__(**kwargs)
+
+    torch.distributed.init_process_group("gloo")
+    megatron_model.initialize()
+    patches.apply(patches.EXPERTS)
+    multi_latent_attention.HAVE_TE = False
+    folder, tokens = checkpoint / "release", torch.load(tokens_file)
+    arguments = vars(dist_checkpointing.load_common_state_dict(str(folder))["args"])
+    arguments |= {"layernorm_epsilon": arguments["norm_epsilon"], "num_moe_experts": arguments["num_experts"]}
+    arguments |= {"gated_linear_unit": arguments["swiglu"], "moe_grouped_gemm": False}
+    known = {field.name for field in dataclasses.fields(MLATransformerConfig)}
+    fields = {name: value for name, value in arguments.items() if name in known}
+    config = MLATransformerConfig(**fields | megatron_model.precision_fields("fp32"), activation_func=F.silu)
+    config.moe_router_dtype, config.moe_token_dispatcher_type = "fp32", "alltoall"
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+    for layer in spec.layer_specs:
+        layer.submodules.self_attention.submodules.core_attention = Attention
+    model = GPTModel(
+        config,
+        transformer_layer_spec=spec,
+        vocab_size=arguments["padded_vocab_size"],
+        max_sequence_length=tokens.size(1),
+        position_embedding_type=arguments["position_embedding_type"],
+        rotary_base=arguments["rotary_base"],
+        share_embeddings_and_output_weights=not arguments["untie_embeddings_and_output_weights"],
+    )
+    assert isinstance(model.decoder.final_layernorm, WrappedTorchNorm | torch.nn.RMSNorm)
+    sharded = {name: part for name, part in model.sharded_state_dict(prefix="").items() if "_extra" not in name}
+    dense = [layer for layer, has_experts in enumerate(config.moe_layer_freq) if not has_experts]
+    renamed = {
+        f"decoder.layers.{layer}.pre_mlp_layernorm.": f"decoder.layers.{layer}.mlp.linear_fc1.layer_norm_"
+        for layer in dense
+    }
+    for layer in range(config.num_layers):
+        for part in ("q", "kv"):
+            attention = f"decoder.layers.{layer}.self_attention."
+            renamed[f"{attention}{part}_layernorm."] = f"{attention}linear_{part}_up_proj.layer_norm_"
+    apply_prefix_mapping(sharded, renamed)
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, float("nan"))  # what isn't loaded shows
+    loaded = dist_checkpointing.load(sharded, str(folder))
+    missing, unexpected = model.load_state_dict({name: loaded[name] for name in sharded}, strict=False)
+    assert not [name for name in (*missing, *unexpected) if "_extra_state" not in name], (missing, unexpected)
+    torch.save(megatron_model.logits(model.eval(), tokens, vocab_size=263), tokens_file.with_name("logits.pt"))

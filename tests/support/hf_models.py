@@ -73,7 +73,34 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("Phi3", {"original_max_position_embeddings": 512, "pad_token_id": 2}),
     "seed-oss": ("SeedOss", {"head_dim": 16}),
 }
-"""Name -> transformers' class prefix, and what differs from BASE."""
+"""Name -> transformers' class prefix, and what differs from BASE; what Megatron-LM's arguments can express."""
+LATENT_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek-v2-lm": (
+        "DeepseekV2",
+        {
+            **LATENT,
+            "q_lora_rank": 48,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 16.0,
+            "max_position_embeddings": 32768,
+            "rope_scaling": {**DEEPSEEK_ROPE, "original_max_position_embeddings": 4096},
+        },
+    ),
+    "deepseek-v3-lm": (
+        "DeepseekV3",
+        {
+            **LATENT,
+            "q_lora_rank": None,
+            "n_routed_experts": 16,
+            "num_experts_per_tok": 4,
+            "n_group": 4,
+            "topk_group": 2,
+        },
+    ),
+}
+"""Those with latent attention."""
 FEATURED: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "mistral-window": ("Mistral", {"head_dim": 16, **WINDOW}),
@@ -209,7 +236,7 @@ def save_random_model(name: str, folder: Path, *, seed: int, dtype: str, max_sha
     import torch
     import transformers
 
-    prefix, settings = (MODELS | FEATURED)[name]
+    prefix, settings = (MODELS | LATENT_MODELS | FEATURED)[name]
     torch.manual_seed(seed)
     classes = [getattr(transformers, f"{prefix}{kind}") for kind in ("ForCausalLM", _CONFIGS.get(prefix, "Config"))]
     model = classes[0](classes[1](**{**BASE, **settings, **config}))

@@ -13,11 +13,12 @@ length, parallel sizes, kernels) is added by the caller.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from pretrainkit.config.layer_features import LLAMA
+from pretrainkit.config.layer_features import LLAMA, LatentAttention, Routing
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import RequestError
 from pretrainkit.models.family import names
@@ -33,7 +34,8 @@ _MEGATRON_LM_NAMES = {
 _ARCHITECTURE = names("""
     num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels layernorm_epsilon
     norm_epsilon rotary_base rope_scaling_factor share_embeddings_and_output_weights moe_router_topk moe_ffn_hidden_size
-    untie_embeddings_and_output_weights add_qkv_bias qk_layernorm num_moe_experts num_experts
+    untie_embeddings_and_output_weights add_qkv_bias qk_layernorm num_moe_experts num_experts q_lora_rank kv_lora_rank
+    qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type rotary_scaling_factor mscale mscale_all_dim
 """)
 """Fields that decide what a model computes, under NeMo's and Megatron-LM's names."""
 NEUTRAL: Mapping[str, Any] = {
@@ -41,9 +43,11 @@ NEUTRAL: Mapping[str, Any] = {
         scale_factor low_freq_factor high_freq_factor old_context_len use_rope_scaling window_size rotary_interleaved
         seq_len_interpolation_factor rotary_seq_len_interpolation_factor squared_relu apply_layernorm_1p
         layernorm_zero_centered_gamma multi_latent_attention moe_router_pre_softmax moe_shared_expert_gate
-        moe_shared_expert_intermediate_size features rope_scaling
+        moe_shared_expert_intermediate_size moe_router_enable_expert_bias moe_router_num_groups moe_router_group_topk
+        moe_router_topk_scaling_factor features rope_scaling
     """)),
     "rotary_percent": 1.0,
+    "moe_router_score_function": "softmax",
 }  # fmt: skip
 """Further such fields, with the value (None: off) at which a model has nothing of the kind, and which those that are
 absent have in Megatron-core, Megatron-LM and NeMo's base class."""
@@ -60,6 +64,14 @@ _MEGATRON_LM_ROPE = {
     "original_max_position_embeddings": 8192,
 }
 """The constants behind Megatron-LM's --use-rope-scaling; only the factor is an argument."""
+_MEGATRON_LM_YARN = {
+    "kind": "yarn",
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": True,
+    "original_max_position_embeddings": 4096,
+}
+"""Those behind its --rope-type yarn of latent attention; the factor and two weights of it are arguments."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +166,8 @@ def megatron_lm_arguments(shape: ModelShape) -> dict[str, Any]:
 
     Raises RequestError when Megatron-LM can't express the model's rotary scaling or features of its layers.
     """
-    if features := shape.features.names():
+    is_latent = shape.features.latent_attention is not None
+    if features := ", ".join(_beyond_latent_attention(shape)) if is_latent else shape.features.names():
         raise RequestError(
             f"Megatron-LM's arguments can't express {features} ({shape.family})",
             where="target format",
@@ -164,7 +177,8 @@ def megatron_lm_arguments(shape: ModelShape) -> dict[str, Any]:
     return {
         **{_MEGATRON_LM_NAMES.get(name, name): value for name, value in transformer_config_fields(shape).items()},
         **(_MEGATRON_LM_EXPERTS if shape.num_experts else {"num_experts": None}),
-        **_megatron_lm_rope(shape),
+        **_megatron_lm_rope(replace(shape, rope_scaling=None) if is_latent else shape),
+        **(_megatron_lm_latent_attention(shape) if is_latent else {}),
         "encoder_num_layers": shape.num_layers,
         "group_query_attention": shape.num_query_groups != shape.num_attention_heads,
         "seq_length": shape.max_position_embeddings,
@@ -173,6 +187,63 @@ def megatron_lm_arguments(shape: ModelShape) -> dict[str, Any]:
         "apply_layernorm_1p": False,
         "untie_embeddings_and_output_weights": not shape.tie_word_embeddings,
         "vocab_size": shape.vocab_size,
+    }
+
+
+def _beyond_latent_attention(shape: ModelShape) -> Iterator[str]:
+    """What a model with latent attention has that Megatron-LM's arguments for it can't express, in words."""
+    features, latent, routing, scaling = shape.features, *_latent_parts(shape), shape.rope_scaling
+    others = replace(
+        features, latent_attention=None, routing=None, dense_layers=(), shared_expert_gate=True, attention_scale=None
+    )
+    if names := replace(others, rotary_interleaved=False).names():
+        yield names
+    if latent.norm_eps != shape.rms_norm_eps:
+        yield f"norms of latent vectors with an epsilon of {latent.norm_eps:g}, and others with {shape.rms_norm_eps:g}"
+    if not features.rotary_interleaved:
+        yield "latent attention without interleaved rotary embeddings"
+    if routing.num_groups > 1 and shape.experts_per_token // routing.topk_groups != routing.experts_per_group_score:
+        yield f"groups of experts whose score is that of {routing.experts_per_group_score}"
+    found = asdict(scaling) if scaling else {}
+    for name, value in _MEGATRON_LM_YARN.items():
+        if scaling and found[name] != value:
+            yield f"{name} {found[name]}"
+
+
+def _latent_parts(shape: ModelShape) -> tuple[LatentAttention, Routing]:
+    assert shape.features.latent_attention
+    return shape.features.latent_attention, shape.features.routing or Routing()
+
+
+def _megatron_lm_latent_attention(shape: ModelShape) -> dict[str, Any]:
+    """Megatron-LM's arguments for latent attention and its routing."""
+    (latent, routing), scaling, groups = _latent_parts(shape), shape.rope_scaling, {}
+    if routing.num_groups > 1:
+        groups = {"moe_router_num_groups": routing.num_groups, "moe_router_group_topk": routing.topk_groups}
+    dense = shape.features.dense_layers
+    rope: dict[str, Any] = {"rope_type": "rope", "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
+    if scaling:
+        # A score has the square of 1 + 0.1 x mscale_all_dim x log(factor); angles have the quotient of it with mscale.
+        root = math.sqrt((shape.features.attention_scale or shape.head_dim**-0.5) * math.sqrt(shape.head_dim))
+        weights = (scaling.attention_factor * root, root)
+        mscale, mscale_all_dim = (round((weight - 1) / (0.1 * math.log(scaling.factor)), 9) for weight in weights)
+        rope = {"rope_type": "yarn", "mscale": mscale, "mscale_all_dim": mscale_all_dim}
+        rope["rotary_scaling_factor"] = scaling.factor
+    return {
+        "multi_latent_attention": True,
+        "qk_layernorm": True,  # of the latent vectors
+        "q_lora_rank": latent.q_lora_rank or None,
+        "kv_lora_rank": latent.kv_lora_rank,
+        "qk_head_dim": shape.head_dim - latent.qk_rope_head_dim,
+        "qk_pos_emb_head_dim": latent.qk_rope_head_dim,
+        "v_head_dim": latent.v_head_dim,
+        **rope,
+        "moe_router_score_function": routing.score_function,
+        "moe_router_enable_expert_bias": routing.expert_bias,
+        "moe_router_topk_scaling_factor": routing.scaling_factor if routing.scaling_factor != 1 else None,
+        "moe_router_load_balancing_type": "seq_aux_loss" if routing.aux_loss_by_sequence else "aux_loss",
+        **groups,
+        "moe_layer_freq": [int(layer not in dense) for layer in range(shape.num_layers)] if dense else 1,
     }
 
 
@@ -211,7 +282,7 @@ def check_stored(
     problems = []
     for name in sorted({*_ARCHITECTURE, *NEUTRAL} & {*stored, *absent}):
         found, meant = stored.get(name, absent.get(name)), expected.get(name, NEUTRAL.get(name))
-        is_comparable = name in NEUTRAL or (isinstance(found, (bool, int, float)) and meant is not None)
+        is_comparable = name in NEUTRAL or (isinstance(found, (bool, int, float, str)) and meant is not None)
         if is_comparable and (found or None) != (meant or None):
             how = "" if name in stored else " (not stored, so the default counts)"
             problems.append(f"{name} is {found!r} in the checkpoint and {meant!r} by config.json{how}")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_models import FEATURED, MIXTURES, MODELS
+from hf_models import FEATURED, LATENT_MODELS, MIXTURES, MODELS
 
 from pretrainkit.checkpoint.convert import convert
 from pretrainkit.checkpoint.formats.hf import HfReader
@@ -26,9 +26,9 @@ PIPELINES = {"PP1": (1, None, None), "PP2": (2, None, None), "PP3-uneven": (3, 1
 
 def layouts() -> list[object]:
     """Families x TP x PP x EP."""
-    cases = []
-    for name, tensor, (label, (pipeline, first, last)) in itertools.product(MODELS, (1, 2, 4), PIPELINES.items()):
-        for expert in (1, 2, 4) if name in MIXTURES else (1,):
+    cases, names = [], [*MODELS, *LATENT_MODELS]
+    for name, tensor, (label, (pipeline, first, last)) in itertools.product(names, (1, 2, 4), PIPELINES.items()):
+        for expert in {**dict.fromkeys(MIXTURES, (1, 2, 4)), **dict.fromkeys(LATENT_MODELS, (2,))}.get(name, (1,)):
             parallelism = Parallelism(tensor, pipeline, expert, first, last)
             cases.append(pytest.param(name, parallelism, id=f"{name}-TP{tensor}-{label}-EP{expert}"))
     return cases
@@ -52,7 +52,7 @@ def test_classic_checkpoint_comes_back_bit_equal(
 
 @pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize("kind", [CheckpointFormat.NEMO, CheckpointFormat.TORCH_DIST], ids=str)
-@pytest.mark.parametrize("name", [*MODELS, *FEATURED])
+@pytest.mark.parametrize("name", [*MODELS, *LATENT_MODELS, *FEATURED])
 def test_distributed_checkpoint_comes_back_bit_equal(
     make_model: Callable[..., Path],
     assert_same: Callable[[Path, Path], None],

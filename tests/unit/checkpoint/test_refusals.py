@@ -241,6 +241,42 @@ def test_unsupported_scaling_for_megatron_lm(make_model: Callable[..., Path], tm
     convert(source, tmp_path / "out")
 
 
+def test_latent_attention_that_megatron_lm_can_not_express_is_named(
+    make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    options = Options(to=CheckpointFormat.TORCH_DIST)
+    message = refused(make_model("deepseek-v3"), tmp_path / "out", options)
+    for words in (
+        "an epsilon of 1e-06, and others with 1e-05",
+        "score is that of 2",
+        "original_max_position_embeddings 64",
+    ):
+        assert words in message
+    notes = convert(make_model("deepseek-v2-lm"), tmp_path / "lm", options).notes
+    for flags in ("--multi-latent-attention --qk-layernorm --q-lora-rank 48", "--mscale 1.5 --mscale-all-dim 0.7"):
+        assert any(flags in note for note in notes), notes
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value", "argument"),
+    [
+        ("deepseek-v2-lm", "routed_scaling_factor", 1.0, "moe_router_topk_scaling_factor"),
+        ("deepseek-v2-lm", "rope_parameters", {"rope_type": "default", "rope_theta": 10000.0}, "rope_type"),
+        ("deepseek-v3-lm", "n_group", 2, "moe_router_num_groups"),
+    ],
+)
+def test_arguments_of_megatron_lm_for_latent_attention_are_compared(
+    make_model: Callable[..., Path], tmp_path: Path, name: str, field: str, value: Any, argument: str
+) -> None:
+    source = make_model(name)
+    convert(source, tmp_path / "lm", Options(to=CheckpointFormat.TORCH_DIST))
+    changed = shutil.copytree(source, tmp_path / "changed")
+    config = json.loads((source / "config.json").read_text())
+    assert field in config
+    (changed / "config.json").write_text(json.dumps({**config, field: value}))
+    assert f"{argument} is" in refused(tmp_path / "lm", tmp_path / "out", Options(hf_folder=changed))
+
+
 @pytest.mark.parametrize(
     ("name", "field", "value"),
     [
@@ -250,6 +286,8 @@ def test_unsupported_scaling_for_megatron_lm(make_model: Callable[..., Path], tm
         ("olmo3", "sliding_window", 41),
         ("smollm3", "no_rope_layers", [1, 1, 1, 1]),
         ("granite", "logits_scaling", 8.0),
+        ("deepseek-v2", "routed_scaling_factor", 1.0),
+        ("deepseek-v3", "topk_group", 1),
         ("glm4", "rope_parameters", {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}),
         ("gemma3", "query_pre_attn_scalar", 16),
         ("exaone4", "layer_types", ["full_attention"] * 4),

@@ -37,6 +37,14 @@ _INTERLEAVED = names("""
 """Arguments of a run that split the layers otherwise than the target is split; None in it."""
 
 
+_OF_LATENT_ATTENTION = (
+    *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
+    *("rope_type", "rotary_scaling_factor", "mscale", "mscale_all_dim"),
+    *("moe_router_num_groups", "moe_router_group_topk"),
+)
+"""Arguments of a model with latent attention that a run needs as flags."""
+
+
 def create_iteration(folder: Path, iteration: int | None) -> Path:
     """Write the tracker file and create the folder that it names; None means a release."""
     weights = folder / ("release" if iteration is None else f"iter_{iteration:07d}")
@@ -166,10 +174,15 @@ def required_flags(plan: ConversionPlan) -> str:
     flags = [f"--norm-epsilon {shape.rms_norm_eps:g}"]
     if shape.qk_norm:
         flags.append("--qk-layernorm")
-    if shape.rope_scaling:
-        flags.append(f"--use-rope-scaling --rope-scaling-factor {shape.rope_scaling.factor:g}")
-    if shape.num_experts and shape.shared_expert_ffn_hidden_size:
+    arguments = megatron_lm_arguments(shape)
+    if arguments["use_rope_scaling"]:
+        flags.append(f"--use-rope-scaling --rope-scaling-factor {arguments['rope_scaling_factor']:g}")
+    if arguments.get("moe_shared_expert_gate"):
         flags.append("--moe-shared-expert-gate")
+    if shape.features.latent_attention:
+        flags.append("--multi-latent-attention --qk-layernorm")
+        values = {name: arguments.get(name) for name in _OF_LATENT_ATTENTION}
+        flags += [f"--{name.replace('_', '-')} {value}" for name, value in values.items() if value is not None]
     if not _stored_arguments(plan).get("tokenizer_model"):
         flags.append(f"--tokenizer-model CHECKPOINT/{HF_SOURCE}")
     if iteration(plan) is not None:
