@@ -55,7 +55,7 @@ class HostMemory:
         if self._is_wanted:
             self._is_wanted = False
             arguments = (copied_bytes(self._run, trainer), torch.cuda.current_device())
-            self._thread = threading.Thread(target=_make, args=arguments, daemon=True)
+            self._thread = threading.Thread(target=make, args=arguments, daemon=True)
             self._thread.start()
 
     def wait(self) -> None:
@@ -65,7 +65,8 @@ class HostMemory:
             self._thread.join()
 
 
-def _make(sizes: list[int], device: int) -> None:
+def make(sizes: list[int], device: int) -> None:
+    """Let torch have pinned memory for tensors of so many bytes at once; `device`: the rank's GPU."""
     torch.cuda.set_device(device)  # of this thread
     began_s = time.monotonic()
     try:
