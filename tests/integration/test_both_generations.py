@@ -41,7 +41,7 @@ FEATURED = [
     "exaone4",
     "smollm3",
     "granite",
-    "phi3",
+    "phi3-longrope",
     "seed-oss",
 ]
 """Families whose models are released and opened here; the gate is tried on NAMES."""

@@ -25,15 +25,15 @@ CHECKED = ("gemma3", "apertus", "deepseek-v2")
 """Models whose initial loss is compared with that of transformers here; logits are compared of all."""
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "length"), [*((name, 96) for name in NAMES), ("phi3-longrope", 64)])
 def test_the_logits_of_two_ranks_are_those_of_transformers(
-    name: str, make_model: Callable[..., Path], tmp_path: Path
+    name: str, length: int, make_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     from transformers import AutoModelForCausalLM
 
     source = make_model(name)
     convert(source, tmp_path / "nemo")
-    tokens = torch.randint(0, 263, (2, 96), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(0, 263, (2, length), generator=torch.Generator().manual_seed(0))
     torch.save(tokens, tmp_path / "tokens.pt")
     with torch.no_grad():
         expected = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)(tokens).logits
@@ -101,6 +101,8 @@ LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
     ("apertus", "TP=2", {"tensor": 2}),
     ("gemma2", "CP=2", {"context": 2}),
     ("olmo3", "CP=2", {"context": 2}),
+    ("ministral3", "CP=2", {"context": 2}),
+    ("phi3-longrope", "CP=2", {"context": 2}),
     ("gemma3", "recomputed", {"recompute": Recompute("full", 4)}),
     ("gpt-oss", "CP=2", {"context": 2}),
     ("deepseek-v3", "CP=2", {"context": 2}),

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import ranks
+from hf_models import GROWING_ROPE
 
 from pretrainkit.config.run_file import read_run
 from pretrainkit.config.schema import ResolvedRun
@@ -44,20 +45,28 @@ def rows_with_several_documents(folder: Path, count: int) -> list[int]:
     return [number for number in range(len(data)) if len(data.document_lengths(number)) >= 2][:count]
 
 
+GROWING = {**GROWING_ROPE, "original_max_position_embeddings": 16, "factor": 32.0}
+
+
 @pytest.mark.parametrize(
-    ("name", "tensor_parallel_size"),
-    [("llama", 1), ("llama", 2), ("deepseek-v3", 1)],
-    ids=["TP=1", "TP=2", "latent attention"],
+    ("name", "changes", "tensor_parallel_size"),
+    [("llama", {}, 1), ("llama", {}, 2), ("deepseek-v3", {}, 1), ("ministral3", {"rope_parameters": GROWING}, 1)],
+    ids=["TP=1", "TP=2", "latent attention", "queries that grow"],
 )
 def test_losses_of_documents_in_a_row_are_those_of_the_documents_alone(
-    make_model: Callable[..., Path], bestfit: Path, tmp_path: Path, name: str, tensor_parallel_size: int
+    make_model: Callable[..., Path],
+    bestfit: Path,
+    tmp_path: Path,
+    name: str,
+    changes: dict[str, Any],
+    tensor_parallel_size: int,
 ) -> None:
     import torch
 
     from pretrainkit.checkpoint.convert import convert
     from pretrainkit.megatron.dataset import row_sample
 
-    hf_folder = make_model(name, vocab_size=320)
+    hf_folder = make_model(name, vocab_size=320, **changes)
     convert(hf_folder, tmp_path / "nemo")
     data = PackedDataset(bestfit)
     samples = [
@@ -76,6 +85,7 @@ def test_losses_of_documents_in_a_row_are_those_of_the_documents_alone(
     )
     together, alone = torch.load(tmp_path / "losses.pt")
     assert int((batch["position_ids"] == 0).sum()) >= 6
+    assert int(batch["position_ids"].max()) > 2 * GROWING["original_max_position_embeddings"]
     assert (together - alone).abs().max() <= 4e-6
     assert together.std() > 1e-3
 

@@ -106,6 +106,16 @@ FEATURED: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-window": ("Mistral", {"head_dim": 16, **WINDOW}),
     "qwen3-windows": ("Qwen3", {"head_dim": 16, "use_sliding_window": True, "max_window_layers": 2, **WINDOW}),
     "qwen3-yarn": ("Qwen3", {"head_dim": 16, "rope_theta": 10000.0, "rope_scaling": YARN_ROPE}),
+    "llama-dynamic": ("Llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}),
+    "phi3-longrope": (
+        "Phi3",
+        {
+            "original_max_position_embeddings": 64,
+            "partial_rotary_factor": 0.75,
+            "rope_scaling": {"type": "longrope", "short_factor": [1.0, 1.2, 1.5], "long_factor": [1.1, 3.0, 8.0]},
+            "pad_token_id": 2,
+        },
+    ),
     "olmo2": ("Olmo2", {"pad_token_id": 2}),
     "olmo3": ("Olmo3", {"pad_token_id": 2, "rope_theta": 500000.0, "rope_scaling": YARN_ROPE, **WINDOW}),
     "smollm3": ("SmolLM3", {"pad_token_id": 2, "tie_word_embeddings": True}),

@@ -37,14 +37,18 @@ class RopeScaling:
     original_max_position_embeddings: int = 8192
     """Context length before the scaling, tokens."""
     kind: str = "llama3"
-    """Its rope_type: llama3, linear or yarn."""
+    """Its rope_type: llama3, linear, yarn, dynamic, which changes nothing within the context length, or longrope."""
     beta_fast: float = 32.0
-    """Of yarn, as those that follow."""
+    """Of yarn, as the next and `truncate`."""
     beta_slow: float = 1.0
     attention_factor: float = 1.0
-    """Factor of rotated queries and of rotated keys."""
+    """Of yarn and longrope: factor of rotated queries and of rotated keys."""
     truncate: bool = True
     """Whether frequencies are blended between whole numbers of a dimension."""
+    short_factor: tuple[float, ...] = ()
+    """Of longrope: by what each frequency is divided in sequences of up to original_max_position_embeddings tokens."""
+    long_factor: tuple[float, ...] = ()
+    """The same in longer ones."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,16 @@ def feature_problems(config: RunConfig, model: ModelShape, facts: RunFacts) -> I
     if training.layer_spec == "te" and model.needs_our_layers:
         found = f"a model with {features.names() or 'yarn'} ({model.family})"
         yield RequestError(found, needed="--layer_spec auto or torch", where="--layer_spec te")
+    scaling = model.rope_scaling
+    if scaling and scaling.kind == "longrope" and scaling.original_max_position_embeddings < length:
+        longest = scaling.original_max_position_embeddings
+        if facts.dataset and resolve.reset_attention_mask(config, facts.dataset):
+            yield RequestError(
+                f"longrope ({model.family}) in sequences of {length} tokens, whose documents may be shorter",
+                needed=f"false, or sequences of up to {longest} tokens: transformers chooses the rotary frequencies of "
+                "a document by its length",
+                where="data.reset_attention_mask",
+            )
     if not (names := features.names(length)):
         return
     found, where = f"a model with {names} ({model.family})", "--hf_model_id"
@@ -28,19 +38,6 @@ def feature_problems(config: RunConfig, model: ModelShape, facts: RunFacts) -> I
         )
     if training.precision == "fp8":
         yield RequestError(found, needed="--precision bf16 or fp32", where="--precision fp8")
-    span, grows = features.query_span, features.query_growth > 0 and features.query_span < length
-    if grows and config.parallel.context_parallel_size > 1:
-        yield RequestError(
-            f"{found} in sequences of {length} tokens",
-            needed=f"1, or sequences of up to {span} tokens",
-            where="--context_parallel_size",
-        )
-    if grows and facts.dataset and resolve.reset_attention_mask(config, facts.dataset):
-        yield RequestError(
-            f"{found} in sequences of {length} tokens",
-            needed=f"false, or sequences of up to {span} tokens",
-            where="data.reset_attention_mask",
-        )
 
 
 def _shorter_without_features(model: ModelShape, length: int) -> str:

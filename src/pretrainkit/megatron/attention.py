@@ -27,7 +27,12 @@ from torch import Tensor, distributed
 
 from pretrainkit.config.layer_features import LLAMA, LayerFeatures
 from pretrainkit.megatron.attention_kernels import AttentionBlock, block_kernel
-from pretrainkit.megatron.document_attention import attend_within_documents, segment_bounds
+from pretrainkit.megatron.document_attention import (
+    attend_within_documents,
+    chunks_of,
+    document_positions,
+    segment_bounds,
+)
 from pretrainkit.megatron.window_attention import attend_causally
 
 
@@ -52,7 +57,7 @@ class ScaledDotProductAttention(MegatronModule):
         features: LayerFeatures = LLAMA,
         rotary_factor: float = 1.0,
     ) -> None:
-        """`rotary_factor` is YaRN's factor of rotated queries and of rotated keys."""
+        """`rotary_factor` is that of rotated queries and of rotated keys (RopeScaling.attention_factor)."""
         super().__init__(config=config)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         if attn_mask_type != AttnMaskType.causal or dropout or config.window_size:
@@ -70,7 +75,10 @@ class ScaledDotProductAttention(MegatronModule):
         self.growth, self.span = features.query_growth, features.query_span
         self.softmax_offset = self._sinks() if features.attention_sinks else None
         is_scaled = layer not in features.nope_layers and not (is_local and features.local_rope_theta)
-        if is_scaled and rotary_factor != 1:
+        self.rotated_size, self.rotated_factor = 0, rotary_factor**2
+        if is_scaled and rotary_factor != 1 and features.rotary_fraction != 1:
+            self.rotated_size = int(config.kv_channels * features.rotary_fraction)
+        elif is_scaled and rotary_factor != 1:
             self.softmax_scale = (self.softmax_scale or config.kv_channels**-0.5) * rotary_factor**2
 
     def forward(
@@ -94,7 +102,10 @@ class ScaledDotProductAttention(MegatronModule):
         tokens = query.size(0) * self.cp_group.size()
         window = self.window if self.window < tokens else 0
         if self.growth and tokens > self.span:
-            query = self._grown(query, has_documents=documents is not None)
+            positions = document_positions(query, documents) if documents is not None else self._positions(query)
+            query = query * (1 + self.growth * torch.log1p(positions // self.span)).to(query.dtype)[..., None, None]
+        if size := self.rotated_size:  # the factors of a product of rotated dimensions, without those that aren't
+            query = torch.cat((query[..., :size] * self.rotated_factor, query[..., size:]), -1)
         settings = self.softmax_scale, window, self.softcap, self.softmax_offset
         is_plain = not window and not self.softcap and self.softmax_offset is None
         if not is_plain and self.cp_group.size() > 1 and documents is None:  # each sequence is one document
@@ -126,12 +137,13 @@ class ScaledDotProductAttention(MegatronModule):
         groups = {"tp_group": self._tp_group, "dp_cp_group": (metadata or {}).get("dp_cp_group")}
         return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets, **groups)
 
-    def _grown(self, query: Tensor, *, has_documents: bool) -> Tensor:
-        """Queries [s, b, h, d] multiplied by what LayerFeatures.query_growth says."""
-        if has_documents or self.cp_group.size() > 1:
-            raise NotImplementedError("queries that grow are not supported within documents and across ranks")
-        spans = torch.arange(query.size(0), device=query.device).div(self.span, rounding_mode="floor")
-        return query * (1 + self.growth * torch.log1p(spans)).to(query.dtype)[:, None, None, None]
+    def _positions(self, query: Tensor) -> Tensor:
+        """The positions [s, 1] of a rank's tokens in their sequences."""
+        ranks, length = self.cp_group.size(), query.size(0)
+        chunks = chunks_of(self.cp_group.rank(), ranks)
+        chunk = length // len(chunks)
+        starts = torch.tensor(chunks, device=query.device) * chunk
+        return (starts[:, None] + torch.arange(chunk, device=query.device)).flatten()[:, None]
 
 
 def attend_across_ranks(

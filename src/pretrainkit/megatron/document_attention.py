@@ -56,7 +56,7 @@ def segment_bounds(position_ids: Tensor, rank: int = 0, num_ranks: int = 1) -> T
     queries, keys = [0], [0]
     for row in position_ids.numpy():
         begins = (row == 0).nonzero()[0]
-        for number in _chunks(rank, num_ranks):
+        for number in chunks_of(rank, num_ranks):
             first, end = number * chunk, (number + 1) * chunk
             document = int(begins[begins <= first][-1])
             inner = begins[(begins > first) & (begins < end)].tolist()
@@ -67,9 +67,19 @@ def segment_bounds(position_ids: Tensor, rank: int = 0, num_ranks: int = 1) -> T
     return torch.tensor([queries, keys], dtype=torch.int32)
 
 
-def _chunks(rank: int, num_ranks: int) -> tuple[int, ...]:
+def chunks_of(rank: int, num_ranks: int) -> tuple[int, ...]:
     """The numbers of a rank's chunks."""
     return (rank, 2 * num_ranks - 1 - rank) if num_ranks > 1 else (0,)
+
+
+def document_positions(query: Tensor, bounds: Tensor) -> Tensor:
+    """The positions [s, b] of a rank's queries [s, b, h, d] in their documents, by the bounds of its segments."""
+    length, batch = query.shape[:2]
+    queries, keys = bounds.diff().long()
+    # A segment's queries are the last of its keys, which begin where its document does.
+    first = keys - queries - bounds[0, :-1]
+    by_query = torch.repeat_interleave(first, queries, output_size=length * batch)
+    return (by_query + torch.arange(length * batch, device=bounds.device)).view(batch, length).t()
 
 
 def attend_within_documents(
@@ -104,7 +114,7 @@ def _up_to_chunks(key: Tensor, value: Tensor, group: distributed.ProcessGroup) -
     gathered = gather_from_sequence_parallel_region(torch.cat((key, value), -1), group=group)
     by_rank = gathered.chunk(2 * group.size())
     in_order = [*by_rank[::2], *by_rank[::-2]]
-    ends = (number + 1 for number in _chunks(group.rank(), group.size()))
+    ends = (number + 1 for number in chunks_of(group.rank(), group.size()))
     return torch.cat([part for end in ends for part in in_order[:end]]).chunk(2, -1)
 
 

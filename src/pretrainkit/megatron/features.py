@@ -6,6 +6,7 @@ called `post_layernorm` and belongs to the block's last linear layer, as in NeMo
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -139,6 +140,20 @@ class LocalRotaryEmbedding(torch.nn.Module):
         return torch.stack([self._other(*args, **kwargs), self._local(*args, **kwargs)])
 
 
+class LengthRotaryEmbedding(torch.nn.Module):
+    """The rotary embedding of sequences of up to so many tokens, or that of longer ones."""
+
+    def __init__(self, short: RotaryEmbedding, long: RotaryEmbedding, longest: int) -> None:
+        super().__init__()
+        self._short, self._long, self._longest = short, long, longest
+        self.get_rotary_seq_len = short.get_rotary_seq_len
+
+    def forward(self, max_seq_len: int, *args: Any, **kwargs: Any) -> Tensor:
+        chosen = self._long if max_seq_len > self._longest else self._short
+        embedding: Tensor = chosen(max_seq_len, *args, **kwargs)
+        return embedding
+
+
 def finish_model(
     model: GPTModel, *, rope_theta: float, rope_scaling: RopeScaling | None, features: LayerFeatures
 ) -> GPTModel:
@@ -158,13 +173,21 @@ def finish_model(
             embedding.inv_freq = scaled_inverse_frequencies(embedding.inv_freq, scaling, base)
         return embedding
 
+    def whole(base: float, scaling: RopeScaling | None) -> torch.nn.Module:
+        if scaling is None or scaling.kind != "longrope":
+            return rotary(base, scaling)
+        long = dataclasses.replace(scaling, short_factor=scaling.long_factor)
+        return LengthRotaryEmbedding(
+            rotary(base, scaling), rotary(base, long), scaling.original_max_position_embeddings
+        )
+
     for router in (module for module in model.modules() if isinstance(module, TopKRouter)):
         if features.router_bias:
             router.bias = torch.nn.Parameter(torch.zeros_like(router.weight[:, 0]))
             router.bias.sequence_parallel = model.config.sequence_parallel
         if features.routing:
             routing.prepare_router(router, features.routing)
-    model.rotary_pos_emb = rotary(rope_theta, rope_scaling)
+    model.rotary_pos_emb = whole(rope_theta, rope_scaling)
     if base := features.local_rope_theta:
         model.rotary_pos_emb = LocalRotaryEmbedding(model.rotary_pos_emb, rotary(base, None))
     if model.pre_process and (multiplier := features.embedding_multiplier) != 1:
@@ -182,12 +205,21 @@ def scaled_inverse_frequencies(inverse_frequencies: Tensor, scaling: RopeScaling
 
     They must agree with transformers: modeling_rope_utils.
     """
-    scales = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}
+    scales = {"linear": _linear, "llama3": _llama3, "yarn": _yarn, "dynamic": _dynamic, "longrope": _longrope}
     return scales[scaling.kind](inverse_frequencies, scaling, base)
 
 
 def _linear(inverse_frequencies: Tensor, scaling: RopeScaling, _: float) -> Tensor:
     return inverse_frequencies / scaling.factor
+
+
+def _dynamic(inverse_frequencies: Tensor, _: RopeScaling, __: float) -> Tensor:
+    """Sequences that are longer than the context length are scaled, which nothing here computes."""
+    return inverse_frequencies
+
+
+def _longrope(inverse_frequencies: Tensor, scaling: RopeScaling, _: float) -> Tensor:
+    return inverse_frequencies / torch.tensor(scaling.short_factor, device=inverse_frequencies.device)
 
 
 def _llama3(inverse_frequencies: Tensor, scaling: RopeScaling, _: float) -> Tensor:

@@ -169,18 +169,23 @@ def read_decoder(
         rope_theta=config["rope_theta"],
         rms_norm_eps=config["rms_norm_eps"],
         tie_word_embeddings=config["tie_word_embeddings"],
-        rope_scaling=_rope_scaling(config["rope_scaling"]),
+        rope_scaling=_rope_scaling(config["rope_scaling"], config["max_position_embeddings"]),
         initializer_range=config["initializer_range"],
         features=LayerFeatures(**found),
         **{"qkv_bias": bias, **extra},
     )
 
 
-def _rope_scaling(stated: Mapping[str, Any] | None) -> RopeScaling | None:
-    """A scaling as `hf_config` reads it."""
+def _rope_scaling(stated: Mapping[str, Any] | None, context: int) -> RopeScaling | None:
+    """A scaling as `hf_config` reads it, in a context of so many tokens."""
     if not stated:
         return None
-    factor, fields = stated["factor"], {"kind": stated["rope_type"], **stated}
+    fields = {"kind": stated["rope_type"], **stated}
+    if stated["rope_type"] == "longrope":  # transformers: modeling_rope_utils._compute_longrope_parameters
+        before = stated["original_max_position_embeddings"]
+        fields["factor"] = context / before
+        fields["attention_factor"] = math.sqrt(1 + max(math.log(context / before), 0) / math.log(before))
+    factor = fields["factor"]
     if stated["rope_type"] == "yarn" and stated.get("attention_factor") is None:
         # transformers: modeling_rope_utils._compute_yarn_parameters
         scales: Any = stated.get("mscale"), stated.get("mscale_all_dim")

@@ -123,7 +123,7 @@ class Family:
     """The table for a shape, in the order of the Hugging Face model."""
     has_layer_types: bool = False
     """Whether layer_types may give layers a sliding window."""
-    rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
+    rope_types: tuple[str, ...] = ("default", "dynamic", "linear", "llama3", "yarn")
     """Rotary scalings that its class in transformers computes."""
     rope_settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings of its scalings that others don't have, with values of their type."""

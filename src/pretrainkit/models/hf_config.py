@@ -21,7 +21,7 @@ from typing import Any
 from pretrainkit.errors import RequestError
 from pretrainkit.models.family import FULL, SLIDING, Family
 from pretrainkit.models.field_types import wrong_types
-from pretrainkit.models.rope_config import PARTIAL, read_rope
+from pretrainkit.models.rope_config import ORIGINAL, PARTIAL, read_rope, spelled_for_4
 
 _DTYPES = ("dtype", "torch_dtype")
 _OFF: tuple[Any, ...] = (None, False, [])
@@ -110,8 +110,10 @@ def in_both_spellings(config: Mapping[str, Any], family: Family, where: str = "c
     for name in {"rope_theta", family.local_rope, *([PARTIAL] if PARTIAL in family.defaults else [])} - {""}:
         if config.get(name) != read[name]:
             both[name] = read[name]
-    if scaling and config.get("rope_scaling") != scaling:
-        both["rope_scaling"] = scaling
+    if scaling and config.get("rope_scaling") not in (scaling, spelled_for_4(scaling)):
+        both["rope_scaling"] = spelled_for_4(scaling)
+    if scaling and scaling["rope_type"] == "longrope":
+        both[ORIGINAL] = scaling[ORIGINAL]
     both.setdefault("rope_scaling", None)
     parameters = {"rope_type": "default", **(scaling or {}), "rope_theta": theta}
     if PARTIAL in family.defaults:

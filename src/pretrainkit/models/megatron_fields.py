@@ -131,8 +131,9 @@ def nemo_config_fields(shape: ModelShape) -> dict[str, Any]:
         "share_embeddings_and_output_weights": shape.tie_word_embeddings,
     }
     if _needs_our_config(shape):
-        # As text: a context holds plain values.
-        text = json.dumps(asdict(shape.rope_scaling)) if shape.rope_scaling else ""
+        # As text: a context holds plain values. Without what only longrope has: other scalings' text is as it was.
+        stated = asdict(shape.rope_scaling) if shape.rope_scaling else {}
+        text = json.dumps({name: value for name, value in stated.items() if value != ()}) if stated else ""
         fields |= {"features": shape.features.to_json(), "rope_scaling": text}
     elif scaling := shape.rope_scaling:
         fields |= {

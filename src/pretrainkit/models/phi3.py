@@ -21,8 +21,7 @@ FAMILY = Family(
     name="phi3",
     architectures=("Phi3ForCausalLM",),
     fields=ConfigFields(
-        read=names("partial_rotary_factor sliding_window"),
-        ignored=names("original_max_position_embeddings"),  # no effect without a rotary scaling
+        read=names("original_max_position_embeddings partial_rotary_factor sliding_window"),
     ),
     defaults={
         **DECODER_DEFAULTS,
@@ -32,12 +31,13 @@ FAMILY = Family(
         "num_attention_heads": 32,
         "num_hidden_layers": 32,
         "num_key_value_heads": None,
+        "original_max_position_embeddings": 4096,
         "partial_rotary_factor": 1.0,
         "rms_norm_eps": 1e-05,
         "sliding_window": None,
         "vocab_size": 32064,
     },
-    rope_types=("default",),  # its class takes yarn for another scaling
+    rope_types=("default", "longrope"),  # its class takes yarn for longrope
     shape=read_shape,
     weights=partial(dense_weights, fused_qkv="qkv_proj", mlp=partial(gated_mlp, names=("gate_up_proj", "down_proj"))),
 )

@@ -14,21 +14,24 @@ from pretrainkit.errors import RequestError
 from pretrainkit.models.family import FULL, SLIDING, Family
 from pretrainkit.models.field_types import needed_type
 
-_ORIGINAL, PARTIAL = "original_max_position_embeddings", "partial_rotary_factor"
+ORIGINAL, PARTIAL = "original_max_position_embeddings", "partial_rotary_factor"
 _TRUNCATE = "truncate"
-_LLAMA3 = {name: getattr(RopeScaling, name) for name in ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL)}
+_LLAMA3 = {name: getattr(RopeScaling, name) for name in ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL)}
 _SCALINGS: Mapping[str, Mapping[str, Any]] = {
     "default": {},
     "llama3": _LLAMA3,
     "linear": {"factor": 8.0},
-    "yarn": {"factor": 8.0, _ORIGINAL: 8192},
+    "yarn": {"factor": 8.0, ORIGINAL: 8192},
+    "dynamic": {"factor": 8.0},
+    "longrope": {"short_factor": [], "long_factor": []},
 }
 """Rotary scalings that are supported, with the settings of each; each of them must be there."""
 _OPTIONAL: Mapping[str, Mapping[str, Any]] = {
     "yarn": {
         **dict.fromkeys(("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"), 1.0),
         _TRUNCATE: True,
-    }
+    },
+    "longrope": {ORIGINAL: 8192},
 }
 """Their settings that may be absent."""
 
@@ -90,6 +93,8 @@ def read_rope(config: Mapping[str, Any], family: Family, where: str) -> dict[str
             read[family.local_rope] = read["local_rope_theta"]
     if scaling and scaling["rope_type"] == "yarn":
         _check_yarn(config, scaling, read.get(PARTIAL, 1), family, where)
+    if scaling and scaling["rope_type"] == "longrope":
+        _check_longrope(config, scaling, read.get(PARTIAL, 1), family, where)
     return read
 
 
@@ -113,7 +118,10 @@ def _stated_rope(config: Mapping[str, Any], family: Family, where: str) -> _Stat
                     f"{local!r}", where=f"{place}.{SLIDING}", needed="rope_type 'default', and its rope_theta"
                 )
             stated.local_bases[f"{name}.{SLIDING}.rope_theta"] = base
-        base, stated.scalings[name], part = _read_parameters(settings or {}, place, family)
+        base, scaling, part = _read_parameters(settings or {}, place, family)
+        if scaling and scaling["rope_type"] == "longrope":  # whose old context length is a field outside
+            scaling = {ORIGINAL: config.get(ORIGINAL, family.defaults[ORIGINAL]), **scaling}
+        stated.scalings[name] = scaling
         if base is not None:
             stated.bases[f"{name}.rope_theta"] = base
         if part is not None and PARTIAL in family.defaults:
@@ -135,16 +143,42 @@ def _by_type_of_layer(settings: Any, where: str) -> tuple[Any, Any]:
 def _check_yarn(config: Mapping[str, Any], scaling: Mapping[str, Any], part: float, family: Family, where: str) -> None:
     """Refuse what transformers 4, which takes the factor from the context lengths, computes otherwise than 5."""
     context = config.get("max_position_embeddings", family.defaults["max_position_embeddings"])
-    if scaling["factor"] * scaling[_ORIGINAL] != context:
+    if scaling["factor"] * scaling[ORIGINAL] != context:
         raise RequestError(
-            f"yarn with factor {scaling['factor']} from {scaling[_ORIGINAL]} tokens, and max_position_embeddings "
+            f"yarn with factor {scaling['factor']} from {scaling[ORIGINAL]} tokens, and max_position_embeddings "
             f"{context}",
             where=where,
-            needed=f"max_position_embeddings = factor x {_ORIGINAL}: transformers 4 computes the factor from them",
-            action=f"set max_position_embeddings to {scaling['factor'] * scaling[_ORIGINAL]:.0f}",
+            needed=f"max_position_embeddings = factor x {ORIGINAL}: transformers 4 computes the factor from them",
+            action=f"set max_position_embeddings to {scaling['factor'] * scaling[ORIGINAL]:.0f}",
         )
     if part != 1:
         raise RequestError(f"yarn with {PARTIAL} {part}", where=where, needed=f"{PARTIAL} 1.0")
+
+
+def spelled_for_4(scaling: Mapping[str, Any]) -> dict[str, Any]:
+    """`rope_scaling` as transformers 4 reads it: of longrope it takes these three fields only."""
+    if scaling["rope_type"] != "longrope":
+        return dict(scaling)
+    return {"type": "longrope", **{name: scaling[name] for name in ("short_factor", "long_factor")}}
+
+
+def _check_longrope(
+    config: Mapping[str, Any], scaling: Mapping[str, Any], part: float, family: Family, where: str
+) -> None:
+    outside = config.get(ORIGINAL, family.defaults[ORIGINAL])
+    if scaling[ORIGINAL] != outside:
+        raise RequestError(
+            f"{ORIGINAL} {outside!r} and {scaling[ORIGINAL]!r} in rope_parameters contradict each other",
+            where=where,
+            needed="one value: the field outside is what either generation of transformers computes with",
+        )
+    heads, hidden = (config.get(name, family.defaults[name]) for name in ("num_attention_heads", "hidden_size"))
+    count = int((config.get("head_dim") or hidden // heads) * part) // 2
+    for name in ("short_factor", "long_factor"):
+        if len(scaling[name]) != count or any(needed_type(value, 1.0) or not value for value in scaling[name]):
+            raise RequestError(
+                f"{name} with {len(scaling[name])} values", where=where, needed=f"{count} numbers above 0"
+            )
 
 
 def _read_parameters(

@@ -10,7 +10,7 @@ from changed_config import changed
 
 from pretrainkit.config.layer_features import LayerFeatures, Routing
 from pretrainkit.config.resolve import RunFacts
-from pretrainkit.config.schema import InitialWeights, RunConfig
+from pretrainkit.config.schema import InitialWeights, RopeScaling, RunConfig
 from pretrainkit.config.validate import problems_of
 from pretrainkit.machine import MachineFacts
 
@@ -360,16 +360,6 @@ FEATURES: dict[str, tuple[dict[str, Any], LayerFeatures, list[str]]] = {
         LayerFeatures(nope_layers=(3,)),
         ["--precision fp8: a model with layers without rotary embeddings"],
     ),
-    "context parallelism": (
-        {"parallel__context_parallel_size": 2},
-        LayerFeatures(query_growth=0.1, query_span=512),
-        ["--context_parallel_size: a model with queries that grow after 512", "sequences of up to 512 tokens"],
-    ),
-    "documents": (
-        {"data__reset_attention_mask": True},
-        LayerFeatures(query_growth=0.1, query_span=512),
-        ["data.reset_attention_mask: a model with queries that grow after 512 tokens"],
-    ),
 }
 
 
@@ -384,6 +374,16 @@ def test_what_features_of_layers_need_is_said(config: RunConfig, facts: RunFacts
     assert [part for part in expected if part not in message] == []
     if features.sliding_window:  # what a window covers is trained as without one
         assert messages_of(changed(config, **on_cpu | changes, data__sequence_length=512), facts) == ""
+
+
+def test_documents_of_both_sets_of_longrope_are_refused(config: RunConfig, facts: RunFacts) -> None:
+    assert facts.model
+    scaling = RopeScaling(32.0, original_max_position_embeddings=512, kind="longrope")
+    facts = dataclasses.replace(facts, model=dataclasses.replace(facts.model, rope_scaling=scaling))
+    config = changed(config, data__reset_attention_mask=True)
+    assert "data.reset_attention_mask: longrope (llama) in sequences of 1024 tokens" in messages_of(config, facts)
+    assert messages_of(changed(config, data__reset_attention_mask=False), facts) == ""
+    assert messages_of(changed(config, data__sequence_length=512), facts) == ""
 
 
 def test_experts_are_trained_where_no_gpu_is_found(config: RunConfig, facts: RunFacts) -> None:

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
 from pretrainkit.megatron.dataset import reset_positions, row_sample, target_labels
-from pretrainkit.megatron.document_attention import segment_bounds
+from pretrainkit.megatron.document_attention import chunks_of, document_positions, segment_bounds
 
 
 def test_segments_are_documents() -> None:
@@ -19,6 +20,17 @@ def test_segments_of_a_rank_are_the_parts_of_documents_in_its_chunks() -> None:
     assert segment_bounds(positions, 0, 2).tolist() == [[0, 2, 2, 4, 6, 8], [0, 2, 8, 10, 12, 20]]
     # Rank 1: tokens 2 to 5, whose documents begin at 0 and 3.
     assert segment_bounds(positions, 1, 2).tolist() == [[0, 1, 2, 2, 4, 6, 8], [0, 3, 4, 7, 10, 14, 20]]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_positions_count_from_the_begin_of_a_document(ranks: int) -> None:
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 0, 1], [0, 1, 2, 3, 4, 5, 6, 7]])
+    query = torch.empty(8 // ranks, 2, 1, 1)
+    for rank in range(ranks):
+        tokens = [token for number in chunks_of(rank, ranks) for token in torch.arange(8).chunk(2 * ranks)[number]]
+        tokens = tokens if ranks > 1 else range(8)
+        found = document_positions(query, segment_bounds(positions, rank, ranks))
+        assert found.t().tolist() == positions[:, [int(token) for token in tokens]].tolist()
 
 
 def test_a_row_gives_its_documents_positions_and_labels_of_their_own() -> None:

@@ -24,6 +24,7 @@ SIZES = {
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 64}  # fmt: skip
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0]}
 GROWING = {**YARN, "llama_4_scaling_beta": 0.1}
 DEFAULT = {"rope_type": "default", "rope_theta": 500000.0}
 SCALED_WINDOW = {"full_attention": DEFAULT, "sliding_attention": {**YARN, "rope_theta": 500000.0}}
@@ -49,7 +50,7 @@ SETTINGS: list[tuple[str, dict[str, Any], str]] = [
     ("exaone4", {"sliding_window_pattern": "LLLG"}, "sliding_window_pattern"),
     ("exaone4", {"sliding_window": None, "layer_types": WINDOWS}, "layer_types"),
     ("gemma2", {"hidden_act": "relu"}, "hidden_act"),
-    ("gemma2", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
+    ("gemma2", {"rope_scaling": {"rope_type": "proportional", "factor": 2.0}}, "proportional"),
     ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
     ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
     ("gemma3_text", {"hidden_activation": "gelu"}, "hidden_activation"),
@@ -65,7 +66,8 @@ SETTINGS: list[tuple[str, dict[str, Any], str]] = [
     ("gpt_oss", {"rope_scaling": LLAMA3}, "llama3"),
     ("granite", {"position_embedding_type": "nope"}, "position_embedding_type"),
     ("granite", {"hidden_act": "gelu"}, "hidden_act"),
-    ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, "dynamic"),
+    ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0, "alpha": 1000.0}}, "alpha"),
+    ("llama", {"rope_scaling": {**LONGROPE, "factor": 4.0}}, "longrope"),
     ("llama", {"residual_multiplier": 0.22}, "residual_multiplier"),
     ("ministral3", {"rope_scaling": YARN}, "llama_4_scaling_beta"),
     ("ministral3", {"rope_scaling": {**GROWING, "factor": 8.0}}, "factor 8.0"),
@@ -76,7 +78,12 @@ SETTINGS: list[tuple[str, dict[str, Any], str]] = [
     ("olmo3", {"rope_scaling": {**YARN, "truncate": False}}, "truncate"),
     ("olmo3", {"rope_parameters": SCALED_WINDOW}, "sliding_attention"),
     ("olmo3", {"rope_theta": "absent"}, "rope_theta"),
-    ("phi3", {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}, "longrope"),
+    ("phi3", {"rope_scaling": LONGROPE}, "long_factor with 1 values"),
+    (
+        "phi3",
+        {"rope_parameters": {**LONGROPE, "original_max_position_embeddings": 128, "rope_theta": 500000.0}},
+        "4096",
+    ),
     ("phi3", {"rope_scaling": YARN}, "yarn"),
     ("qwen2", {"rope_scaling": {"rope_type": "mrope", "mrope_section": [16, 24, 24]}}, "mrope"),
     ("qwen2", {"use_sliding_window": True}, "use_sliding_window"),

@@ -85,7 +85,7 @@ def test_llama3_rope_is_read_in_every_spelling(folder: Callable[..., Path], rope
         ({"architectures": ["Qwen3MoeForCausalLM"], "attention_bias": True}, ["attention_bias", "false"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "silu"]),
         ({"quantization_config": {"bits": 4}}, ["quantization_config"]),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}, ["dynamic", "llama3"]),
+        ({"rope_scaling": {"rope_type": "proportional", "factor": 4.0}}, ["proportional", "llama3"]),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["yarn", "lacks original_max_position_embeddings"]),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, ["low_freq_factor"]),
         ({"rope_scaling": {"rope_type": "llama3", **LLAMA3, "mystery": 1}}, ["mystery"]),
