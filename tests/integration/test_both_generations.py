@@ -38,6 +38,7 @@ FEATURED = [
     "olmo3",
     "gemma3",
     "glm4",
+    "ernie4_5",
     "exaone4",
     "smollm3",
     "granite",

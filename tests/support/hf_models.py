@@ -142,6 +142,7 @@ FEATURED: dict[str, tuple[str, dict[str, Any]]] = {
             **WINDOW,
         },
     ),
+    "ernie4_5": ("Ernie4_5", {"head_dim": 16, "use_bias": True, "pad_token_id": 2}),
     "glm4": ("Glm4", {"head_dim": 16, "pad_token_id": 2}),
     "deepseek-v2-lite": ("DeepseekV2", {**LATENT, "q_lora_rank": None, "seq_aux": False, "rms_norm_eps": 1e-05}),
     "deepseek-v2": (

@@ -22,6 +22,7 @@ _NAMES = (
     "apertus",
     "deepseek_v2",
     "deepseek_v3",
+    "ernie4_5",
     "exaone4",
     "gemma2",
     "gemma3_text",

@@ -47,6 +47,8 @@ SETTINGS: list[tuple[str, dict[str, Any], str]] = [
     ("deepseek_v3", {"rope_scaling": LLAMA3}, "llama3"),
     ("deepseek_v3", {"topk_group": 9}, "topk_group"),
     ("deepseek_v3", {"topk_method": "greedy"}, "topk_method"),
+    ("ernie4_5", {"hidden_act": "gelu"}, "hidden_act"),
+    ("ernie4_5", {"rope_interleaved": True}, "rope_interleaved"),
     ("exaone4", {"sliding_window_pattern": "LLLG"}, "sliding_window_pattern"),
     ("exaone4", {"sliding_window": None, "layer_types": WINDOWS}, "layer_types"),
     ("gemma2", {"hidden_act": "relu"}, "hidden_act"),
