@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, distributed
 
+from pretrainkit.config.schema import ModelShape, Recompute
+from pretrainkit.megatron import model as megatron_model
 from pretrainkit.megatron.attention import attend_across_ranks
 from pretrainkit.megatron.document_attention import attend_within_documents, segment_bounds
+from pretrainkit.megatron.model import recompute_fields
 
 BATCH, QUERY_HEADS = 2, 4
 SCALE = 0.3
@@ -54,6 +61,49 @@ def compare_documents(
         return attend_within_documents(q, k, v, bounds, group, SCALE).unflatten(2, (QUERY_HEADS, head_size))
 
     _compare(by_segments, masked, group, length, head_size, dtype, device)
+
+
+def count_kept(rank: int, world_size: int, *, output: Path) -> None:
+    """Write the elements per token of this rank that are kept for the backward pass: by attention, and by each layer of
+    a model that is recomputed.
+    """
+    distributed.init_process_group("gloo")
+    megatron_model.parallel_state.initialize_model_parallel(context_parallel_size=world_size)
+    megatron_model.model_parallel_cuda_manual_seed(0)
+    tokens, heads, groups, size = 64, 8, 2, 16
+    query, key, value = (torch.randn(tokens, 1, each, size, requires_grad=True) for each in (heads, groups, groups))
+    group = distributed.group.WORLD
+    found = {"attention": _kept(lambda: attend_across_ranks(query, key, value, group)) / tokens}
+    shape = ModelShape("llama", 2, 64, 128, 8, 2, 8, 320, 512, 1e4, 1e-5, tie_word_embeddings=True)
+    of_layers = {}
+    for layers in (2, 4):
+        model = megatron_model.build_model(
+            replace(shape, num_layers=layers), padded_vocab_size=384, sequence_length=tokens * world_size
+        )
+        fields = {"distribute_saved_activations": False, "context_parallel_size": world_size}
+        for name, field in {**recompute_fields(Recompute("full", layers)), **fields}.items():
+            setattr(model.config, name, field)
+        ids = torch.zeros((1, tokens), dtype=torch.long)
+        of_layers[layers] = _kept(partial(model, ids, torch.arange(tokens)[None], None, labels=ids), model)
+    found["recomputed layer"] = (of_layers[4] - of_layers[2]) / 2 / tokens
+    if rank == 0:
+        output.write_text(json.dumps(found))
+
+
+def _kept(forward: Callable[[], Tensor], model: torch.nn.Module | None = None) -> float:
+    """Elements in fp32 of the storages that are saved for the backward pass, without a model's parameters."""
+    own = {each.untyped_storage().data_ptr() for each in (model.parameters() if model else ())}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if (place := tensor.untyped_storage().data_ptr()) not in own:
+            kept[place] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        output = forward()
+    assert output.requires_grad
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values()) / 4
 
 
 def _heads_first(attend: Callable[..., Tensor], *parts: Tensor, **options: object) -> Tensor:

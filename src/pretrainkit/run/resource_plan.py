@@ -27,6 +27,8 @@ from pretrainkit.run.process_limits import limit_problems
 
 _NODE_SIZES = (1, 2, 4, 8)
 _OFFERS = 3
+LONG_SEQUENCE = 16384
+"""Tokens of a sequence from which on context parallelism is offered: shorter ones leave ranks little work; assumed."""
 
 
 def finalize_run(run: ResolvedRun) -> ResolvedRun:
@@ -132,27 +134,30 @@ def _changes(run: ResolvedRun) -> Iterator[tuple[str, ResolvedRun]]:
     if training.micro_batch_size > 1:
         yield "--micro_batch_size 1", _replaced(run, micro_batch_size=1)
     yield from _expert_changes(run)
-    tensor, pipeline = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    tensor, pipeline, context = (
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.context_parallel_size,
+    )
+    length = run.config.data.sequence_length
+    heads, rows = (shape.num_attention_heads, shape.num_query_groups), shape.expert_ffn_hidden_size
     sizes = sorted(
         (
-            (tp, pp)
+            (tp, pp, cp)
             for tp in _NODE_SIZES
             for pp in range(pipeline, shape.num_layers + 1)
-            if tp >= tensor and (tp, pp) != (tensor, pipeline) and shape.num_layers % pp == 0
-            if not any(
-                count % tp
-                for count in (
-                    shape.num_attention_heads,
-                    shape.num_query_groups,
-                    shape.expert_ffn_hidden_size or shape.ffn_hidden_size,
-                )
-            )
+            for cp in (_NODE_SIZES if length >= LONG_SEQUENCE else (context,))
+            if tp >= tensor and cp >= context and (tp, pp, cp) != (tensor, pipeline, context)
+            if shape.num_layers % pp == 0 and length % math.lcm(2 * cp if cp > 1 else 1, cp * tp) == 0
+            if not any(count % tp for count in (*heads, rows or shape.ffn_hidden_size))
         ),
-        key=lambda size: (size[0] * size[1], size[1]),
+        key=lambda size: (math.prod(size), size[1], size[0]),
     )
-    for tp, pp in sizes:
-        changed = dataclasses.replace(parallel, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
-        yield _spread(run, changed, f"-T {tp} -P {pp}")
+    for tp, pp, cp in sizes:
+        changed = dataclasses.replace(
+            parallel, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, context_parallel_size=cp
+        )
+        yield _spread(run, changed, f"-T {tp} -P {pp}" + (f" -C {cp}" if cp != context else ""))
 
 
 def _expert_changes(run: ResolvedRun) -> Iterator[tuple[str, ResolvedRun]]:

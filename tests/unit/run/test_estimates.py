@@ -163,6 +163,30 @@ def test_memory_is_near_the_measured_peak(run: ResolvedRun, peak_gib: float) -> 
     assert estimate(run).memory_gib == pytest.approx(peak_gib, rel=0.06)
 
 
+@pytest.mark.parametrize("context", [2, 4, 8])
+@pytest.mark.parametrize("recompute", [Recompute(), Recompute("full", 32)], ids=["kept", "recomputed"])
+def test_a_rank_of_context_parallelism_has_its_part_of_all_but_the_keys(context: int, recompute: Recompute) -> None:
+    """Of 131,072 tokens in bf16; what a rank keeps is counted by tests/integration/test_activation_counts.py."""
+    long, short = (
+        estimate(dataclasses.replace(run_of(LLAMA_8B, context=size, sequence_length=length), recompute=recompute))
+        for size, length in ((context, 131072), (1, 131072 // context))
+    )
+    kept_layers = 32 - recompute.num_layers
+    keys = kept_layers * 2 * 8 * 128 * (131072 - 131072 // context) * 2 / 2**30
+    assert long.activations_gib == pytest.approx(short.activations_gib + keys, abs=0.02)
+    if not recompute.num_layers:
+        assert long.logits_gib == short.logits_gib
+
+
+def test_a_long_sequence_is_offered_context_parallelism() -> None:
+    with pytest.raises(RequestError) as refused:
+        plan_memory(run_of(LLAMA_8B, sequence_length=131072))
+    assert "use -T 2 -P 1 -C 2 on 4 GPUs (" in str(refused.value), refused.value
+    with pytest.raises(RequestError) as refused:
+        plan_memory(run_of(LLAMA_8B, sequence_length=8192))
+    assert "-C" not in str(refused.value)
+
+
 @pytest.mark.parametrize(("layers", "fit"), [(12, True), (16, False)])
 def test_what_fitted_fits_and_what_did_not_does_not(layers: int, fit: bool) -> None:
     run = run_of(LLAMA_8B, layers=layers)
