@@ -19,6 +19,7 @@ from pretrainkit.checkpoint.convert import convert, default_target
 from pretrainkit.checkpoint.formats import hf
 from pretrainkit.checkpoint.formats.hf_files import readable_folder
 from pretrainkit.checkpoint.formats.torch_dist import EMBEDDING, GlobalTensor, embedding_of
+from pretrainkit.checkpoint.mapping import tensor_mappings
 from pretrainkit.checkpoint.open import DetectedCheckpoint, detect
 from pretrainkit.checkpoint.parallel import Parallelism
 from pretrainkit.checkpoint.plan import CheckpointFormat, Options
@@ -110,7 +111,7 @@ def _compare(
     shape = compared.shape
     origin = compared.hf_folder
     fields = read_fields(read_config(origin), family_named(shape.family), str(origin / "config.json"))
-    dtype = options.dtype or _only_dtype(released)
+    dtype = options.dtype or _only_dtype(released, shape)
     _prepare_ranks()  # it imports Megatron while the Hugging Face model runs
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -146,9 +147,11 @@ def _compare(
     yield Check("held-out loss", losses["held_out"] == losses["held_out"], text)
 
 
-def _only_dtype(released: Path) -> torch.dtype | None:
-    """The dtype of all tensors of a (text) model; None where they have several, which no cast leaves behind."""
-    dtypes = {tensor.dtype for tensor in text_tensors(hf.locate_tensors(released))[0].values()}
+def _only_dtype(released: Path, shape: ModelShape) -> torch.dtype | None:
+    """The dtype of all tensors of a (text) model that can be cast; None for several, which no cast leaves behind."""
+    kept = {name for mapping in tensor_mappings(shape) if mapping.weight.keep_dtype for name in mapping.hf}
+    tensors = text_tensors(hf.locate_tensors(released))[0]
+    dtypes = {tensor.dtype for name, tensor in tensors.items() if name not in kept}
     return dtypes.pop() if len(dtypes) == 1 else None
 
 

@@ -210,3 +210,27 @@ def test_a_release_may_have_a_card_of_its_own(
         (tmp_path / "released" / "README.md").write_text(card)
     checks = {check.name: check.passed for check in verify_files(tmp_path / "megatron", tmp_path / "released").checks}
     assert checks["tokenizer, template and generation files are the source's"]
+
+
+def test_biases_of_experts_may_be_zeros_and_are_not_cast(
+    make_model: Callable[..., Path], tokenizer_folder: Path, tmp_path: Path
+) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    source = shutil.copytree(make_model("deepseek-v3", vocab_size=320, pad_token_id=2), tmp_path / "hf")
+    shutil.copytree(tokenizer_folder, source, dirs_exist_ok=True)
+    weights = load_file(source / "model.safetensors")
+    biases = [name for name in weights if name.endswith("e_score_correction_bias")]
+    assert len(biases) == 3
+    save_file(weights | {biases[0]: torch.zeros(8)}, source / "model.safetensors", metadata={"format": "pt"})
+    convert(source, tmp_path / "megatron")
+    convert(tmp_path / "megatron", tmp_path / "released", Options(dtype=torch.bfloat16))
+    verdict = verify_files(tmp_path / "megatron", tmp_path / "released")
+    assert verdict.passed, [check for check in verdict.checks if not check.passed]
+    released = load_file(tmp_path / "released" / "model.safetensors")
+    assert {str(released[name].dtype) for name in biases} == {"torch.float32"}
+    rounded = released | {biases[1]: released[biases[1]].bfloat16()}
+    save_file(rounded, tmp_path / "released" / "model.safetensors", metadata={"format": "pt"})
+    failed = [check for check in verify_files(tmp_path / "megatron", tmp_path / "released").checks if not check.passed]
+    assert any(f"{biases[1]} must not be cast" in check.found for check in failed), failed
