@@ -44,6 +44,12 @@ _NAMES = (
     "smollm3",
 )
 """The modules of this package with a family; a new one is registered here."""
+_MISSING = {
+    "DeepseekV32ForCausalLM": "an indexer that chooses the tokens which attention is to (DeepSeek sparse attention)",
+    "Qwen3NextForCausalLM": "gated delta nets, for which Megatron-core needs flash-linear-attention's Triton kernels, "
+    "and attention with a gate of its output",
+}
+"""What architectures have that people may expect here and no layer computes yet."""
 FAMILIES: tuple[Family, ...] = tuple(import_module(f"{__package__}.{name}").FAMILY for name in _NAMES)
 
 
@@ -90,7 +96,7 @@ def find_family(config: Mapping[str, Any], where: str = "config.json") -> Family
     supported = sorted([*TEXT_MODELS, *(name for family in FAMILIES for name in family.architectures)])
     raise RequestError(
         f"architecture {', '.join(architectures) or 'missing'} (model_type {config.get('model_type')!r})"
-        " is not supported",
+        " is not supported" + "".join(f": it has {_MISSING[name]}" for name in architectures if name in _MISSING),
         where=where,
         needed=f"one of {', '.join(supported)}",
     )
