@@ -2,6 +2,7 @@
 # Note 3: a JSON Lines file with a `text` field becomes a .bin/.idx pair, and Llama 3.1 8B is trained on it.
 #     MODEL=models/SmolLM2-135M INPUT=my.jsonl SMALL=1 scripts/examples/jsonl_to_pretrain.sh # on the CPU, minutes
 #     scripts/examples/jsonl_to_pretrain.sh                            # on this machine, one epoch
+#     CONFIG=qwen3-30b-a3b MODEL=models/Qwen3-30B-A3B-Base EXPERIMENT=qwen3-30b-a3b scripts/examples/jsonl_to_pretrain.sh
 #     EXECUTOR=slurm ACCOUNT=root PARTITION=defq CONTAINER_IMAGE=nemo.sqsh scripts/examples/jsonl_to_pretrain.sh -N 2
 # It waits for the job that tokenizes, and submits the training. A job whose time is over is not submitted again by itself:
 # run this again, which continues what was stopped, or give --chain 3 or --requeue. Words behind it are flags of pretrain.py.
@@ -20,7 +21,8 @@ workers=${WORKERS:-8}
 python=${PYTHON:-.venv/bin/python}
 # Global batch 2048, micro batch 1, TP 4, sequences of 8192, 8 GPUs, a learning rate for trained weights. For random ones:
 #     WEIGHTS='' scripts/examples/jsonl_to_pretrain.sh --set nemo_model=null --lr 3e-4
-configs=(--config configs/model/llama-3.1-8b.yaml --config configs/run/llama-3.1-8b.yaml
+config=${CONFIG:-llama-3.1-8b}                  # a file of configs/model and of configs/run
+configs=(--config "configs/model/$config.yaml" --config "configs/run/$config.yaml"
     ${SMALL:+--config scripts/examples/small.yaml})
 
 where=(--executor "$executor") follow=()

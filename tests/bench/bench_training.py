@@ -1,17 +1,17 @@
 """Training speed on GPUs: plain torch, our fused kernels, NeMo with Transformer Engine, in one run on the same cards.
 
     python tests/bench/bench_training.py [--model 1b] [--paths plain,fused,te] [--rounds 3] [--steps 10]
-        [--sequence_length 4096] [--micro_batch_size 4] [--global_batch_size 16] [--gpus 1 --tp 1 --pp 1 --cp 1]
+        [--sequence_length 4096] [--micro_batch_size 4] [--global_batch_size 16] [--gpus 1 --tp 1 --pp 1 --cp 1 --ep 1]
         [--learning_rate 3e-5] [--next --model 8b ...]
 
 plain: --layer_spec torch --fused_kernels off; fused: --layer_spec torch --fused_kernels auto; te: --layer_spec te
 --fused_kernels off, which is what NeMo does by itself where Transformer Engine is installed, and te_fp8_* with FP8.
 graphed and launched are fused, the one with its layers replayed as CUDA graphs, the other without; fp8* are fused with
---precision fp8. Each measurement is a run of the trainer of
-its own: random weights of the model's shape, Python's manual and library byte by byte (5 MB), no checkpoints. The paths
-take turns, `--rounds` times. Prints Markdown; a figure is the median over the rounds of the median over the steps after
-the third. The ranks of torch's layers are forks of a process without Transformer Engine, since importing NeMo takes
-longer than the steps; what is measured after --next shares it, with options of its own.
+--precision fp8; loop is fused with a loop over a model's experts in Megatron's own layer. Each measurement is a run of
+the trainer of its own: random weights of the model's shape, Python's manual and library byte by byte (5 MB), no
+checkpoints. The paths take turns, `--rounds` times. Prints Markdown; a figure is the median over the rounds of the
+median over the steps after the third. The ranks of torch's layers are forks of a process without Transformer Engine,
+since importing NeMo takes longer than the steps; what is measured after --next shares it, with options of its own.
 
 The learning rate is low, so that the paths' losses, whose arithmetic differs in rounding alone, stay near each other:
 at 3e-4 a few steps from random weights make a large difference of any small one. The largest is said below the table.
@@ -50,6 +50,7 @@ PATHS: dict[str, dict[str, str]] = {
     "fp8_launched": {"layer_spec": "torch", "precision": "fp8", "fused_kernels": _LAUNCHED},
     "fp8_tensorwise": {"layer_spec": "torch", "precision": "fp8", "fp8_recipe": "tensorwise"},
     "fp8_wgrad_bf16": {"layer_spec": "torch", "precision": "fp8", "fp8_recipe": "rowwise_wgrad_bf16"},
+    "loop": {"layer_spec": "torch", "fused_kernels": "auto"},
     "te": {"layer_spec": "te", "fused_kernels": "off"},
     "te_fused": {"layer_spec": "te", "fused_kernels": "auto"},
     "te_fp8_delayed": {"layer_spec": "te", "fused_kernels": "off"},
@@ -81,6 +82,82 @@ MODELS: dict[str, dict[str, Any]] = {
     "8b": LLAMA
     | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "head_dim": 128}
     | {"tie_word_embeddings": False},
+    "qwen3-30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "router_aux_loss_coef": 0.001,
+        "hidden_act": "silu",
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "attention_bias": False,
+        "use_sliding_window": False,
+        "tie_word_embeddings": False,
+    },
+    "mixtral-8x7b": {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "router_aux_loss_coef": 0.02,
+        "sliding_window": None,
+        "hidden_act": "silu",
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": False,
+    },
+    "gpt-oss-20b": {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "vocab_size": 201088,
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "router_aux_loss_coef": 0.9,
+        "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * 12,
+        "swiglu_limit": 7.0,
+        "attention_bias": True,
+        "hidden_act": "silu",
+        "max_position_embeddings": 131072,
+        "initial_context_length": 4096,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150000.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "original_max_position_embeddings": 4096,
+            "truncate": False,
+        },
+        "tie_word_embeddings": False,
+    },
 }
 MODULES = Path(sysconfig.get_path("stdlib"))
 FIRST_STEPS = 3  # compilation, allocation
@@ -142,12 +219,13 @@ def build_parser() -> argparse.ArgumentParser:
         ("global_batch_size", 16),
         ("seed", 1234),
         ("val_interval", 0),
-        *(("gpus", 1), ("tp", 1), ("pp", 1), ("cp", 1)),
+        *(("gpus", 1), ("tp", 1), ("pp", 1), ("cp", 1), ("ep", 1)),
     ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--learning_rate", type=float, default=3e-5, help="reached after a quarter of the steps")
     parser.add_argument("--recompute", default="none", help="as in pretrain.py: auto takes what fits the card")
     parser.add_argument("--timeline", help="write the GPU's milliseconds of the last step by kernel to this file")
+    parser.add_argument("--balanced", action="store_true", help="let routers send each expert as many tokens")
     parser.add_argument("--losses", help="write every path's first round to this JSON file, with all losses")
     return parser
 
@@ -164,7 +242,8 @@ def write_inputs(folder: Path, arguments: argparse.Namespace) -> None:
     model = folder / "model"
     model.mkdir()
     layers = arguments.layers or shape["num_hidden_layers"]
-    (model / "config.json").write_text(json.dumps(shape | {"num_hidden_layers": layers}))
+    kinds = {"layer_types": shape["layer_types"][:layers]} if "layer_types" in shape else {}
+    (model / "config.json").write_text(json.dumps(shape | kinds | {"num_hidden_layers": layers}))
     ids = {character: number for number, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=ids | {"<|end|>": 256}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -233,6 +312,13 @@ def train_rank(path: str, arguments: argparse.Namespace, folder: str, rank: int,
         if arguments.timeline and rank == 0:
             base = train.FreezeGC
             train.FreezeGC = lambda: timeline_of_last_step(base, path, arguments)
+        if arguments.balanced:
+            balance_routers()
+        if path == "loop":
+            sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+            from expert_loop import use_loop
+
+            use_loop()
         if path in TE_FP8:
             use_te_fp8(TE_FP8[path])
         run = resolve_run(path, arguments, Path(folder))
@@ -279,6 +365,17 @@ def timeline_of_last_step(base: Any, path: str, arguments: argparse.Namespace) -
     return Timeline()
 
 
+def balance_routers() -> None:
+    """Let NeMo's config have Megatron's field for benchmarks: random routing, with its cost."""
+    from pretrainkit.engine import trainer
+
+    fields = trainer.expert_fields
+    trainer.expert_fields = lambda *args, **settings: {
+        **fields(*args, **settings),
+        "moe_router_force_load_balancing": True,
+    }
+
+
 def use_te_fp8(settings: dict[str, Any]) -> None:
     """Let NeMo's precision plugin have Transformer Engine's FP8, which pretrain.py has no option for."""
     from pretrainkit.engine import trainer
@@ -309,6 +406,7 @@ def resolve_run(path: str, arguments: argparse.Namespace, folder: Path) -> Any:
             tensor_model_parallel_size=arguments.tp,
             pipeline_model_parallel_size=arguments.pp,
             context_parallel_size=arguments.cp,
+            expert_model_parallel_size=arguments.ep,
         ),
         optimizer=change(default.optimizer, lr=arguments.learning_rate, lr_warmup_steps=max(2, arguments.steps // 4)),
         training=change(

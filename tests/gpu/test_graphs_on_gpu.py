@@ -11,7 +11,7 @@ import bench_training
 import pytest
 import torch
 from all_cards import NUM_CARDS
-from test_kernels_on_gpu import LENGTH, SHAPE, one_rank
+from gradients import LENGTH, SHAPE, one_rank
 from torch import Tensor
 
 from pretrainkit.config.schema import Kernels

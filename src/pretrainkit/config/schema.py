@@ -104,10 +104,9 @@ class ModelShape:
 
     @property
     def needs_our_layers(self) -> bool:
-        """Whether a model is computed by this project's layers alone: features, and scalings of rotary embeddings for
-        which NeMo has no class.
-        """
-        return self.features != LLAMA or (self.rope_scaling is not None and self.rope_scaling.kind != "llama3")
+        """Whether Transformer Engine's layers compute something else: features, and YaRN's factor of attention."""
+        factor = self.rope_scaling.attention_factor if self.rope_scaling else 1.0
+        return self.features != LLAMA or factor != 1
 
 
 def check_folder_name(name: str) -> None:

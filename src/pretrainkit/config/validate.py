@@ -43,7 +43,7 @@ def problems_of(config: RunConfig, facts: RunFacts) -> list[RequestError]:
         *_machine(config, facts),
         *_schedule(config, facts),
         *_batch(config),
-        *(_model(config, facts.model, facts.machine) if facts.model else ()),
+        *(_model(config, facts.model) if facts.model else ()),
         *(feature_problems(config, facts.model, facts) if facts.model else ()),
         *(_sequence_length(config, facts.model) if facts.model else ()),
         *(_fp8(config, facts.model, facts.machine) if facts.model and config.training.precision == "fp8" else ()),
@@ -256,10 +256,10 @@ def _batch(config: RunConfig) -> Iterator[RequestError]:
             )
 
 
-def _model(config: RunConfig, model: ModelShape, machine: MachineFacts) -> Iterator[RequestError]:
+def _model(config: RunConfig, model: ModelShape) -> Iterator[RequestError]:
     tensor = config.parallel.tensor_model_parallel_size
     pipeline = config.parallel.pipeline_model_parallel_size
-    yield from _experts(config, model, machine)
+    yield from _experts(config, model)
     for count, what, size, flag in (
         (model.num_attention_heads, "attention heads", tensor, "--tensor_model_parallel_size"),
         (model.num_query_groups, "key/value heads", tensor, "--tensor_model_parallel_size"),
@@ -295,7 +295,7 @@ def _model(config: RunConfig, model: ModelShape, machine: MachineFacts) -> Itera
         )
 
 
-def _experts(config: RunConfig, model: ModelShape, machine: MachineFacts) -> Iterator[RequestError]:
+def _experts(config: RunConfig, model: ModelShape) -> Iterator[RequestError]:
     """What doesn't fit a model with experts, or without."""
     parallel = config.parallel
     expert, expert_tensor = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel
@@ -315,12 +315,6 @@ def _experts(config: RunConfig, model: ModelShape, machine: MachineFacts) -> Ite
             if getattr(config.training, name):
                 yield RequestError("the model has no experts", needed="0, or leave it out", where=f"--{name}")
         return
-    if resolve.accelerator(config, machine) != "cpu":
-        yield RequestError(
-            f"a model with {model.num_experts} experts per layer ({model.family})",
-            needed="a dense model, or --accelerator cpu: training with experts was not tried on GPUs yet",
-            where="--hf_model_id",
-        )
     unit, ranks = parallel.pipeline_model_parallel_size * expert * expert_tensor, resolve.world_size(config)
     if ranks % unit:
         yield RequestError(

@@ -14,8 +14,7 @@ def feature_problems(config: RunConfig, model: ModelShape, facts: RunFacts) -> I
     """What doesn't go with the features of a model's layers."""
     length, training, features = config.data.sequence_length, config.training, model.features
     if training.layer_spec == "te" and model.needs_our_layers:
-        rotary = f"{model.rope_scaling.kind} scaling" if model.rope_scaling else ""
-        found = f"a model with {features.names() or rotary} ({model.family})"
+        found = f"a model with {features.names() or 'yarn'} ({model.family})"
         yield RequestError(found, needed="--layer_spec auto or torch", where="--layer_spec te")
     scaling = model.rope_scaling
     if scaling and scaling.kind == "longrope" and scaling.original_max_position_embeddings < length:
@@ -29,21 +28,12 @@ def feature_problems(config: RunConfig, model: ModelShape, facts: RunFacts) -> I
             )
     if not (names := features.names(length)):
         return
-    found, where = f"a model with {names} ({model.family})", "--hf_model_id"
-    if resolve.accelerator(config, facts.machine) != "cpu":
-        yield RequestError(
-            found,
-            needed="another model, or --accelerator cpu: training with these was not tried on GPUs yet",
-            action=_shorter_without_features(model, length),
-            where=where,
-        )
+    found = f"a model with {names} ({model.family})"
     if training.precision == "fp8":
         yield RequestError(found, needed="--precision bf16 or fp32", where="--precision fp8")
-
-
-def _shorter_without_features(model: ModelShape, length: int) -> str:
-    """Advice to train at shorter sequences, where the features of the model's layers have no effect; or none."""
-    lengths = [model.features.sliding_window or length, model.features.query_span or length]
-    if (shorter := min(lengths)) < length and not model.features.names(shorter):
-        return f"train at sequences of up to {shorter} tokens, in which these have no effect"
-    return ""
+    if config.parallel.context_parallel_size > 1 and resolve.accelerator(config, facts.machine) != "cpu":
+        yield RequestError(
+            found,
+            needed="1, or --accelerator cpu: context parallelism with these was not tried on GPUs yet",
+            where="--context_parallel_size",
+        )

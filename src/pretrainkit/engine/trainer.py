@@ -47,6 +47,7 @@ def build_model(
             run.model,
             expert=run.config.parallel.expert_model_parallel_size,
             expert_tensor=run.config.parallel.expert_tensor_parallel,
+            layer_spec=chosen.layer_spec,
         ),
         **router_loss_fields(run),
         "seq_length": run.config.data.sequence_length,

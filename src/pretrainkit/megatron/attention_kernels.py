@@ -39,6 +39,8 @@ def attention_kernel(run: ResolvedRun) -> str:
     dtype = torch.bfloat16 if run.precision == "bf16" else torch.float32
     q, k = (torch.empty((1, n, length, shape.head_dim), dtype=dtype, device="cuda", requires_grad=True) for n in heads)
     name = block_kernel(AttentionBlock(q, k, k, causal=True, scale=None)).name
+    if shape.features.attention_softcap or (shape.features.attention_sinks and dtype == torch.float32):
+        return "torch"  # scores in memory, MAX_QUERIES queries at a time
     if name != "cudnn" and dtype == torch.bfloat16 and torch.cuda.get_device_capability()[0] in CUDNN_CAPABILITIES:
         log.warning(
             "torch selected its %s attention kernel, not cuDNN's, which takes 0.6 of the time on this GPU: %s",
@@ -133,6 +135,31 @@ class Flash(BlockKernel):
         return q, k, v
 
 
+class WindowedFlash(BlockKernel):
+    """FlashAttention 2 of a causal block whose queries attend to the last `window` keys only, themselves included."""
+
+    name = "flash"
+
+    def __init__(self, window: int) -> None:
+        self._window = {"window_size_left": window - 1, "window_size_right": 0}
+
+    def forward(self, block: AttentionBlock) -> tuple[Tensor, Tensor, Any]:
+        sizes = block.q.size(2), block.k.size(2)
+        tensors = (part.transpose(1, 2) for part in (block.q, block.k, block.v))
+        found = aten._flash_attention_forward(
+            *tensors, None, None, *sizes, 0.0, block.causal, False, scale=block.scale, **self._window
+        )
+        return found[0].transpose(1, 2), found[1], found[2:4]
+
+    def backward(self, block: AttentionBlock, grad: Tensor, out: Tensor, lse: Tensor, rng_state: Any) -> Gradients:
+        tensors = (part.transpose(1, 2) for part in (grad, block.q, block.k, block.v, out))
+        sizes = block.q.size(2), block.k.size(2)
+        q, k, v = aten._flash_attention_backward(
+            *tensors, lse, None, None, *sizes, 0.0, block.causal, *rng_state, scale=block.scale, **self._window
+        )
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+
 class Efficient(BlockKernel):
     """For fp32 and what the others refuse; needs a key head per query head, and lse padded to a multiple of 32."""
 
@@ -157,6 +184,41 @@ class Efficient(BlockKernel):
 
     def _for_each_query_head(self, block: AttentionBlock) -> list[Tensor]:
         return [heads.repeat_interleave(block.q.size(1) // block.k.size(1), dim=1) for heads in (block.k, block.v)]
+
+
+def attend(block: AttentionBlock, window: int, sinks: Tensor | None) -> Tensor:
+    """Causal attention [b, h, s, d] of as many queries as keys; `window` and `sinks` [h] as `attend_causally` has them.
+
+    A sink is a block of keys of its own, whose values are zero: its lse is its weight.
+    """
+    return _Attended.apply(block, block.q, block.k, block.v, sinks, window)
+
+
+class _Attended(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, block: AttentionBlock, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, window: int
+    ) -> Tensor:
+        kernel = WindowedFlash(window) if window else block_kernel(block)
+        out, lse, rng_state = kernel.forward(block)
+        if sinks is not None:
+            weights = sinks.float()[:, None]
+            out = (out * torch.sigmoid(lse - weights)[..., None]).to(out.dtype)
+            lse = torch.logaddexp(lse, weights.expand_as(lse))
+        ctx.save_for_backward(q, k, v, out, lse, *(() if sinks is None else (sinks,)))
+        ctx.kernel, ctx.rng_state, ctx.scale = kernel, rng_state, block.scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        q, k, v, out, lse, *sinks = ctx.saved_tensors
+        block = AttentionBlock(q, k, v, True, ctx.scale)
+        gradients = ctx.kernel.backward(block, grad, out, lse, ctx.rng_state)
+        if not sinks:
+            return None, *gradients, None, None
+        shares = torch.exp(sinks[0].float()[:, None] - lse)  # [b, h, s]
+        of_sinks = -(shares * (grad.float() * out).sum(-1)).sum((0, 2))
+        return None, *gradients, of_sinks.to(sinks[0].dtype), None
 
 
 class _OnCpu(BlockKernel):

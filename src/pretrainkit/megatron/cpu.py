@@ -78,16 +78,6 @@ class Event(Stream):
     """torch.cuda.Event's interface."""
 
 
-def counts_on_host(present: Any) -> Any:
-    """Megatron's function that brings counts of tokens to the host; it leaves tensors that are there as they are."""
-
-    def move(tensor: Any, as_numpy: bool = False, **settings: Any) -> Any:
-        moved = present(tensor, as_numpy=as_numpy, **settings)
-        return moved.numpy() if as_numpy and isinstance(moved, torch.Tensor) else moved
-
-    return move
-
-
 def rng_tracker(_: Any) -> Any:
     """A tracker whose forks make the parts of a matrix different on the ranks that share it, and else change nothing.
 

@@ -27,6 +27,8 @@ from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 from torch import Tensor
 
 from pretrainkit.config.layer_features import LLAMA, LayerFeatures
+from pretrainkit.megatron.router import PARTS, bf16_parts
+from pretrainkit.megatron.wgrad import WgradGemm
 
 
 class GroupedLinear(torch.nn.Module):
@@ -63,41 +65,92 @@ class GroupedLinear(torch.nn.Module):
             is_counted = split_dim == 0 or tp_group.rank() == 0
             set_tensor_model_parallel_attributes(self.bias, is_parallel=is_counted, dim=1, stride=1)
 
-    def biases(self, tokens_per_expert: Tensor, num_rows: int) -> Tensor:
-        """The bias of each row [t, out]; where expert-tensor-parallel ranks add up their outputs, this rank's share."""
+    def biases(self, shares: Tensor, ends: Tensor) -> Tensor:
+        """The bias of each row [t, out] times its share [t] fp32; a rank's part where ETP ranks add up their outputs.
+
+        A GEMM too, of three columns whose sum is the share: the gradient is summed by expert without atomics.
+        """
         assert self.bias is not None
         bias, ranks = self.bias, 1 if self.split_dim == 0 else self._tp_group.size()
         if ranks > 1:  # its gradient is that of the whole: every rank has the same
             bias = bias + (bias / ranks - bias).detach()
-        counts = tokens_per_expert.to(bias.device)
-        return bias.repeat_interleave(counts, dim=0, output_size=num_rows)
+        columns = _SplitShares.apply(shares, bias.dtype)
+        return _GroupedMatmul.apply(columns, bias.unsqueeze(2).expand(-1, -1, _BIAS_COLUMNS).contiguous(), ends)
 
-    def forward(self, rows: Tensor, ends: Tensor) -> Tensor:
+    def forward(self, rows: Tensor, ends: Tensor, on_host: EndsOnHost | None = None) -> Tensor:
         """`ends` [experts] int32: where each expert's rows end."""
-        return _GroupedMatmul.apply(rows, self.weight, ends)
+        return _GroupedMatmul.apply(rows, self.weight, ends, on_host)
+
+
+MAX_GEMMS = 32
+"""Experts of a rank up to which each has a cuBLAS GEMM of its own for its weight's gradient; with more, all have one in
+Triton. TFLOP/s of both on an H200, the sum into the buffer included: 555 and 464 with 8 experts of Mixtral, 380 and 351
+with 32 of gpt-oss, 91 to 176 and 243 to 253 with 128 of Qwen3-30B-A3B; torch's grouped GEMM and a sum have 394, 302 and
+186 to 190."""
+_BIAS_COLUMNS = 8
+"""Of the GEMM that adds biases: grouped GEMMs have rows of a multiple of 16 bytes."""
+
+
+class _SplitShares(torch.autograd.Function):
+    """Numbers [t] in fp32 as columns [t, _BIAS_COLUMNS] whose sum they are."""
+
+    @staticmethod
+    def forward(ctx: Any, shares: Tensor, dtype: torch.dtype) -> Tensor:
+        columns = shares.new_zeros((len(shares), _BIAS_COLUMNS), dtype=dtype)
+        if dtype == torch.bfloat16:
+            columns[:, :PARTS] = bf16_parts(shares).t()
+        else:
+            columns[:, 0] = shares
+        return columns
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient[:, 0].float(), None
+
+
+class EndsOnHost:
+    """Where each expert's rows end, copied to the host while the forward pass goes on, for the backward pass."""
+
+    def __init__(self, ends: Tensor) -> None:
+        self._ends = torch.empty(ends.shape, dtype=ends.dtype, pin_memory=True).copy_(ends, non_blocking=True)
+        self._copied = torch.cuda.current_stream().record_event()
+
+    def slices(self) -> list[slice]:
+        """The rows of each expert."""
+        self._copied.synchronize()
+        ends = self._ends.tolist()
+        return [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
 
 
 class _GroupedMatmul(torch.autograd.Function):
     """rows [t, k] times the transpose of their expert's matrix [e, n, k]; groups end at `ends` [e]."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Any, ends: Tensor) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weight: Any, ends: Tensor, on_host: EndsOnHost | None = None) -> Tensor:
         ctx.save_for_backward(rows, ends)
-        ctx.weight = weight
+        ctx.weight, ctx.on_host = weight, on_host
         return F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
         (rows, ends), weight = ctx.saved_tensors, ctx.weight
         gradient = gradient.contiguous()
         of_rows = F.grouped_mm(gradient, weight, offs=ends)
-        of_weight = F.grouped_mm(gradient.t(), rows, offs=ends)
         main_grad = getattr(weight, "main_grad", None)
         if main_grad is None or not hasattr(weight, "grad_added_to_main_grad"):
-            return of_rows, of_weight, None
-        main_grad.add_(of_weight)
+            return of_rows, F.grouped_mm(gradient.t(), rows, offs=ends), None, None
+        if not rows.is_cuda or rows.dtype != torch.bfloat16 or main_grad.dtype != torch.float32:
+            main_grad.add_(F.grouped_mm(gradient.t(), rows, offs=ends))
+        elif ctx.on_host:
+            for part, of_expert in zip(ctx.on_host.slices(), main_grad, strict=True):
+                if part.start < part.stop:
+                    WgradGemm.wgrad_gemm_accum_fp32(rows[part], gradient[part], of_expert)
+        else:
+            from pretrainkit.megatron.triton.grouped_wgrad import add_weight_gradients
+
+            add_weight_gradients(gradient, rows, ends, main_grad)
         weight.grad_added_to_main_grad = True
-        return of_rows, torch.empty_like(weight), None
+        return of_rows, torch.empty_like(weight), None, None
 
 
 class GroupedExperts(MegatronModule):
@@ -126,22 +179,30 @@ class GroupedExperts(MegatronModule):
     def forward(self, rows: Tensor, tokens_per_expert: Tensor, probabilities: Tensor) -> tuple[Tensor, None]:
         """rows [t, h] sorted by expert, how many each has, and the router's probability of each: to [t, h]."""
         ends = tokens_per_expert.to(device=rows.device).cumsum(0).to(torch.int32)
-        gate_up, shares = self.linear_fc1(rows, ends), probabilities.float()[:, None]
+        on_host = EndsOnHost(ends) if rows.is_cuda and self.num_local_experts <= MAX_GEMMS else None
+        gate_up, shares = self.linear_fc1(rows, ends, on_host), probabilities.float()
         if self._features.mlp_bias:
-            gate_up = gate_up + self.linear_fc1.biases(tokens_per_expert, len(rows))
-        # In fp32, as Megatron's fused function for experts has it.
-        inner = (self._activated(*gate_up.float().chunk(2, dim=-1)) * shares).to(rows.dtype)
-        out = self.linear_fc2(inner, ends)
+            gate_up = gate_up + self.linear_fc1.biases(torch.ones_like(shares), ends)
+        out = self.linear_fc2(self._activated(gate_up, shares), ends, on_host)
         if self._features.mlp_bias:
-            out = out + (self.linear_fc2.biases(tokens_per_expert, len(rows)) * shares).to(rows.dtype)
+            out = out + self.linear_fc2.biases(shares, ends)
         return out, None
 
-    def _activated(self, gate: Tensor, up: Tensor) -> Tensor:
-        if self._features.activation == "silu":
-            return F.silu(gate) * up
-        limit = self._features.swiglu_limit
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        return gate * torch.sigmoid(self._features.swiglu_alpha * gate) * (up + 1)
+    def _activated(self, gate_up: Tensor, shares: Tensor) -> Tensor:
+        """SwiGLU of gate_up [t, 2 f] times the shares [t], in fp32 inside, as Megatron's fused function has it."""
+        limit, alpha = self._features.swiglu_limit, self._features.swiglu_alpha
+        is_clamped = self._features.activation != "silu"
+        if gate_up.is_cuda:
+            from pretrainkit.megatron.triton.expert_swiglu import expert_swiglu
+
+            return expert_swiglu(gate_up, shares, *((limit, alpha) if is_clamped else ()))
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        if is_clamped:
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            inner = gate * torch.sigmoid(alpha * gate) * (up + 1)
+        else:
+            inner = F.silu(gate) * up
+        return (inner * shares[:, None]).to(gate_up.dtype)
 
     def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *args: Any) -> None:
         """Take the names of TEGroupedMLP and SequentialMLP too; extra states are without content."""

@@ -19,8 +19,10 @@ MAX_GRAPHED_WORK.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
 from typing import Any
 
+from pretrainkit.config.layer_features import LLAMA, LayerFeatures
 from pretrainkit.config.schema import Kernels, ResolvedRun
 from pretrainkit.config.training import FUSED_KERNELS, kernel_names
 from pretrainkit.errors import RequestError
@@ -44,7 +46,7 @@ MIN_CHUNK_TOKENS = 8192
 """Tokens of one rank's chunk from which tp_comm_overlap is used. On two H200 the 1B shape trained 6% faster than with
 NCCL with chunks of 8,192 tokens; the 8B shape trained 5% slower with chunks of 2,048."""
 
-_FOR_GRAPHS = "torch's layers, TP, PP and CP of 1, no recomputation, no attention within documents"
+_FOR_GRAPHS = "torch's layers, TP, PP and CP of 1, no experts, no recomputation, no attention within documents"
 MAX_GRAPHED_WORK, MAX_GRAPHED_WORK_IN_FP8 = 0.7e12, 1.1e12
 """Parameters of a layer x tokens of a microbatch up to which graphs are used; beyond it the GPU doesn't wait anyway."""
 
@@ -61,7 +63,9 @@ def choose_for(run: ResolvedRun, installed: frozenset[str]) -> Kernels:
     tokens = training.micro_batch_size * run.config.data.sequence_length
     # All microbatches must be the same work on one GPU, one after another.
     is_whole = parallel.model_parallel_size == 1 and run.recompute.granularity == "none"
-    can_be_graphed = is_whole and not run.reset_attention_mask
+    # A graph replays the sizes of its capture: those of experts change.
+    features = run.model.features
+    can_be_graphed = is_whole and not run.reset_attention_mask and not run.model.num_experts and features == LLAMA
     overlaps = run.sequence_parallel and run.config.launch.num_gpus % parallel.tensor_model_parallel_size == 0
     return choose(
         # Only our layers have attention within documents, FP8, and some families' features.
@@ -72,10 +76,23 @@ def choose_for(run: ResolvedRun, installed: frozenset[str]) -> Kernels:
         accelerator=run.accelerator,
         precision=run.precision,
         installed=installed,
-        chunk_tokens=tokens // ranks if overlaps and not run.fp8 else 0,
+        chunk_tokens=tokens // ranks if overlaps and not run.fp8 and features == LLAMA else 0,
         layer_work=layer_parameters(run.model) * tokens if can_be_graphed else 0,
         fp8=run.fp8 is not None,
+        features=features,
     )
+
+
+def _unfused(features: LayerFeatures) -> Iterator[str]:
+    """The parts that the fused kernels don't compute as a model with these features has them."""
+    if features.zero_centered_norm or not features.norm_before:
+        yield "norm"
+    # Megatron has no way to leave the fused rotation out of some layers, or to give them other angles.
+    is_everywhere = not features.nope_layers and not features.local_rope_theta and not features.latent_attention
+    if features.rotary_fraction != 1 or features.rotary_interleaved or not is_everywhere:
+        yield "rotary"
+    if features.activation != "silu" or features.mlp_bias:
+        yield "swiglu"
 
 
 def choose(
@@ -88,17 +105,19 @@ def choose(
     chunk_tokens: int = 0,
     layer_work: float = 0,
     fp8: bool = False,
+    features: LayerFeatures = LLAMA,
 ) -> Kernels:
     """The kernels of a run where these LIBRARIES are installed.
 
     `layer_spec` is auto, te or torch; `fused_kernels` is auto, off, or a comma-separated list of FUSED_KERNELS.
     `chunk_tokens` is the size of the chunks of a layer's input that ranks of one node gather, 0 if there are none;
     `layer_work` is parameters of a layer x tokens of a microbatch, 0 if graphs can't be used. `fp8`: the layers'
-    products are in FP8.
+    products are in FP8. `features` are the model's: some parts of its layers may have no fused kernel.
     Raises RequestError when something that was asked for by name can't be used.
     """
-    fusable = accelerator == "gpu"
+    fusable, unfused = accelerator == "gpu", set(_unfused(features))
     unused = {
+        *unfused,
         *(("tp_comm_overlap",) if chunk_tokens < MIN_CHUNK_TOKENS else ()),
         *(("cuda_graphs",) if layer_work > (MAX_GRAPHED_WORK_IN_FP8 if fp8 else MAX_GRAPHED_WORK) else ()),
     }
@@ -108,6 +127,7 @@ def choose(
         part
         for part in asked
         if fusable
+        and part not in unfused
         and installed.issuperset(_NEEDS[_FUSED[part]])
         and (precision == "bf16" or part not in _BF16_ONLY)
         and (chunk_tokens or part != "tp_comm_overlap")
@@ -121,7 +141,8 @@ def choose(
             needed=f"a GPU, {packages or 'torch with CUDA'}"
             + (", bf16" if set(missing) & set(_BF16_ONLY) else "")
             + (", sequence parallelism within nodes" if "tp_comm_overlap" in missing else "")
-            + (f", {_FOR_GRAPHS}" if "cuda_graphs" in missing else ""),
+            + (f", {_FOR_GRAPHS}" if "cuda_graphs" in missing else "")
+            + (f", a model without {features.names()}" if unfused & set(missing) else ""),
             action="install what is missing, or leave it out: --fused_kernels auto uses what is available",
             where="--fused_kernels",
         )

@@ -25,12 +25,15 @@ from pretrainkit.megatron.features import BlockOutputLinear, LocalSelfAttention,
 from pretrainkit.megatron.fp8.layers import use_fp8
 from pretrainkit.megatron.latent_attention import LatentSelfAttention
 from pretrainkit.megatron.linear import (
+    FusedResidualRMSNorm,
     FusedResidualRMSNormColumnParallelLinear,
+    HeadRMSNorm,
     OverlappedRowParallelLinear,
     RMSNorm,
     RMSNormColumnParallelLinear,
     add_fused_residual,
 )
+from pretrainkit.megatron.token_dispatch import GroupedMoELayer
 
 
 def torch_layer_spec(
@@ -92,7 +95,8 @@ def _layer(
     linear = FusedResidualRMSNormColumnParallelLinear if fused_norm else RMSNormColumnParallelLinear
     attention.linear_qkv = ModuleSpec(module=linear, params={"overlaps": overlaps, "has_norm": features.norm_before})
     if has_experts:
-        parts.pre_mlp_layernorm = RMSNorm
+        parts.pre_mlp_layernorm = FusedResidualRMSNorm if fused_norm else RMSNorm
+        parts.mlp.module = GroupedMoELayer
         parts.mlp.submodules.experts = ModuleSpec(module=GroupedExperts, params={"features": features})
     else:
         parts.mlp.submodules.linear_fc1, parts.pre_mlp_layernorm = attention.linear_qkv, IdentityOp
@@ -101,7 +105,7 @@ def _layer(
     if fused_norm:
         parts.self_attn_bda = parts.mlp_bda = add_fused_residual
     if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
+        attention.q_layernorm = attention.k_layernorm = HeadRMSNorm if fused_norm else RMSNorm
     if features != LLAMA:
         _use_features(layer, config, features)
     parts.input_layernorm = IdentityOp

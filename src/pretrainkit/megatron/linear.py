@@ -52,6 +52,31 @@ class RMSNorm(torch.nn.Module):
         return rms_norm(hidden, self.weight, self.config)
 
 
+class HeadRMSNorm(RMSNorm):
+    """The norm of query or key heads in Triton: torch's kernel is made for long rows."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        from pretrainkit.megatron.triton.head_norm import head_norm
+
+        return head_norm(hidden, self.weight, self.config.layernorm_epsilon)
+
+
+class FusedResidualRMSNorm(RMSNorm):
+    """The norm before experts, with the gradient of the skip connection; see the class below."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return _normalize_with_residual(hidden, self.weight, self.config)
+
+
+def _normalize_with_residual(hidden: Tensor, weight: Tensor, config: TransformerConfig) -> Tensor:
+    from pretrainkit.megatron.triton.rms_norm import rms_norm_with_residual
+
+    normed, residual = rms_norm_with_residual(hidden, weight, config.layernorm_epsilon)
+    if torch.is_grad_enabled():  # not in a recomputed block's first forward, which the sum isn't part of
+        hidden.residual = residual
+    return normed
+
+
 class RMSNormColumnParallelLinear(ColumnParallelLinear):
     """RMSNorm, then a column-parallel linear layer: Transformer Engine's LayerNormColumnParallelLinear."""
 
@@ -93,12 +118,8 @@ class FusedResidualRMSNormColumnParallelLinear(RMSNormColumnParallelLinear):
     """
 
     def _normalize(self, hidden: Tensor) -> Tensor:
-        from pretrainkit.megatron.triton.rms_norm import rms_norm_with_residual
-
-        normed, residual = rms_norm_with_residual(hidden, self.layer_norm_weight, self.config.layernorm_epsilon)
-        if torch.is_grad_enabled():  # not in a recomputed block's first forward, which the sum isn't part of
-            hidden.residual = residual
-        return normed
+        assert self.layer_norm_weight is not None
+        return _normalize_with_residual(hidden, self.layer_norm_weight, self.config)
 
 
 class OverlappedRowParallelLinear(RowParallelLinear):

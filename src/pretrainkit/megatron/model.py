@@ -41,21 +41,22 @@ def precision_fields(precision: str) -> dict[str, Any]:
     }
 
 
-def expert_fields(shape: ModelShape, *, expert: int, expert_tensor: int) -> dict[str, Any]:
+def expert_fields(shape: ModelShape, *, expert: int, expert_tensor: int, layer_spec: str = "torch") -> dict[str, Any]:
     """The fields of TransformerConfig that depend on how a model's experts are spread over ranks; none without experts.
 
     Tokens are never dropped, the router computes in fp32, and all-to-all sends a token to its experts' ranks only.
     """
+    is_te = layer_spec == "te"
     if not shape.num_experts:
         return {}
     return {
         "expert_model_parallel_size": expert,
         "expert_tensor_parallel_size": expert_tensor,
         "moe_token_dispatcher_type": "alltoall",
-        "moe_grouped_gemm": False,  # what Megatron calls so is Transformer Engine's, or another package's
+        "moe_grouped_gemm": is_te,  # what Megatron calls so is Transformer Engine's, or another package's
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "aux_loss",
-        "moe_permute_fusion": False,
+        "moe_permute_fusion": is_te,
     }
 
 

@@ -231,9 +231,9 @@ EXPERTS = (
         may_be_undefined=True,
     ),
     Patch(
-        "megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu",
-        wrapped_by("cpu:counts_on_host"),
-        "on the CPU it gives tensors, where all-to-all takes numbers",
+        "megatron.core.transformer.moe.router:router_gating_linear",
+        wrapped_by("router:on_tensor_cores"),
+        "it multiplies fp32 copies of bf16 tensors, which has no tensor cores",
     ),
 )
 INDEX_FILES = (

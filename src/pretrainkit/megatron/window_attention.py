@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
+from pretrainkit.megatron.attention_kernels import AttentionBlock, attend
+
 MAX_QUERIES = 1024
 """Queries that attend with a mask at a time, which bounds the memory of masks and scores."""
 
@@ -28,6 +30,8 @@ def attend_causally(
     if not 0 < window < length + older and not softcap and sinks is None:
         settings |= {"attn_mask": causal_lower_right(length, length + older)} if older else {"is_causal": True}
         return F.scaled_dot_product_attention(query, key, value, **settings)
+    if _has_kernel(query) and not older and not softcap:
+        return attend(AttentionBlock(query, key, value, True, scale), window if window < length else 0, sinks)
     tokens = torch.arange(length + older, device=query.device)
     outs = []
     window = window or length + older
@@ -44,6 +48,11 @@ def attend_causally(
             else F.scaled_dot_product_attention(*block, attn_mask=mask, **settings)
         )
     return torch.cat(outs, dim=2)
+
+
+def _has_kernel(query: Tensor) -> bool:
+    """Whether torch's kernels for windows and with lse serve these queries."""
+    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
 
 
 def _by_scores(

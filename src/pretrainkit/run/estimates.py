@@ -41,12 +41,21 @@ RESERVE_GIB = {"one GPU": 0.7, "several": 1.5}
 """Memory of CUDA, its libraries, NCCL and communication buffers, outside torch's allocator (assumed)."""
 FP8_COPIES_BYTES = 2
 
-MFU = {"fused": (0.49, 0.51, 0.53), "te": (0.40, 0.45, 0.52), "plain": (0.39, 0.40, 0.41), "fp8": (0.49, 0.51, 0.72)}
+MFU = {
+    "fused": (0.49, 0.51, 0.53),
+    "te": (0.40, 0.45, 0.52),
+    "plain": (0.39, 0.40, 0.41),
+    "fp8": (0.49, 0.51, 0.72),
+    "experts": (0.28, 0.35, 0.39),
+}
 """Assumed, from runs on one H100 in bf16, for little, medium and much work per layer and microbatch (WORK). In FP8, of
-the bf16 peak, much is from one H200 (70% for the 1B shape, 80% for the 8B shape); little and medium are bf16's."""
+the bf16 peak, much is from one H200 (70% for the 1B shape, 80% for the 8B shape); little and medium are bf16's. Of
+experts, by active parameters, from one H200 (35 and 39% for Qwen3-30B-A3B's layers, 45% for Mixtral's); little is a
+guess."""
 WORK = (0.3e12, 0.7e12)
 """Limits between them: parameters of a layer on one rank x tokens of a microbatch."""
 TENSOR_PARALLEL_SHARE, DATA_PARALLEL_SHARE, FP8_TENSOR_PARALLEL_SHARE = 0.85, 0.98, 0.4
+EXPERT_PARALLEL_SHARE = 0.87
 """Speed of a GPU among several over that of one, from runs on two; also used for CP and for more GPUs."""
 
 
@@ -168,10 +177,12 @@ def _expert_elements(run: ResolvedRun, hidden: float) -> float:
     count, ffn = shape.experts_per_token, shape.expert_ffn_hidden_size / expert_tensor
     # The normed input; in the router, logits and probabilities in fp32 and the map of each token, three times; numbers.
     router = hidden + (6.5 * shape.num_experts + 10 * count) / split
-    # A row: what an expert gets; gate and up, SiLU's output and the product in fp32; the product in bf16.
+    # A row: what an expert gets; gate and up and their product; on a CPU gate, up, SiLU's output and the product in
+    # fp32, too.
     rows = count * expert_tensor / split
+    kept = 3 if run.accelerator == "gpu" else 9
     shared = shape.shared_expert_ffn_hidden_size / run.config.parallel.tensor_model_parallel_size
-    return router + rows * (shape.hidden_size + 9 * ffn) + 4 * shared
+    return router + rows * (shape.hidden_size + kept * ffn) + 4 * shared
 
 
 def _kept_elements(run: ResolvedRun, layers: int) -> tuple[float, float]:
@@ -190,13 +201,15 @@ def _kept_elements(run: ResolvedRun, layers: int) -> tuple[float, float]:
 def _speed(run: ResolvedRun) -> tuple[float | None, float | None]:
     """Assumed MFU and seconds of a step; None for GPUs, precisions and models without a figure."""
     peak = peak_flops(run.gpu_name) if run.gpu_name else None
-    if peak is None or run.precision != "bf16" or run.model.num_experts:  # of which no figure is known
+    if peak is None or run.precision != "bf16":
         return None, None
     parallel, shape = run.config.parallel, run.model
     work = layer_parameters(shape) / parallel.tensor_model_parallel_size * _tokens(run)
     kernels = _kernels(run)
     layers = (
-        "fp8"
+        "experts"
+        if shape.num_experts
+        else "fp8"
         if run.fp8
         else "te"
         if kernels.layer_spec == "te"
@@ -207,6 +220,8 @@ def _speed(run: ResolvedRun) -> tuple[float | None, float | None]:
     mfu = MFU[layers][sum(work > bound for bound in WORK)]
     if parallel.tensor_model_parallel_size * parallel.context_parallel_size > 1:
         mfu *= FP8_TENSOR_PARALLEL_SHARE if run.fp8 else TENSOR_PARALLEL_SHARE
+    if parallel.expert_model_parallel_size > 1:
+        mfu *= EXPERT_PARALLEL_SHARE
     if run.data_parallel_size > 1:
         mfu *= DATA_PARALLEL_SHARE
     stages = parallel.pipeline_model_parallel_size

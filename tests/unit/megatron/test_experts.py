@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pretrainkit.megatron.experts import _GroupedMatmul
+from pretrainkit.megatron.experts import _GroupedMatmul, _SplitShares
 
 
 def _loop(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -46,3 +46,12 @@ def test_the_gradient_is_added_to_megatrons_buffer() -> None:
     _GroupedMatmul.apply(rows, weight, ends).square().sum().backward()
     torch.testing.assert_close(weight.main_grad, 1 + expected)  # type: ignore[attr-defined]
     assert weight.grad_added_to_main_grad  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_shares_are_split_without_loss(dtype: torch.dtype) -> None:
+    shares = torch.rand(100, requires_grad=True)
+    columns = _SplitShares.apply(shares, dtype)
+    assert torch.equal(columns.double().sum(1).float(), shares)
+    (columns @ torch.ones((8, 1), dtype=dtype)).sum().backward()
+    assert shares.grad is not None and torch.equal(shares.grad, torch.ones(100))

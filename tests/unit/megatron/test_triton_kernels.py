@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -11,8 +12,12 @@ from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_
 from torch import Tensor
 
 from pretrainkit.megatron.triton.cross_entropy import BLOCK, vocab_parallel_cross_entropy
+from pretrainkit.megatron.triton.expert_swiglu import expert_swiglu
+from pretrainkit.megatron.triton.grouped_wgrad import add_weight_gradients
+from pretrainkit.megatron.triton.head_norm import head_norm
 from pretrainkit.megatron.triton.rms_norm import rms_norm_with_residual
 from pretrainkit.megatron.triton.rotary import rotate_heads, rotate_qkv
+from pretrainkit.megatron.triton.rows import gather, sum_by_token
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -123,3 +128,66 @@ def test_the_norm_alone_has_torchs_gradient() -> None:
     rms_norm_with_residual(leaf, weight, 1e-5)[0].pow(3).sum().backward()
     F.rms_norm(expected, (64,), weight, 1e-5).pow(3).sum().backward()
     torch.testing.assert_close(leaf.grad, expected.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(7, 5), (33, 2048 + 3)])
+def test_rows_are_copied_and_added_up(rows: int, columns: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    source = torch.randn((rows, columns), generator=generator).to(DEVICE)
+    index = torch.randint(rows, (11,), generator=generator).to(DEVICE)
+    assert torch.equal(gather(source, index), source[index])
+    begins = torch.tensor([0, 3, 3, 4, 11])
+    sums = torch.stack([source[index[a:b]].sum(0) for a, b in itertools.pairwise(begins)])
+    torch.testing.assert_close(sum_by_token(source, index, begins.to(DEVICE)), sums)
+    assert gather(source, index[:0]).shape == (0, columns)
+
+
+@pytest.mark.parametrize("ffn", [24, 1024 + 8])
+@pytest.mark.parametrize(("limit", "alpha"), [(0.0, 1.0), (1.0, 1.702)], ids=["silu", "clamped"])
+def test_swiglu_of_experts_and_its_gradients_are_torchs(ffn: int, limit: float, alpha: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    gate_up = 2 * torch.randn((9, 2 * ffn), generator=generator).to(DEVICE)
+    shares, above = torch.rand(9, generator=generator).to(DEVICE), torch.randn((9, ffn), generator=generator).to(DEVICE)
+    found = {}
+    for name in ("ours", "torch"):
+        leaf, share = gate_up.clone().requires_grad_(), shares.clone().requires_grad_()
+        gate, up = leaf.chunk(2, -1)
+        if name == "ours":
+            inner = expert_swiglu(leaf, share, limit, alpha)
+        elif limit:
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            inner = gate * torch.sigmoid(alpha * gate) * (up + 1) * share[:, None]
+        else:
+            inner = F.silu(gate) * up * share[:, None]
+        (inner * above).sum().backward()
+        found[name] = inner.detach(), leaf.grad, share.grad
+    for ours, theirs in zip(found["ours"], found["torch"], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("shape", "size"), [((3, 2, 5), 128), ((7, 1, 3), 80), ((300, 1, 2), 64)])
+def test_norms_of_heads_and_their_gradients_are_torchs(shape: tuple[int, ...], size: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden, above = torch.randn((2, *shape, size), generator=generator).to(DEVICE)
+    weight = torch.rand(size, generator=generator).to(DEVICE)
+    found = {}
+    for name in ("ours", "torch"):
+        leaf, factors = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        out = head_norm(leaf, factors, 1e-6) if name == "ours" else F.rms_norm(leaf, (size,), factors, 1e-6)
+        (out * above).sum().backward()
+        found[name] = out.detach(), leaf.grad, factors.grad
+    for ours, theirs in zip(found["ours"], found["torch"], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("n", "k"), [(128, 256), (48, 24)])
+def test_weight_gradients_of_experts_are_added_to_the_buffer(n: int, k: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    ends = torch.tensor([70, 70, 75, 140], dtype=torch.int32)
+    dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32  # the interpreter has no products of bf16
+    gradient, rows = (torch.randn((140, size), generator=generator).to(DEVICE, dtype) for size in (n, k))
+    main_grad = torch.ones((4, n, k), device=DEVICE)
+    add_weight_gradients(gradient, rows, ends.to(DEVICE), main_grad)
+    for expert, (begin, end) in enumerate(itertools.pairwise([0, *ends.tolist()])):
+        expected = 1 + gradient[begin:end].float().t() @ rows[begin:end].float()
+        torch.testing.assert_close(main_grad[expert], expected, rtol=1e-3, atol=1e-3)

@@ -1,0 +1,112 @@
+"""A layer of experts at the sizes of real models: outputs and gradients against fp32, and a loop over the experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from expert_loop import use_loop
+from gradients import one_rank
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from pretrainkit.config.layer_features import LLAMA, LayerFeatures
+from pretrainkit.config.schema import ModelShape
+from pretrainkit.megatron import features as megatron_features
+from pretrainkit.megatron import layer_spec
+from pretrainkit.megatron import model as megatron_model
+from pretrainkit.models.megatron_fields import transformer_config_fields
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+__all__ = ["one_rank"]
+
+TOKENS = 4096
+OF_GPT_OSS = LayerFeatures(activation="clamped_swiglu", swiglu_limit=7.0, swiglu_alpha=1.702, mlp_bias=True)
+SIZES: dict[str, tuple[int, int, int, int, LayerFeatures]] = {
+    "Qwen3-30B-A3B": (128, 8, 2048, 768, LLAMA),
+    "Mixtral 8x7B": (8, 2, 4096, 14336, LLAMA),
+    "gpt-oss-20b": (32, 4, 2880, 2880, OF_GPT_OSS),
+}
+
+
+def _layer(name: str, precision: str) -> Any:
+    """The MLP of a layer of the model, with the same weights at every call."""
+    experts, chosen, hidden, ffn, features = SIZES[name]
+    shape = ModelShape(
+        family="qwen3-moe",
+        num_layers=1,
+        hidden_size=hidden,
+        ffn_hidden_size=ffn,
+        num_attention_heads=32,
+        num_query_groups=4,
+        head_dim=128,
+        vocab_size=32000,
+        max_position_embeddings=TOKENS,
+        rope_theta=1e6,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=False,
+        num_experts=experts,
+        experts_per_token=chosen,
+        expert_ffn_hidden_size=ffn,
+        features=features,
+    )
+    fields = {**transformer_config_fields(shape), **megatron_model.precision_fields(precision)}
+    fields |= megatron_features.config_fields(LLAMA, 1) | megatron_model.expert_fields(shape, expert=1, expert_tensor=1)
+    config = TransformerConfig(**fields)
+    spec = layer_spec.torch_layer_spec(config, features=features).layer_specs[0].submodules.mlp
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    layer = build_module(spec, config=config, pg_collection=groups).cuda()
+    layer.set_layer_number(1)
+    generator = torch.Generator("cuda").manual_seed(0)
+    with torch.no_grad():
+        for _, parameter in sorted(layer.named_parameters()):
+            values = torch.randn(parameter.shape, generator=generator, device="cuda") * hidden**-0.5
+            parameter.copy_(values.to(torch.bfloat16))
+    return layer
+
+
+def _computed(layer: Any) -> dict[str, Tensor]:
+    """The output, how tokens are routed, and gradients, by name."""
+    generator = torch.Generator("cuda").manual_seed(1)
+    dtype, size = next(layer.parameters()).dtype, layer.config.hidden_size
+    hidden, above = torch.randn((2, TOKENS, 1, size), generator=generator, device="cuda").to(torch.bfloat16).to(dtype)
+    hidden.requires_grad_()
+    routes: list[Tensor] = []
+    layer.router.register_forward_hook(lambda _, __, output: routes.append(output[1].detach()))
+    output, _ = layer(hidden)
+    (output * above).sum().backward()
+    found = {"output": output.detach(), "hidden": hidden.grad, "routes": routes[0]}
+    return found | {name: parameter.grad for name, parameter in layer.named_parameters()}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_experts_are_as_near_to_fp32_as_a_loop(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    grouped = _computed(_layer(name, "bf16"))
+    again = _computed(_layer(name, "bf16"))
+    use_loop(monkeypatch.setattr)
+    looped, exact = _computed(_layer(name, "bf16")), _computed(_layer(name, "fp32"))
+    assert torch.equal(grouped["routes"], looped["routes"]) and torch.equal(grouped["routes"], exact["routes"])
+    for part, value in exact.items():
+        if part == "routes":
+            continue
+        assert torch.equal(grouped[part], again[part]), f"{part} differs from one time to another"
+        errors = [((found[part].float() - value).norm() / value.norm()).item() for found in (looped, grouped)]
+        print(f"{name}, {part}: relative error {errors[0]:.5f} in a loop, {errors[1]:.5f} grouped")
+        assert errors[1] <= 1.3 * errors[0] + 1e-4, part  # a bias is added to a rounded product
+
+
+def test_a_layer_does_not_wait_for_the_gpu() -> None:
+    layer = _layer("Qwen3-30B-A3B", "bf16")
+    _computed(layer)  # compiles
+    hidden = torch.randn((TOKENS, 1, 2048), device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        output, _ = layer(hidden)
+        output.backward(output.detach())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert hidden.grad is not None
