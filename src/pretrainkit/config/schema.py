@@ -255,6 +255,8 @@ class Estimates:
     """Of all steps of the run."""
     active_parameters: int = 0
     """Those that a token meets; 0: not recorded."""
+    exchange_gib: float = 0.0
+    """What a GPU sends to the experts of others, and back, in a step."""
 
 
 @dataclass(frozen=True)

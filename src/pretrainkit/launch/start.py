@@ -258,6 +258,11 @@ def summarize_estimates(run: ResolvedRun) -> str:
         "memory": f"{estimates.memory_gib:.1f} GiB on the fullest GPU = {estimates.weights_gib:.1f} weights, gradients "
         f"and optimizer + {estimates.activations_gib:.1f} activations + {estimates.logits_gib:.1f} logits; "
         f"{gpu_memory}",
+        **(
+            {"exchange": f"{estimates.exchange_gib:.1f} GiB a step from each GPU to others' experts and back"}
+            if estimates.exchange_gib
+            else {}
+        ),
         "recomputes": recomputed[recompute.granularity] + ("" if is_final else ", expected; the compute node decides"),
         "kernels": run.kernels.describe(run.accelerator)
         if run.kernels

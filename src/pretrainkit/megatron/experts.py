@@ -27,7 +27,7 @@ from megatron.core.transformer.utils import make_sharded_object_for_checkpoint
 from torch import Tensor
 
 from pretrainkit.config.layer_features import LLAMA, LayerFeatures
-from pretrainkit.megatron.router import PARTS, bf16_parts
+from pretrainkit.megatron.router_logits import PARTS, bf16_parts
 from pretrainkit.megatron.wgrad import WgradGemm
 
 

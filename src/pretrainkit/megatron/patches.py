@@ -232,7 +232,7 @@ EXPERTS = (
     ),
     Patch(
         "megatron.core.transformer.moe.router:router_gating_linear",
-        wrapped_by("router:on_tensor_cores"),
+        wrapped_by("router_logits:on_tensor_cores"),
         "it multiplies fp32 copies of bf16 tensors, which has no tensor cores",
     ),
 )

@@ -21,6 +21,7 @@ Time is the model's FLOPs over the GPU's peak times an assumed MFU, from the tab
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from pretrainkit.config.schema import Estimates, Kernels, Recompute, ResolvedRun
 from pretrainkit.megatron.kernels import PLAIN
@@ -67,6 +68,7 @@ def estimate(run: ResolvedRun) -> Estimates:
     return Estimates(
         parameters=parameters(run.model, run.padded_vocab_size),
         active_parameters=active_parameters(run.model, run.padded_vocab_size),
+        exchange_gib=round(_exchange_bytes(run) / GIB, 2),
         weights_gib=round(weights, 2),
         activations_gib=round(activations, 2),
         logits_gib=round(logits, 2),
@@ -183,6 +185,27 @@ def _expert_elements(run: ResolvedRun, hidden: float) -> float:
     kept = 3 if run.accelerator == "gpu" else 9
     shared = shape.shared_expert_ffn_hidden_size / run.config.parallel.tensor_model_parallel_size
     return router + rows * (shape.hidden_size + kept * ffn) + 4 * shared
+
+
+def _exchange_bytes(run: ResolvedRun) -> float:
+    """Bytes that a rank sends in a step to the experts of others and back, of even loads.
+
+    A token goes once to each rank that has some of its experts, with its probabilities there in fp32, and comes back;
+    the same with gradients. Recomputed layers send it again.
+    """
+    shape, parallel = run.model, run.config.parallel
+    ranks = parallel.expert_model_parallel_size
+    if ranks == 1:
+        return 0.0
+    local = shape.num_experts // ranks
+    missed = math.comb(shape.num_experts - local, shape.experts_per_token)
+    visited = (ranks - 1) * (1 - missed / math.comb(shape.num_experts, shape.experts_per_token))
+    stages = parallel.pipeline_model_parallel_size
+    tokens = run.tokens_per_step / (run.world_size / stages)
+    again = _recomputed_share(run) if run.recompute.granularity == "full" else 0.0
+    hidden, probabilities = shape.hidden_size * (2 if run.precision == "bf16" else 4), 4 * local
+    layers = len(shape.expert_layers) / stages
+    return layers * tokens * visited * ((4 + 2 * again) * hidden + (2 + again) * probabilities)
 
 
 def _kept_elements(run: ResolvedRun, layers: int) -> tuple[float, float]:

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+import torch
 
 from pretrainkit.config.launch import LaunchConfig
 from pretrainkit.config.layer_features import LayerFeatures
@@ -121,6 +122,20 @@ def test_experts_are_shared_by_the_ranks_of_expert_parallelism() -> None:
     for expert, share in ((8, 1 / 8), (4, 1 / 4 * (6 + 12 / 2) / 18), (1, (6 + 12 / 8) / 18)):
         found = estimate(run_of(QWEN3_30B_A3B, data_parallel=8, expert=expert))
         assert found.weights_gib == pytest.approx(experts * share + others, rel=1e-3)
+
+
+def test_a_token_is_sent_once_to_each_rank_of_its_experts() -> None:
+    """Of random routing at EP=8: tokens and probabilities forward, tokens back, and the same of gradients."""
+    found = estimate(run_of(QWEN3_30B_A3B, data_parallel=8, expert=8))
+    scores = torch.rand((20_000, 128), generator=torch.Generator().manual_seed(0))
+    ranks = torch.zeros((20_000, 8)).scatter_(1, scores.topk(8).indices // 16, 1.0)
+    visited = ranks[:, 1:].sum(1).mean().item()
+    bytes_per_token = visited * (4 * 2048 * 2 + 2 * 16 * 4)
+    assert found.exchange_gib * 2**30 == pytest.approx(32 * 4096 * 48 * bytes_per_token, rel=0.01)
+    assert "GiB a step from each GPU to others' experts" in summarize_estimates(
+        dataclasses.replace(run_of(QWEN3_30B_A3B, data_parallel=8, expert=8), estimates=found)
+    )
+    assert estimate(run_of(QWEN3_30B_A3B, data_parallel=8)).exchange_gib == 0
 
 
 def test_a_model_with_experts_is_offered_more_expert_parallelism() -> None:
