@@ -39,6 +39,9 @@ from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from published_models import CONFIGS
+
 _LAUNCHED = "norm,rotary,swiglu,cross_entropy,weight_gradient"
 _GRAPHED = f"{_LAUNCHED},cuda_graphs"
 PATHS: dict[str, dict[str, str]] = {
@@ -82,82 +85,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "8b": LLAMA
     | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "head_dim": 128}
     | {"tie_word_embeddings": False},
-    "qwen3-30b-a3b": {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "vocab_size": 151936,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "router_aux_loss_coef": 0.001,
-        "hidden_act": "silu",
-        "max_position_embeddings": 40960,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 1000000.0,
-        "attention_bias": False,
-        "use_sliding_window": False,
-        "tie_word_embeddings": False,
-    },
-    "mixtral-8x7b": {
-        "architectures": ["MixtralForCausalLM"],
-        "model_type": "mixtral",
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "router_aux_loss_coef": 0.02,
-        "sliding_window": None,
-        "hidden_act": "silu",
-        "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1000000.0,
-        "tie_word_embeddings": False,
-    },
-    "gpt-oss-20b": {
-        "architectures": ["GptOssForCausalLM"],
-        "model_type": "gpt_oss",
-        "vocab_size": 201088,
-        "hidden_size": 2880,
-        "intermediate_size": 2880,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "num_local_experts": 32,
-        "num_experts_per_tok": 4,
-        "router_aux_loss_coef": 0.9,
-        "sliding_window": 128,
-        "layer_types": ["sliding_attention", "full_attention"] * 12,
-        "swiglu_limit": 7.0,
-        "attention_bias": True,
-        "hidden_act": "silu",
-        "max_position_embeddings": 131072,
-        "initial_context_length": 4096,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 150000.0,
-        "rope_scaling": {
-            "rope_type": "yarn",
-            "factor": 32.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "original_max_position_embeddings": 4096,
-            "truncate": False,
-        },
-        "tie_word_embeddings": False,
-    },
+    "qwen3-30b-a3b": CONFIGS["Qwen/Qwen3-30B-A3B-Base"],
+    "mixtral-8x7b": CONFIGS["mistralai/Mixtral-8x7B-v0.1"],
+    "gpt-oss-20b": CONFIGS["openai/gpt-oss-20b"],
 }
 MODULES = Path(sysconfig.get_path("stdlib"))
 FIRST_STEPS = 3  # compilation, allocation
@@ -233,10 +163,8 @@ def build_parser() -> argparse.ArgumentParser:
 def write_inputs(folder: Path, arguments: argparse.Namespace) -> None:
     """The model's folder with a tokenizer of bytes, and the text as a pair."""
     import numpy as np
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
     from indexed_writer import IndexedDatasetWriter
+    from tokenizers import Tokenizer, models, pre_tokenizers
 
     shape = MODELS[arguments.model]
     model = folder / "model"
@@ -315,7 +243,6 @@ def train_rank(path: str, arguments: argparse.Namespace, folder: str, rank: int,
         if arguments.balanced:
             balance_routers()
         if path == "loop":
-            sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
             from expert_loop import use_loop
 
             use_loop()
