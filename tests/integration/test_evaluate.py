@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import hf_models
 import pytest
 
 pytestmark = pytest.mark.integration
@@ -139,6 +141,22 @@ def test_the_gate_compares_scores_on_request(trained: Trained) -> None:
 
     (check,) = check_scores([trained.checkpoint], trained.released, TaskRequest((trained.tasks[0],)))
     assert check.passed and check.found.startswith("choices acc"), check
+
+
+def test_a_multimodal_model_has_the_scores_of_its_checkpoint(
+    trained: Trained, tokenizer_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hf_models.save_multimodal_model("ministral3", tmp_path / "hf", vocab_size=320, pad_token_id=2)
+    shutil.copytree(tokenizer_folder, tmp_path / "hf", dirs_exist_ok=True)
+    assert main("convert_checkpoint")([str(tmp_path / "hf"), str(tmp_path / "nemo")]) == 0
+    found = []
+    for target in (tmp_path / "nemo", tmp_path / "hf"):
+        capsys.readouterr()
+        assert main("evaluate")([str(target), "--tasks", *trained.tasks[:2], "--json"]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    ours, theirs = found
+    assert ours["choices"] == theirs["choices"]
+    assert ours["rolling"] == pytest.approx(theirs["rolling"], rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from typing import Any
 
 from pretrainkit import logs
 from pretrainkit.checkpoint.convert import find_hf_folder
-from pretrainkit.checkpoint.formats.hf_files import readable_folder
+from pretrainkit.checkpoint.formats.hf_files import model_class, readable_folder
 from pretrainkit.checkpoint.formats.torch_dist import EMBEDDING, embedding_of
 from pretrainkit.checkpoint.open import DetectedCheckpoint, detect
 from pretrainkit.checkpoint.parallel import Parallelism
@@ -29,7 +29,8 @@ from pretrainkit.errors import CheckpointError, RequestError
 from pretrainkit.evaluation.tasks import TaskRequest, check_tasks, quiet, run_tasks
 from pretrainkit.files import read_json, read_object, write_json
 from pretrainkit.imports import heavy_imports
-from pretrainkit.models.registry import read_shape
+from pretrainkit.models.multimodal import is_multimodal
+from pretrainkit.models.registry import read_shape, read_whole_config
 from pretrainkit.run.folder import RUN_FILE, step_of
 
 _RESULTS = "results.json"
@@ -93,18 +94,20 @@ def _in_transformers(model: ModelRequest, tasks: TaskRequest, max_length: int) -
     device = _choose_device(model.device, 1)
     with heavy_imports():
         import torch
+        from transformers import AutoTokenizer
         from transformers.utils import logging as transformers_logging
     from lm_eval.models.huggingface import HFLM
 
     transformers_logging.disable_progress_bar()
     log.info("running %s in transformers, on %s", model.target, device)
-    lm = HFLM(
-        pretrained=str(readable_folder(model.target.absolute())),
-        device="cuda" if device == "gpu" else "cpu",
-        dtype=torch.bfloat16 if _is_bf16(model.precision, device) else torch.float32,
-        batch_size=model.batch_size,
-        max_length=max_length,
-    )
+    folder, place = readable_folder(model.target.absolute()), "cuda" if device == "gpu" else "cpu"
+    dtype = torch.bfloat16 if _is_bf16(model.precision, device) else torch.float32
+    opened: dict[str, Any] = {"pretrained": str(folder), "dtype": dtype}
+    if is_multimodal(read_whole_config(folder)):  # of which lm_eval's class doesn't open every one
+        options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+        whole = model_class(folder).from_pretrained(folder, dtype=dtype, **options).eval().to(place)
+        opened = {"pretrained": whole, "tokenizer": AutoTokenizer.from_pretrained(folder, **options)}
+    lm = HFLM(**opened, device=place, batch_size=model.batch_size, max_length=max_length)
     return run_tasks(lm, tasks)
 
 

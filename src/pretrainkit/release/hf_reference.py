@@ -56,14 +56,6 @@ class Request:
     """Zero rows of Megatron's output layer beyond the vocabulary; each adds a logit of 0."""
 
 
-def model_class(folder: Path) -> Any:
-    """The class of transformers that opens a model with a head for the next token: a multimodal one with all parts."""
-    import transformers
-
-    is_whole = is_multimodal(read_whole_config(folder))
-    return transformers.AutoModelForImageTextToText if is_whole else transformers.AutoModelForCausalLM
-
-
 def needed_bytes(shape: ModelShape, num_tokens: int) -> int:
     """Peak memory of the process: its largest block of weights in fp32 and as stored, and the logits."""
     attention = shape.hidden_size * shape.head_dim * 2 * (shape.num_attention_heads + shape.num_query_groups)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pretrainkit.checkpoint.convert import convert, default_target
 from pretrainkit.checkpoint.formats import hf
-from pretrainkit.checkpoint.formats.hf_files import readable_folder
+from pretrainkit.checkpoint.formats.hf_files import model_class, readable_folder
 from pretrainkit.checkpoint.formats.torch_dist import EMBEDDING, GlobalTensor, embedding_of
 from pretrainkit.checkpoint.mapping import tensor_mappings
 from pretrainkit.checkpoint.open import DetectedCheckpoint, detect
@@ -32,7 +32,7 @@ from pretrainkit.logs import get_logger, quiet_upstream
 from pretrainkit.models.hf_config import position_boundaries, read_fields
 from pretrainkit.models.multimodal import text_tensors
 from pretrainkit.models.registry import family_named, read_config
-from pretrainkit.release import hf_reference, prompts
+from pretrainkit.release import prompts
 from pretrainkit.release.report import Check, collect
 from pretrainkit.release.source import ReleaseSource, find_source
 
@@ -233,7 +233,7 @@ def _load_transformers(model_folder: Path, dtype: torch.dtype | None) -> tuple[A
     """A Hugging Face model in fp32, its weights rounded to `dtype`, and whether that changed any."""
     import torch
 
-    model, info = hf_reference.model_class(model_folder).from_pretrained(
+    model, info = model_class(model_folder).from_pretrained(
         readable_folder(model_folder),
         dtype=torch.float32,
         local_files_only=True,

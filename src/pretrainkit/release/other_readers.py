@@ -15,14 +15,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pretrainkit.checkpoint.formats.hf_files import readable_folder
+from pretrainkit.checkpoint.formats.hf_files import model_class, readable_folder
 from pretrainkit.data.tokens import gguf
 from pretrainkit.data.tokens.encoder import EngineSpec, load_encoder
 from pretrainkit.errors import RequestError
 from pretrainkit.imports import heavy_imports
 from pretrainkit.logs import get_logger
 from pretrainkit.release import prompts
-from pretrainkit.release.hf_reference import model_class
 from pretrainkit.release.report import Check, collect
 
 NUM_PROMPTS, NUM_TOKENS = 20, 16

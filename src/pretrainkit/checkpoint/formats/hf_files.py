@@ -247,6 +247,14 @@ def readable_folder(folder: Path) -> Path:
     return hf_tokenizer.readable_folder(folder, rewritten)
 
 
+def model_class(folder: Path) -> Any:
+    """The class of transformers that opens a model with a head for the next token: a multimodal one with all parts."""
+    import transformers
+
+    is_whole = is_multimodal(read_whole_config(folder))
+    return transformers.AutoModelForImageTextToText if is_whole else transformers.AutoModelForCausalLM
+
+
 def write_description(folder: Path, hf_folder: Path, dtype: torch.dtype, *, keep: bool) -> None:
     """Write the config.json and side files of a release, into the folder of its weights.
 
