@@ -5,7 +5,7 @@
         [--learning_rate 3e-5] [--next --model 8b ...]
 
 plain: --layer_spec torch --fused_kernels off; fused: --layer_spec torch --fused_kernels auto; te: --layer_spec te
---fused_kernels off, which is what NeMo does by itself where Transformer Engine is installed, and te_fp8_* with FP8.
+with the fusions of NeMo's recipes, and te_fp8_* with FP8.
 graphed and launched are fused, the one with its layers replayed as CUDA graphs, the other without; fp8* are fused with
 --precision fp8; loop is fused with a loop over a model's experts in Megatron's own layer. Each measurement is a run of
 the trainer of its own: random weights of the model's shape, Python's manual and library byte by byte (5 MB), no
@@ -246,6 +246,8 @@ def train_rank(path: str, arguments: argparse.Namespace, folder: str, rank: int,
             from expert_loop import use_loop
 
             use_loop()
+        if path.startswith("te") and PATHS[path]["fused_kernels"] == "off":
+            use_fields_of_nemo()
         if path in TE_FP8:
             use_te_fp8(TE_FP8[path])
         run = resolve_run(path, arguments, Path(folder))
@@ -290,6 +292,17 @@ def timeline_of_last_step(base: Any, path: str, arguments: argparse.Namespace) -
                     print(f"{sum(times):9.2f} ms {len(times):6} x {name}", file=out)
 
     return Timeline()
+
+
+def use_fields_of_nemo() -> None:
+    """Let TransformerConfig have the fusions of NeMo's recipes, which --fused_kernels off leaves out.
+
+    Weight gradients are added to the fp32 buffer by Transformer Engine, as where apex is installed.
+    """
+    from pretrainkit.megatron import kernels
+
+    names = "apply_rope_fusion", "bias_activation_fusion", "bias_dropout_fusion", "gradient_accumulation_fusion"
+    kernels.config_fields = lambda *_, **__: dict.fromkeys(names, True)
 
 
 def balance_routers() -> None:
