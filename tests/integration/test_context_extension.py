@@ -88,6 +88,7 @@ def test_a_context_is_extended_from_the_start_to_the_release(
 
     # Megatron's model with one scaling, transformers' with another.
     assert pretrain([*words.split(), "wrong", *CHANGE, "--dry_run"]) == 0
+    assert "rotary     base 20000, scaling yarn factor=4, context 256 tokens" in capsys.readouterr().out
     run_file = tmp_path / "wrong" / "run.json"
     value = json.loads(run_file.read_text())
     value["config"]["rope_scaling"] = "yarn factor=3"

@@ -61,7 +61,7 @@ def assert_same_losses(found: list[dict[str, Any]], expected: list[dict[str, Any
     assert losses(found) == pytest.approx(losses(expected), abs=2e-4)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "llama-dynamic"])  # it is trained as without
 def test_ranks_train_what_one_rank_trains(
     name: str,
     make_model: Callable[..., Path],

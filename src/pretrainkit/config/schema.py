@@ -104,9 +104,10 @@ class ModelShape:
 
     @property
     def needs_our_layers(self) -> bool:
-        """Whether Transformer Engine's layers compute something else: features, and YaRN's factor of attention."""
-        factor = self.rope_scaling.attention_factor if self.rope_scaling else 1.0
-        return self.features != LLAMA or factor != 1
+        """Whether a model is computed by this project's layers alone: features, and scalings of rotary embeddings for
+        which NeMo has no class.
+        """
+        return self.features != LLAMA or (self.rope_scaling is not None and self.rope_scaling.kind != "llama3")
 
 
 def check_folder_name(name: str) -> None:

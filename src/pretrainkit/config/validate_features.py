@@ -14,7 +14,8 @@ def feature_problems(config: RunConfig, model: ModelShape, facts: RunFacts) -> I
     """What doesn't go with the features of a model's layers."""
     length, training, features = config.data.sequence_length, config.training, model.features
     if training.layer_spec == "te" and model.needs_our_layers:
-        found = f"a model with {features.names() or 'yarn'} ({model.family})"
+        rotary = f"{model.rope_scaling.kind} scaling" if model.rope_scaling else ""
+        found = f"a model with {features.names() or rotary} ({model.family})"
         yield RequestError(found, needed="--layer_spec auto or torch", where="--layer_spec te")
     scaling = model.rope_scaling
     if scaling and scaling.kind == "longrope" and scaling.original_max_position_embeddings < length:

@@ -219,6 +219,7 @@ def summarize(run: ResolvedRun) -> str:
         "model": f"{model.family}, {model.num_layers} layers, hidden size {model.hidden_size}, "
         f"{model.num_attention_heads} heads ({model.num_query_groups} key/value), "
         f"vocabulary {model.vocab_size} padded to {run.padded_vocab_size}",
+        **({"rotary": _rotary(run)} if config.rope_theta or config.rope_scaling else {}),
         "tokenizer": run.hf_folder,
         "weights": run.initial_weights.checkpoint if run.initial_weights else "random",
         "data": f"{format_count(run.dataset.num_tokens)} tokens, {format_count(run.dataset.num_documents)} documents, "
@@ -237,6 +238,15 @@ def summarize(run: ResolvedRun) -> str:
         "starts": MODES.get(run.start_mode or "", "not planned"),
     }
     return "\n".join([*(f"{name:<10} {value}" for name, value in lines.items()), summarize_estimates(run)])
+
+
+def _rotary(run: ResolvedRun) -> str:
+    """The rotary settings that a run changes."""
+    config, model = run.config, run.model
+    return (
+        f"base {model.rope_theta:g}, scaling {config.rope_scaling or 'as in config.json'}, context "
+        f"{model.max_position_embeddings} tokens"
+    )
 
 
 def summarize_estimates(run: ResolvedRun) -> str:

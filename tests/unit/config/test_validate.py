@@ -365,6 +365,15 @@ def test_what_features_of_layers_need_is_said(config: RunConfig, facts: RunFacts
     assert [part for part in expected if part not in message] == []
 
 
+@pytest.mark.parametrize("kind", ["linear", "yarn", "dynamic", "longrope", "llama3"])
+def test_scalings_without_a_class_of_nemo_need_our_layers(config: RunConfig, facts: RunFacts, kind: str) -> None:
+    assert facts.model
+    facts = dataclasses.replace(facts, model=dataclasses.replace(facts.model, rope_scaling=RopeScaling(kind=kind)))
+    message = messages_of(changed(config, training__layer_spec="te"), facts)
+    refused = f"--layer_spec te: a model with {kind} scaling (llama)"
+    assert message == "" if kind == "llama3" else refused in message
+
+
 def test_documents_of_both_sets_of_longrope_are_refused(config: RunConfig, facts: RunFacts) -> None:
     assert facts.model
     scaling = RopeScaling(32.0, original_max_position_embeddings=512, kind="longrope")
