@@ -34,6 +34,7 @@ NAMES = ["llama", "llama3-rope", "mistral", "qwen2", "qwen2-tied", "qwen3", "mix
 FEATURED = [
     "deepseek-v2-lite",
     "deepseek-v3",
+    "qwen3-next",
     "olmo2",
     "olmo3",
     "gemma3",

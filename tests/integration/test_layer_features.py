@@ -105,6 +105,7 @@ LAYOUTS: list[tuple[str, str, dict[str, Any]]] = [
     ("phi3-longrope", "CP=2", {"context": 2}),
     ("gemma3", "recomputed", {"recompute": Recompute("full", 4)}),
     ("gpt-oss", "CP=2", {"context": 2}),
+    ("qwen3-next", "EP=2, recomputed", {"data_parallel": 2, "expert": 2, "recompute": Recompute("full", 4)}),
     ("deepseek-v3", "CP=2", {"context": 2}),
     ("deepseek-v3", "EP=2", {"data_parallel": 2, "expert": 2}),
     ("deepseek-v3", "recomputed", {"recompute": Recompute("full", 4)}),

@@ -109,8 +109,9 @@ def test_the_long_prompt_passes_every_boundary_of_positions_or_says_which_not(
     assert found.startswith(words)
 
 
-def test_models_with_experts_are_compared(release: Callable[..., tuple[Path, Path]]) -> None:
-    checks = check_models(*release("qwen3-moe", CheckpointFormat.NEMO, Parallelism()), options=SMALL)
+@pytest.mark.parametrize("name", ["qwen3-moe", "qwen3-next"])
+def test_models_with_experts_are_compared(release: Callable[..., tuple[Path, Path]], name: str) -> None:
+    checks = check_models(*release(name, CheckpointFormat.NEMO, Parallelism()), options=SMALL)
     assert all(check.passed for check in checks), checks
     assert len(checks) == 9
 

@@ -196,6 +196,20 @@ FEATURED: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "exaone4": ("Exaone4", {**WINDOW}),
+    "qwen3-next": (
+        "Qwen3Next",
+        {
+            **EXPERTS,
+            "shared_expert_intermediate_size": 64,
+            "head_dim": 16,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 12,
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 8,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "pad_token_id": 2,
+        },
+    ),
     "apertus": ("Apertus", {"pad_token_id": 2}),
     "ministral3": ("Ministral3", {"head_dim": 16, "pad_token_id": 2, "rope_parameters": GROWING_ROPE}),
 }
@@ -251,8 +265,10 @@ def save_random_model(name: str, folder: Path, *, seed: int, dtype: str, max_sha
     torch.manual_seed(seed)
     classes = [getattr(transformers, f"{prefix}{kind}") for kind in ("ForCausalLM", _CONFIGS.get(prefix, "Config"))]
     model = classes[0](classes[1](**{**BASE, **settings, **config}))
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, 0.0 if parameter.dim() > 1 else 1.0, 0.1)
+    for weight, parameter in model.named_parameters():
+        # Norms that double their input would make rounding show in the logits.
+        is_zero_centered = prefix == "Qwen3Next" and weight.endswith("norm.weight") and "linear_attn" not in weight
+        torch.nn.init.normal_(parameter, 0.0 if parameter.dim() > 1 or is_zero_centered else 1.0, 0.1)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             torch.nn.init.normal_(buffer, 0.0, 0.1)

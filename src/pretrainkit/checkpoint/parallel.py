@@ -33,6 +33,7 @@ class Parallelism:
             "feed-forward size": shape.ffn_hidden_size if shape.has_dense_layers else 0,
             "expert feed-forward size": shape.expert_ffn_hidden_size,
             "shared expert feed-forward size": shape.shared_expert_ffn_hidden_size,
+            "key heads of gated delta nets": shape.features.delta_net.num_key_heads if shape.features.delta_net else 0,
         }
         problems = _indivisible("tensor parallel size", self.tensor, counts)
         if shape.num_experts:

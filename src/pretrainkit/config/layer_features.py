@@ -30,6 +30,20 @@ class LatentAttention:
 
 
 @dataclass(frozen=True)
+class DeltaNet:
+    """A gated delta net: linear attention with a state of each value head (arXiv:2412.06464)."""
+
+    num_key_heads: int
+    num_value_heads: int
+    """A multiple of the key heads: each has as many after one another."""
+    key_head_dim: int
+    """Of queries, too."""
+    value_head_dim: int
+    kernel_size: int
+    """Tokens of the convolution of queries, keys and values."""
+
+
+@dataclass(frozen=True)
 class Routing:
     """How a router chooses a token's experts where it isn't by the largest logits alone."""
 
@@ -79,6 +93,11 @@ class LayerFeatures:
     shared_expert_gate: bool = True
     """The shared expert's output is multiplied by a sigmoid of the token."""
     latent_attention: LatentAttention | None = None
+    delta_net: DeltaNet | None = None
+    delta_net_layers: tuple[int, ...] = ()
+    """Layers with a gated delta net in the place of attention."""
+    output_gate: bool = False
+    """Attention's output is multiplied by a sigmoid of each query head's gate."""
     attention_sinks: bool = False
     """Each head has a weight that is one more score in its softmax, of no token."""
     local_layers: tuple[int, ...] = ()
@@ -108,6 +127,11 @@ class LayerFeatures:
     logits_divisor: float = 1.0
 
     @property
+    def has_kinds_of_layers(self) -> bool:
+        """Whether layers have different tensors."""
+        return bool(self.dense_layers or self.delta_net_layers)
+
+    @property
     def is_gated(self) -> bool:
         """Whether the MLP has a gate."""
         return self.activation != "xielu"
@@ -119,6 +143,10 @@ class LayerFeatures:
     def _names(self, sequence_length: int | None) -> Iterator[str]:
         if self.latent_attention:
             yield "multi-head latent attention"
+        if self.delta_net:
+            yield "gated delta nets"
+        if self.output_gate:
+            yield "a gate of attention's output"
         if self.routing:
             yield f"{self.routing.score_function} routing" + (" in groups" if self.routing.num_groups > 1 else "")
         if self.dense_layers:

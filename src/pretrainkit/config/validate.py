@@ -265,6 +265,12 @@ def _model(config: RunConfig, model: ModelShape) -> Iterator[RequestError]:
         (model.num_query_groups, "key/value heads", tensor, "--tensor_model_parallel_size"),
         (model.ffn_hidden_size if model.has_dense_layers else 0, "MLP rows", tensor, "--tensor_model_parallel_size"),
         (
+            model.features.delta_net.num_key_heads if model.features.delta_net else 0,
+            "key heads of gated delta nets",
+            tensor,
+            "--tensor_model_parallel_size",
+        ),
+        (
             model.shared_expert_ffn_hidden_size,
             "rows of the shared expert",
             tensor,

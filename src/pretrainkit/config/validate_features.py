@@ -32,9 +32,23 @@ def feature_problems(config: RunConfig, model: ModelShape, facts: RunFacts) -> I
     found = f"a model with {names} ({model.family})"
     if training.precision == "fp8":
         yield RequestError(found, needed="--precision bf16 or fp32", where="--precision fp8")
-    if config.parallel.context_parallel_size > 1 and resolve.accelerator(config, facts.machine) != "cpu":
+    on_gpu = resolve.accelerator(config, facts.machine) != "cpu"
+    if features.delta_net:
+        yield from _delta_net_problems(config, facts, found, on_gpu=on_gpu)
+    elif config.parallel.context_parallel_size > 1 and on_gpu:
         yield RequestError(
             found,
             needed="1, or --accelerator cpu: context parallelism with these was not tried on GPUs yet",
             where="--context_parallel_size",
         )
+
+
+def _delta_net_problems(config: RunConfig, facts: RunFacts, found: str, *, on_gpu: bool) -> Iterator[RequestError]:
+    needed = "whole sequences: a gated delta net's state runs through them"
+    if on_gpu:
+        wanted = "another model, or --accelerator cpu: gated delta nets were not tried on GPUs yet"
+        yield RequestError(found, needed=wanted, where="--hf_model_id")
+    if config.parallel.context_parallel_size > 1:
+        yield RequestError(found, needed=f"1, {needed}", where="--context_parallel_size")
+    if facts.dataset and resolve.reset_attention_mask(config, facts.dataset):
+        yield RequestError(found, needed=f"false, {needed}", where="data.reset_attention_mask")

@@ -36,6 +36,9 @@ def config_fields(features: LayerFeatures, num_layers: int) -> dict[str, Any]:
     return {
         **({"moe_layer_freq": [int(layer not in dense) for layer in range(num_layers)]} if dense else {}),
         **(routing.config_fields(features.routing) if features.routing else {}),
+        # Megatron's name for checkpoints in which each layer has tensors of its own.
+        **({"hetereogenous_dist_checkpoint": True} if features.delta_net_layers else {}),
+        "attention_output_gate": features.output_gate,
         "activation_func": functools.partial(F.gelu, approximate="tanh") if features.activation == "gelu" else F.silu,
         "gated_linear_unit": features.is_gated,
         "use_te_activation_func": features.activation == "xielu",  # an activation that is a module: Xielu

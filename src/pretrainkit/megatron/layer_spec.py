@@ -20,6 +20,7 @@ from pretrainkit.config.layer_features import LLAMA, LayerFeatures
 from pretrainkit.config.schema import Fp8, RopeScaling
 from pretrainkit.megatron import patches
 from pretrainkit.megatron.attention import ScaledDotProductAttention
+from pretrainkit.megatron.delta_net import GatedDeltaNet, GatedQueryLinear
 from pretrainkit.megatron.experts import GroupedExperts
 from pretrainkit.megatron.features import BlockOutputLinear, LocalSelfAttention, RMSNormOverHeads, Xielu
 from pretrainkit.megatron.fp8.layers import use_fp8
@@ -58,16 +59,17 @@ def torch_layer_spec(
     first = get_transformer_layer_offset(config, vp_stage)
     numbers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
     has_experts = {number: bool(config.num_moe_experts) and number not in features.dense_layers for number in numbers}
+    kinds = {number: (has_experts[number], number in features.delta_net_layers) for number in numbers}
     factor = rope_scaling.attention_factor if rope_scaling else 1.0
     made = {
-        kind: _layer(config, features, factor, has_experts=kind, fused_norm=fused_norm, overlaps=overlaps)
-        for kind in set(has_experts.values())
+        kind: _layer(config, features, factor, *kind, fused_norm=fused_norm, overlaps=overlaps)
+        for kind in set(kinds.values())
     }
-    layers = {number: made[kind] for number, kind in has_experts.items()}
+    layers = {number: made[kind] for number, kind in kinds.items()}
     if fp8:
         in_fp8 = {kind: use_fp8(copy.deepcopy(layer), fp8) for kind, layer in made.items()}
         kept = range(fp8.first_last_bf16, config.num_layers - fp8.first_last_bf16)
-        layers |= {number: in_fp8[kind] for number, kind in has_experts.items() if number in kept}
+        layers |= {number: in_fp8[kind] for number, kind in kinds.items() if number in kept}
     return TransformerBlockSubmodules(layer_specs=list(layers.values()), layer_norm=RMSNorm)
 
 
@@ -75,12 +77,13 @@ def _layer(
     config: TransformerConfig,
     features: LayerFeatures,
     rotary_factor: float,
-    *,
     has_experts: bool,
+    has_delta_net: bool,
+    *,
     fused_norm: bool,
     overlaps: bool,
 ) -> ModuleSpec:
-    """A layer with experts, or a dense one."""
+    """A layer with experts, or a dense one, with attention or a gated delta net."""
     layer: ModuleSpec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if has_experts else None,
         normalization="RMSNorm",
@@ -113,6 +116,9 @@ def _layer(
         params = {**parts.self_attention.params, "features": features, "rotary_factor": rotary_factor}
         parts.self_attention = ModuleSpec(module=LatentSelfAttention, params=params)
         parts.input_layernorm = RMSNorm
+    if has_delta_net:
+        parts.self_attention = ModuleSpec(module=GatedDeltaNet, params={"features": features})
+        parts.input_layernorm = RMSNorm
     # Megatron's local spec renames separate norms to Transformer Engine's names when saving; ours have those names.
     parts.sharded_state_dict_keys_map = {}
     return layer
@@ -125,6 +131,8 @@ def _use_features(layer: ModuleSpec, config: TransformerConfig, features: LayerF
         attention.module = LocalSelfAttention
         attention.params = {**attention.params, "features": features}
     parts = attention.submodules
+    if features.output_gate:
+        parts.linear_qkv = ModuleSpec(module=GatedQueryLinear, params=parts.linear_qkv.params)
     if features.qk_norm_over_heads:
         heads = {"q_layernorm": config.num_attention_heads, "k_layernorm": config.num_query_groups}
         for name, num_heads in heads.items():

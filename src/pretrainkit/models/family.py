@@ -14,8 +14,8 @@ from typing import Any
 
 from pretrainkit.config.schema import ModelShape
 
-FULL, SLIDING = "full_attention", "sliding_attention"
-"""What Hugging Face's layer_types calls layers, without and with a sliding window."""
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+"""What Hugging Face's layer_types calls layers: without and with a sliding window, and with linear attention."""
 
 
 class Layout(Enum):
@@ -121,6 +121,8 @@ class Family:
     """Reads what `hf_config.read_fields` makes of a checked config.json: every field of `defaults` is there."""
     weights: Callable[[ModelShape], tuple[Weight, ...]]
     """The table for a shape, in the order of the Hugging Face model."""
+    layer_types: tuple[str, ...] = (FULL,)
+    """What layer_types may say of layers."""
     has_layer_types: bool = False
     """Whether layer_types may give layers a sliding window."""
     rope_types: tuple[str, ...] = ("default", "dynamic", "linear", "llama3", "yarn")

@@ -36,7 +36,16 @@ def matmul_parameters(shape: ModelShape) -> int:
     """Parameters of the matrix products of a token: no input embedding, no norms, only its active experts."""
     sparse = len(shape.expert_layers)
     dense = layer_parameters(shape, is_dense=True) * (shape.num_layers - sparse)
-    return dense + sparse * layer_parameters(shape) + shape.hidden_size * shape.vocab_size
+    others = len(shape.features.delta_net_layers) * (delta_net_parameters(shape) - attention_parameters(shape))
+    return dense + sparse * layer_parameters(shape) + others + shape.hidden_size * shape.vocab_size
+
+
+def delta_net_parameters(shape: ModelShape) -> int:
+    """Of a gated delta net, in the place of those of attention."""
+    if (net := shape.features.delta_net) is None:
+        return 0
+    keys, values = net.num_key_heads * net.key_head_dim, net.num_value_heads * net.value_head_dim
+    return shape.hidden_size * (2 * keys + 3 * values + 2 * net.num_value_heads)
 
 
 def layer_parameters(shape: ModelShape, *, is_dense: bool = False) -> int:
@@ -53,7 +62,7 @@ def attention_parameters(shape: ModelShape) -> int:
     """Of them those of attention."""
     heads, hidden, latent = shape.num_attention_heads, shape.hidden_size, shape.features.latent_attention
     if latent is None:
-        return hidden * shape.head_dim * (2 * heads + 2 * shape.num_query_groups)
+        return hidden * shape.head_dim * ((3 if shape.features.output_gate else 2) * heads + 2 * shape.num_query_groups)
     rank, rotated, of_heads = latent.q_lora_rank, latent.qk_rope_head_dim, heads * shape.head_dim
     queries = rank * (hidden + of_heads) if rank else hidden * of_heads
     keys = latent.kv_lora_rank * (hidden + of_heads - heads * rotated) + hidden * rotated
@@ -79,5 +88,7 @@ def training_flops_per_token(shape: ModelShape, sequence_length: int) -> float:
     seen = [sequence_length / 2] * shape.num_layers  # tokens that a token attends to, by layer
     if 0 < window < sequence_length:
         seen[:num_local] = [window - window**2 / (2 * sequence_length)] * num_local
+    for layer in shape.features.delta_net_layers:  # whose state's products are few
+        seen[layer] = 0
     sizes = shape.num_attention_heads * (shape.head_dim + value_head_dim(shape))
     return 6 * matmul_parameters(shape) + 6 * sizes * sum(seen)

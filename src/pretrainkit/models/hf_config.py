@@ -188,7 +188,7 @@ def _nulls(config: Mapping[str, Any], family: Family, where: str) -> Iterator[Re
 
 def _layer_types(config: Mapping[str, Any], family: Family, where: str) -> Iterator[RequestError]:
     types, layers = config.get("layer_types"), config.get("num_hidden_layers", family.defaults["num_hidden_layers"])
-    known = (FULL, SLIDING) if family.has_layer_types else (FULL,)
+    known = (FULL, SLIDING) if family.has_layer_types else family.layer_types
     if types is None or (len(types) == (layers or 0) and all(name in known for name in types)):
         return
     yield RequestError(

@@ -40,14 +40,13 @@ _NAMES = (
     "qwen2_moe",
     "qwen3",
     "qwen3_moe",
+    "qwen3_next",
     "seed_oss",
     "smollm3",
 )
 """The modules of this package with a family; a new one is registered here."""
 _MISSING = {
     "DeepseekV32ForCausalLM": "an indexer that chooses the tokens which attention is to (DeepSeek sparse attention)",
-    "Qwen3NextForCausalLM": "gated delta nets, for which Megatron-core needs flash-linear-attention's Triton kernels, "
-    "and attention with a gate of its output",
 }
 """What architectures have that people may expect here and no layer computes yet."""
 FAMILIES: tuple[Family, ...] = tuple(import_module(f"{__package__}.{name}").FAMILY for name in _NAMES)

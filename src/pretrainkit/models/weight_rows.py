@@ -38,7 +38,7 @@ def attention(
     ours, theirs = "decoder.layers.{layer}.self_attention.", "model.layers.{layer}.self_attn."
     features, layer = shape.features, "model.layers.{layer}."
     query, key_value = shape.num_attention_heads * shape.head_dim, shape.num_query_groups * shape.head_dim
-    hidden, sizes = shape.hidden_size, (query, key_value, key_value)
+    hidden, sizes = shape.hidden_size, (query * (1 + features.output_gate), key_value, key_value)
 
     def qkv(kind: str, shapes: tuple[tuple[int, ...], ...]) -> Weight:
         return Weight(
@@ -87,6 +87,32 @@ def latent_attention(shape: ModelShape) -> tuple[Weight, ...]:
         norm(ours + "linear_kv_up_proj.layer_norm_weight", theirs + "kv_a_layernorm", kept),
         matrix("linear_kv_up_proj", "kv_b_proj", Layout.COLUMN, rows, kept),
         matrix("linear_proj", "o_proj", Layout.ROW, hidden, heads * latent.v_head_dim),
+    )
+
+
+def delta_net(shape: ModelShape) -> tuple[Weight, ...]:
+    """A gated delta net with the norm before it; both sides have the order of Qwen3-Next."""
+    ours, theirs, net = (
+        "decoder.layers.{layer}.self_attention.",
+        "model.layers.{layer}.linear_attn.",
+        shape.features.delta_net,
+    )
+    assert net
+    hidden, values = shape.hidden_size, net.num_value_heads * net.value_head_dim
+    keys = net.num_key_heads * net.key_head_dim
+
+    def row(name: str, layout: Layout, *size: int) -> Weight:
+        return Weight(ours + name, (theirs + name,), layout, (size,))
+
+    return (
+        norm("decoder.layers.{layer}.input_layernorm.weight", "model.layers.{layer}.input_layernorm", hidden),
+        row("in_proj_qkvz.weight", Layout.COLUMN, 2 * keys + 2 * values, hidden),
+        row("in_proj_ba.weight", Layout.COLUMN, 2 * net.num_value_heads, hidden),
+        row("conv1d.weight", Layout.REPLICATED, 2 * keys + values, 1, net.kernel_size),
+        row("dt_bias", Layout.REPLICATED, net.num_value_heads),
+        row("A_log", Layout.REPLICATED, net.num_value_heads),
+        row("norm.weight", Layout.REPLICATED, net.value_head_dim),
+        row("out_proj.weight", Layout.ROW, hidden, values),
     )
 
 
@@ -175,10 +201,14 @@ def moe_weights(
         *experts,  # stacked in megatron-core's distributed checkpoints
         *more,
     )
+    attend = latent_attention(shape) if features.latent_attention else attention(shape)
+    if others := features.delta_net_layers:
+        full = tuple(layer for layer in range(shape.num_layers) if layer not in others)
+        attend = (*_in_layers(attend, full), *_in_layers(delta_net(shape), others))
     dense = (norm(ours + "mlp.linear_fc1.layer_norm_weight", _MLP_NORM, shape.hidden_size), *gated_mlp(shape))
     return (
         embedding(shape),
-        *(latent_attention(shape) if features.latent_attention else attention(shape)),
+        *attend,
         *(_in_layers(dense, features.dense_layers) if features.dense_layers else ()),
         *(_in_layers(sparse, shape.expert_layers) if features.dense_layers else sparse),
         *head(shape),

@@ -27,6 +27,8 @@ from pretrainkit.config.schema import Estimates, Kernels, Recompute, ResolvedRun
 from pretrainkit.megatron.kernels import PLAIN
 from pretrainkit.models.flops import (
     active_parameters,
+    attention_parameters,
+    delta_net_parameters,
     expert_parameters,
     layer_parameters,
     parameters,
@@ -112,6 +114,8 @@ def _stage_bytes(run: ResolvedRun, *, is_first: bool) -> tuple[float, float, flo
     own = range(layers) if is_first else range(shape.num_layers - layers, shape.num_layers)
     sparse = len(set(own) & set(shape.expert_layers))
     matrices = (layers - sparse) * layer_parameters(shape, is_dense=True) + sparse * (layer_parameters(shape) - visited)
+    others = len(set(own) & set(shape.features.delta_net_layers))
+    matrices += others * (delta_net_parameters(shape) - attention_parameters(shape))
     on_rank = matrices / tensor + layers * 2 * shape.hidden_size + embeddings * embedding
     bf16 = run.precision == "bf16"
     weights = _state_bytes(run, on_rank, run.world_size // (stages * tensor))

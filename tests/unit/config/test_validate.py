@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from changed_config import changed
 
-from pretrainkit.config.layer_features import LayerFeatures, Routing
+from pretrainkit.config.layer_features import DeltaNet, LayerFeatures, Routing
 from pretrainkit.config.resolve import RunFacts
 from pretrainkit.config.schema import InitialWeights, RopeScaling, RunConfig
 from pretrainkit.config.validate import problems_of
@@ -352,6 +352,21 @@ FEATURES: dict[str, tuple[dict[str, Any], LayerFeatures, list[str]]] = {
         ["--precision fp8: a model with layers without rotary embeddings"],
     ),
 }
+
+
+def test_gated_delta_nets_have_whole_sequences(config: RunConfig, facts: RunFacts) -> None:
+    features = LayerFeatures(delta_net=DeltaNet(3, 6, 8, 8, 4), delta_net_layers=(0,))
+    facts = dataclasses.replace(facts, model=dataclasses.replace(facts.model, features=features))  # type: ignore[type-var]
+    on_cpu = {"launch__accelerator": "cpu", "training__precision": "fp32"}
+    assert messages_of(changed(config, **on_cpu), facts) == ""
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"launch__accelerator": "gpu"}, "gated delta nets were not tried on GPUs"),
+        ({"parallel__context_parallel_size": 2}, "--context_parallel_size: a model with gated delta nets"),
+        ({"data__reset_attention_mask": True}, "data.reset_attention_mask: a model with gated delta nets"),
+        ({"parallel__tensor_model_parallel_size": 2}, "3 key heads of gated delta nets"),
+    ]
+    for change, words in cases:
+        assert words in messages_of(changed(config, **on_cpu | change), facts), words
 
 
 @pytest.mark.parametrize("case", FEATURES)

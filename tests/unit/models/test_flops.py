@@ -46,35 +46,37 @@ def test_matmul_parameters_are_those_of_the_model() -> None:
 
 
 LATENT = {"attention_bias": False, "first_k_dense_replace": 1, "rope_theta": 10000.0}
-DEEPSEEK = {
+KINDS = {
     "deepseek_v2": {  # V2-Lite
         **LATENT, "hidden_size": 2048, "intermediate_size": 10944, "max_position_embeddings": 163840,
         "moe_intermediate_size": 1408, "num_attention_heads": 16, "num_experts_per_tok": 6, "num_hidden_layers": 27,
         "num_key_value_heads": 16, "q_lora_rank": None, "vocab_size": 102400,
     },
     "deepseek_v3": {},  # the defaults of its class are DeepSeek-V3's
+    "qwen3_next": {},  # and those of this one Qwen3-Next-80B-A3B's
 }  # fmt: skip
-PUBLISHED = {"deepseek_v2": 15_706_484_224, "deepseek_v3": 671_026_419_200}
+PUBLISHED = {"deepseek_v2": 15_706_484_224, "deepseek_v3": 671_026_419_200, "qwen3_next": 79_674_391_296}
 
 
-@pytest.mark.parametrize("family", DEEPSEEK)
-def test_parameters_of_deepseeks_models_are_those_of_transformers(family: str) -> None:
+@pytest.mark.parametrize("family", KINDS)
+def test_parameters_of_models_with_kinds_of_layers_are_those_of_transformers(family: str) -> None:
     """All, those that a token meets, and those of matrix products, by the names of a model without memory."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     found = family_named(family)
-    config = {**found.defaults, "architectures": [*found.architectures], **DEEPSEEK[family]}
+    config = {**found.defaults, "architectures": [*found.architectures], **KINDS[family]}
     shape = found.shape(read_fields(config, found, ""))
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **DEEPSEEK[family]))
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **KINDS[family]))
     tensors = model.state_dict()
     total = sum(tensor.numel() for tensor in tensors.values())
     experts = sum(tensor.numel() for name, tensor in tensors.items() if ".mlp.experts." in name)
     idle = experts * (shape.num_experts - shape.experts_per_token) // shape.num_experts
     assert parameters(shape) == total == PUBLISHED[family]
     assert active_parameters(shape) == total - idle
-    others = sum(t.numel() for name, t in tensors.items() if t.ndim == 1 or "embed_tokens" in name)
+    left = ("embed_tokens", "shared_expert_gate", "conv1d")
+    others = sum(t.numel() for name, t in tensors.items() if t.ndim == 1 or any(part in name for part in left))
     assert matmul_parameters(shape) == total - idle - others
 
 

@@ -19,7 +19,7 @@ MODELS = ("llama-tied", "llama3-rope", "mistral", "qwen2", "qwen2-tied", "qwen3"
 
 @pytest.mark.parametrize(
     ("name", "precision"),
-    [("llama", "bf16"), ("deepseek-v3", "bf16"), *((name, "fp32") for name in MODELS)],
+    [("llama", "bf16"), ("deepseek-v3", "bf16"), *((name, "fp32") for name in (*MODELS, "qwen3-next"))],
     ids=lambda word: word,
 )
 def test_losses_are_those_of_the_whole_model(make_model: Callable[..., Path], name: str, precision: str) -> None:

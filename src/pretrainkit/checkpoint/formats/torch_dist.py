@@ -221,7 +221,7 @@ class TorchDistReader:
                 num_left_out += 1
             elif not bare.endswith("_extra_state"):
                 tensors[bare] = tensor
-        if shape.num_experts and not shape.has_dense_layers:
+        if shape.num_experts and not shape.features.has_kinds_of_layers:
             _take_local_norms(tensors, folder)
         found = {mapping: self._find(mapping, tensors) for mapping in mappings}
         used = {name for names, *_ in found.values() for name in names}

@@ -104,7 +104,7 @@ class TorchDistWriter:
             else:
                 described[name].chunks.append(dcp.ChunkStorageMetadata(*chunk))
             stored[dcp.MetadataIndex(name, chunk and chunk[0])] = _StorageInfo(*place)
-        norms = [name for name in described if name.endswith(MLP_NORM) and not self.shape.has_dense_layers]
+        norms = [name for name in described if name.endswith(MLP_NORM) and _stacks_layers(self.shape)]
         for name in norms:  # the same bytes under both names
             local = name.replace(MLP_NORM, LOCAL_MLP_NORM)
             described[local] = described[name]
@@ -125,7 +125,7 @@ def _write_tensor(descriptor: int, offset: int, rows: LazyTensor, shape: tuple[i
 
 
 def _stacks_layers(shape: ModelShape) -> bool:
-    return not shape.features.dense_layers
+    return not shape.features.has_kinds_of_layers
 
 
 def _key(name: str, layer: int | None, shape: ModelShape) -> str:
@@ -148,7 +148,9 @@ def _extra_state_names(mappings: Sequence[TensorMapping], shape: ModelShape, pre
     for mapping in mappings:
         module, _, parameter = mapping.weight.megatron.rpartition(".")
         block, _, last = module.rpartition(".")
-        if parameter != "weight" or not (last.startswith("linear_") or last.endswith("layernorm")):
+        if parameter != "weight" or not (
+            last.startswith(("linear_", "in_proj_", "out_proj")) or last.endswith("layernorm")
+        ):
             continue
         names.append(_extra_state(module, mapping.layer, mapping.expert, shape))
         if last == "linear_proj":
