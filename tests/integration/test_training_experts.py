@@ -115,6 +115,14 @@ def test_losses_of_the_router_have_the_coefficients_of_the_run(name: str, train:
 
 
 @pytest.mark.parametrize("model", ["qwen3-moe"], indirect=True)
+def test_in_fp8_attention_is_and_experts_are_not(train: Callable[..., Any]) -> None:
+    bf16, found = train(precision="bf16"), train(precision="fp8", fp8_emulation=True, fp8_check_interval=4)
+    assert losses(found) == pytest.approx(losses(bf16), abs=0.02) and losses(found) != losses(bf16)
+    checked = [record["tensors"] for record in found if record.get("event") == "fp8"]
+    assert {name.split()[0] for name in checked[0]} == {"qkv", "proj"}
+
+
+@pytest.mark.parametrize("model", ["qwen3-moe"], indirect=True)
 def test_a_run_continues_at_another_layout(
     model: Path, start: Path, train: Callable[..., Any], train_tiny: Callable[..., Any], tmp_path: Path
 ) -> None:
