@@ -114,6 +114,8 @@ class Evidence:
         share = found.share if reads_data else found.share.scaled(self._replay_share())
         if probe == "packing":
             share = share.widened(self._padding_error())
+            # Fewer rows are also read in less time, by an amount that no window shows: all of it at most.
+            share = replace(share, high=share.high + 1 - self._replay_share())
         return replace(found, share=share, doubt=doubt)
 
     def _padding_error(self) -> float:
