@@ -25,7 +25,7 @@ def _losses(records: list[dict[str, Any]]) -> dict[int, float]:
     return {record["step"]: record["loss"] for record in records if "loss" in record}
 
 
-@pytest.mark.parametrize("name", ["llama3-rope", "mistral", "qwen2", "qwen2-tied", "qwen3", "deepseek-v3"])
+@pytest.mark.parametrize("name", ["llama3-rope", "qwen2-tied", "qwen3", "deepseek-v3"])
 def test_a_model_is_trained_stopped_continued_and_released(
     name: str,
     make_model: Callable[..., Path],
@@ -36,7 +36,7 @@ def test_a_model_is_trained_stopped_continued_and_released(
 ) -> None:
     source = shutil.copytree(make_model(name, vocab_size=320, pad_token_id=2), tmp_path / "hf")
     shutil.copytree(tokenizer_folder, source, dirs_exist_ok=True)
-    if name == "mistral":  # as published: the same weights again, with other names
+    if name == "llama3-rope":  # as Mistral is published: the same weights again, with other names
         shutil.copy(source / "model.safetensors", source / "consolidated.safetensors")
     initial = tmp_path / "initial"
     convert(source, initial)
