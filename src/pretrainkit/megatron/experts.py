@@ -129,18 +129,20 @@ class _GroupedMatmul(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, weight: Any, ends: Tensor, on_host: EndsOnHost | None = None) -> Tensor:
         ctx.save_for_backward(rows, ends)
         ctx.weight, ctx.on_host = weight, on_host
-        return F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
+        return _grouped(rows, weight.transpose(1, 2), ends)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
         (rows, ends), weight = ctx.saved_tensors, ctx.weight
         gradient = gradient.contiguous()
-        of_rows = F.grouped_mm(gradient, weight, offs=ends)
+        of_rows = _grouped(gradient, weight, ends)
         main_grad = getattr(weight, "main_grad", None)
         if main_grad is None or not hasattr(weight, "grad_added_to_main_grad"):
-            return of_rows, F.grouped_mm(gradient.t(), rows, offs=ends), None, None
-        if not rows.is_cuda or rows.dtype != torch.bfloat16 or main_grad.dtype != torch.float32:
-            main_grad.add_(F.grouped_mm(gradient.t(), rows, offs=ends))
+            return of_rows, _grouped(gradient.t(), rows, ends), None, None
+        if not len(rows):
+            pass  # with many ranks all tokens of a microbatch may be others'
+        elif not rows.is_cuda or rows.dtype != torch.bfloat16 or main_grad.dtype != torch.float32:
+            main_grad.add_(_grouped(gradient.t(), rows, ends))
         elif ctx.on_host:
             for part, of_expert in zip(ctx.on_host.slices(), main_grad, strict=True):
                 if part.start < part.stop:
@@ -151,6 +153,14 @@ class _GroupedMatmul(torch.autograd.Function):
             add_weight_gradients(gradient, rows, ends, main_grad)
         weight.grad_added_to_main_grad = True
         return of_rows, torch.empty_like(weight), None, None
+
+
+def _grouped(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """torch's grouped GEMM, of no rows, too: of rows [t, k] and [e, k, n], or of the two sides [n, t] and [t, k]."""
+    rows = right if right.dim() == 2 else left
+    if len(rows):
+        return F.grouped_mm(left, right, offs=ends)
+    return left.new_zeros((len(ends), len(left), right.size(1)) if rows is right else (0, right.size(2)))
 
 
 class GroupedExperts(MegatronModule):

@@ -35,6 +35,23 @@ def test_grouped_products_are_those_of_a_loop(sizes: tuple[int, ...], dtype: tor
         torch.testing.assert_close(grouped, looped, rtol=2e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-3)
 
 
+@pytest.mark.parametrize("has_buffer", [True, False])
+def test_experts_may_have_no_token(has_buffer: bool) -> None:
+    weight = torch.nn.Parameter(torch.randn((3, 16, 32)))
+    if has_buffer:
+        weight.main_grad, weight.grad_added_to_main_grad = torch.ones_like(weight), False  # type: ignore[attr-defined]
+    rows = torch.randn((0, 32), requires_grad=True)
+    out = _GroupedMatmul.apply(rows, weight, torch.zeros(3, dtype=torch.int32))
+    assert out.shape == (0, 16)
+    out.sum().backward()
+    assert rows.grad is not None and rows.grad.shape == (0, 32)
+    if has_buffer:
+        assert weight.grad_added_to_main_grad  # type: ignore[attr-defined]
+        assert torch.equal(weight.main_grad, torch.ones_like(weight))  # type: ignore[attr-defined]
+    else:
+        assert weight.grad is not None and not weight.grad.any()
+
+
 def test_the_gradient_is_added_to_megatrons_buffer() -> None:
     ends = torch.tensor([3, 3, 8], dtype=torch.int32)
     weight = torch.nn.Parameter(torch.randn((3, 16, 16)))

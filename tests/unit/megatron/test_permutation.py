@@ -62,3 +62,10 @@ def test_tokens_may_have_any_number_of_experts() -> None:
     sums.sum().backward()
     assert tokens.grad is not None
     torch.testing.assert_close(tokens.grad, times.expand_as(tokens).float())
+
+
+def test_a_rank_may_have_no_row() -> None:
+    permutation = Permutation.of(torch.zeros((3, 4), dtype=torch.bool), 0)
+    rows = permutation.rows(torch.randn((3, HIDDEN)))
+    assert rows.shape == (0, HIDDEN) and permutation.shares(torch.rand((3, 4))).shape == (0,)
+    assert torch.equal(permutation.sums(rows), torch.zeros((3, HIDDEN)))
