@@ -189,7 +189,8 @@ class GroupedExperts(MegatronModule):
     def forward(self, rows: Tensor, tokens_per_expert: Tensor, probabilities: Tensor) -> tuple[Tensor, None]:
         """rows [t, h] sorted by expert, how many each has, and the router's probability of each: to [t, h]."""
         ends = tokens_per_expert.to(device=rows.device).cumsum(0).to(torch.int32)
-        on_host = EndsOnHost(ends) if rows.is_cuda and self.num_local_experts <= MAX_GEMMS else None
+        is_counted = rows.is_cuda and torch.is_grad_enabled() and self.num_local_experts <= MAX_GEMMS
+        on_host = EndsOnHost(ends) if is_counted else None
         gate_up, shares = self.linear_fc1(rows, ends, on_host), probabilities.float()
         if self._features.mlp_bias:
             gate_up = gate_up + self.linear_fc1.biases(torch.ones_like(shares), ends)

@@ -46,9 +46,9 @@ def expert_fields(shape: ModelShape, *, expert: int, expert_tensor: int, layer_s
 
     Tokens are never dropped, the router computes in fp32, and all-to-all sends a token to its experts' ranks only.
     """
-    is_te = layer_spec == "te"
     if not shape.num_experts:
         return {}
+    is_te = layer_spec == "te"
     return {
         "expert_model_parallel_size": expert,
         "expert_tensor_parallel_size": expert_tensor,
