@@ -27,6 +27,12 @@ from pretrainkit.run import checkpoints
 
 pytestmark = pytest.mark.integration
 MakeFolder = Callable[[str], Path]
+IMAGES: dict[str, tuple[int, tuple[int, ...], dict[str, Any]]] = {
+    "gemma3": (4, (3, 28, 28), {}),
+    "gemma4": (4, (16, 48), {"image_position_ids": torch.cartesian_prod(torch.arange(4), torch.arange(4))[None]}),
+    "mistral3": (2, (3, 56, 28), {"image_sizes": torch.tensor([[56, 28]])}),
+}
+"""Type of a multimodal model -> tokens of an image, the size of its pixels (patches, in Gemma 4), and other inputs."""
 
 
 @pytest.fixture(scope="module")
@@ -50,11 +56,9 @@ def logits_with_an_image(folder: Path) -> torch.Tensor:
     from transformers import AutoModelForImageTextToText
 
     model = AutoModelForImageTextToText.from_pretrained(folder).eval()
-    is_gemma = model.config.model_type == "gemma3"
-    number, height = (4, 28) if is_gemma else (2, 56)
+    number, size, more = IMAGES[model.config.model_type]
     ids = torch.tensor([[5, 9, *[7] * number, 20, 30]])
-    pixels = torch.rand((1, 3, height, 28), generator=torch.Generator().manual_seed(1))
-    more: dict[str, Any] = {} if is_gemma else {"image_sizes": torch.tensor([[height, 28]])}
+    pixels = torch.rand((1, *size), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         return model(input_ids=ids, pixel_values=pixels, **more).logits
 
@@ -65,7 +69,7 @@ def test_a_round_trip_keeps_every_tensor_and_what_the_model_computes_of_images(
     name: str, kind: CheckpointFormat, multimodal: MakeFolder, tmp_path: Path
 ) -> None:
     source = multimodal(name)
-    assert read_shape(source).family == {"gemma3": "gemma3_text"}.get(name, name)
+    assert read_shape(source).family == {"gemma3": "gemma3_text", "gemma4": "gemma4_text"}.get(name, name)
     report = convert(source, tmp_path / "there", Options(to=kind))
     assert any("tensors of the rest of the model go along" in note for note in report.notes)
     convert(tmp_path / "there", tmp_path / "back", Options(to=CheckpointFormat.HF))

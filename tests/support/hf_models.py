@@ -195,6 +195,21 @@ FEATURED: dict[str, tuple[str, dict[str, Any]]] = {
             **WINDOW,
         },
     ),
+    "gemma4": (
+        "Gemma4",
+        {
+            "head_dim": 16,
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 2,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "tie_word_embeddings": True,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "final_logit_softcapping": 4.0,
+            "pad_token_id": 2,
+            **WINDOW,
+        },
+    ),
     "exaone4": ("Exaone4", {**WINDOW}),
     "qwen3-next": (
         "Qwen3Next",
@@ -224,6 +239,21 @@ VISION: dict[str, Any] = {
 }
 MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3", {"vision_config": VISION, "mm_tokens_per_image": 4, "image_token_index": 7}),
+    "gemma4": (
+        "Gemma4",
+        {
+            "vision_config": {
+                **VISION,
+                "num_key_value_heads": 2,
+                "head_dim": 16,
+                "patch_size": 4,
+                "pooling_kernel_size": 2,
+                "position_embedding_size": 16,
+            },
+            "audio_config": None,
+            "image_token_id": 7,
+        },
+    ),
     "ministral3": (
         "Mistral3",
         {
@@ -233,7 +263,7 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Model of FEATURED -> class prefix of the multimodal model around it, and the rest of its config."""
-_CONFIGS = {"Gemma3": "TextConfig"}
+_CONFIGS = {"Gemma3": "TextConfig", "Gemma4": "TextConfig"}
 MIXTURES = ("mixtral", "qwen3-moe", "qwen2-moe")
 
 
@@ -272,4 +302,6 @@ def save_random_model(name: str, folder: Path, *, seed: int, dtype: str, max_sha
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             torch.nn.init.normal_(buffer, 0.0, 0.1)
+        if name.endswith("layer_scalar"):
+            torch.nn.init.uniform_(buffer, 0.5, 1.5)
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=max_shard_size)

@@ -27,12 +27,14 @@ class Parallelism:
 
     def problems(self, shape: ModelShape) -> list[RequestError]:
         """Why the model can't be cut like this."""
+        wide = shape.features.global_attention
         counts = {
             "attention heads": shape.num_attention_heads,
             "key/value heads": shape.num_query_groups,
             "feed-forward size": shape.ffn_hidden_size if shape.has_dense_layers else 0,
             "expert feed-forward size": shape.expert_ffn_hidden_size,
             "shared expert feed-forward size": shape.shared_expert_ffn_hidden_size,
+            "key/value heads of layers without a window": wide.num_query_groups if wide else 0,
             "key heads of gated delta nets": shape.features.delta_net.num_key_heads if shape.features.delta_net else 0,
         }
         problems = _indivisible("tensor parallel size", self.tensor, counts)

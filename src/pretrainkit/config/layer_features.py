@@ -44,6 +44,18 @@ class DeltaNet:
 
 
 @dataclass(frozen=True)
+class GlobalAttention:
+    """Attention of the layers that aren't local, where their heads are not those of the local ones."""
+
+    head_dim: int
+    num_query_groups: int
+    rotary_fraction: float
+    """Part of the frequencies of a head, from the highest, that turn; the others are 0."""
+    keys_are_values: bool = False
+    """Values are the projected keys, before their norm: there is no projection of values."""
+
+
+@dataclass(frozen=True)
 class Routing:
     """How a router chooses a token's experts where it isn't by the largest logits alone."""
 
@@ -98,6 +110,12 @@ class LayerFeatures:
     """Layers with a gated delta net in the place of attention."""
     output_gate: bool = False
     """Attention's output is multiplied by a sigmoid of each query head's gate."""
+    global_attention: GlobalAttention | None = None
+    """Of the layers that aren't in `local_layers`; None: as that of those."""
+    value_norm: bool = False
+    """RMSNorm, without a weight, of each value head."""
+    layer_scalar: bool = False
+    """A layer's output is multiplied by a number, which training leaves as it is."""
     attention_sinks: bool = False
     """Each head has a weight that is one more score in its softmax, of no token."""
     local_layers: tuple[int, ...] = ()
@@ -129,7 +147,7 @@ class LayerFeatures:
     @property
     def has_kinds_of_layers(self) -> bool:
         """Whether layers have different tensors."""
-        return bool(self.dense_layers or self.delta_net_layers)
+        return bool(self.dense_layers or self.delta_net_layers or self.global_attention)
 
     @property
     def is_gated(self) -> bool:
@@ -147,6 +165,12 @@ class LayerFeatures:
             yield "gated delta nets"
         if self.output_gate:
             yield "a gate of attention's output"
+        if self.global_attention:
+            yield "other heads in layers without a window"
+        if self.value_norm:
+            yield "norms of values"
+        if self.layer_scalar:
+            yield "scalars of layers"
         if self.routing:
             yield f"{self.routing.score_function} routing" + (" in groups" if self.routing.num_groups > 1 else "")
         if self.dense_layers:

@@ -98,6 +98,11 @@ class ModelShape:
         return tuple(layer for layer in layers if layer not in self.features.dense_layers)
 
     @property
+    def global_layers(self) -> tuple[int, ...]:
+        """The layers that aren't local."""
+        return tuple(layer for layer in range(self.num_layers) if layer not in self.features.local_layers)
+
+    @property
     def has_dense_layers(self) -> bool:
         """Whether any layer has no experts."""
         return len(self.expert_layers) < self.num_layers

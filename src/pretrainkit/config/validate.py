@@ -263,6 +263,12 @@ def _model(config: RunConfig, model: ModelShape) -> Iterator[RequestError]:
     for count, what, size, flag in (
         (model.num_attention_heads, "attention heads", tensor, "--tensor_model_parallel_size"),
         (model.num_query_groups, "key/value heads", tensor, "--tensor_model_parallel_size"),
+        (
+            model.features.global_attention.num_query_groups if model.features.global_attention else 0,
+            "key/value heads of layers without a window",
+            tensor,
+            "--tensor_model_parallel_size",
+        ),
         (model.ffn_hidden_size if model.has_dense_layers else 0, "MLP rows", tensor, "--tensor_model_parallel_size"),
         (
             model.features.delta_net.num_key_heads if model.features.delta_net else 0,

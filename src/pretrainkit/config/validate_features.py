@@ -33,6 +33,9 @@ def feature_problems(config: RunConfig, model: ModelShape, facts: RunFacts) -> I
     if training.precision == "fp8":
         yield RequestError(found, needed="--precision bf16 or fp32", where="--precision fp8")
     on_gpu = resolve.accelerator(config, facts.machine) != "cpu"
+    if features.global_attention and on_gpu:
+        wanted = "another model, or --accelerator cpu: heads that differ by layer were not tried on GPUs yet"
+        yield RequestError(found, needed=wanted, where="--hf_model_id")
     if features.delta_net:
         yield from _delta_net_problems(config, facts, found, on_gpu=on_gpu)
     elif config.parallel.context_parallel_size > 1 and on_gpu:

@@ -6,6 +6,7 @@ called `post_layernorm` and belongs to the block's last linear layer, as in NeMo
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import math
@@ -21,13 +22,14 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from torch.distributed.nn.functional import all_reduce
 
 from pretrainkit.config.layer_features import LayerFeatures
 from pretrainkit.config.schema import RopeScaling
 from pretrainkit.megatron import routing
-from pretrainkit.megatron.linear import RMSNorm
+from pretrainkit.megatron.linear import RMSNorm, RMSNormColumnParallelLinear
 
 
 def config_fields(features: LayerFeatures, num_layers: int) -> dict[str, Any]:
@@ -37,7 +39,7 @@ def config_fields(features: LayerFeatures, num_layers: int) -> dict[str, Any]:
         **({"moe_layer_freq": [int(layer not in dense) for layer in range(num_layers)]} if dense else {}),
         **(routing.config_fields(features.routing) if features.routing else {}),
         # Megatron's name for checkpoints in which each layer has tensors of its own.
-        **({"hetereogenous_dist_checkpoint": True} if features.delta_net_layers else {}),
+        **({"hetereogenous_dist_checkpoint": True} if features.delta_net_layers or features.global_attention else {}),
         "attention_output_gate": features.output_gate,
         "activation_func": functools.partial(F.gelu, approximate="tanh") if features.activation == "gelu" else F.silu,
         "gated_linear_unit": features.is_gated,
@@ -120,19 +122,63 @@ class RMSNormOverHeads(RMSNorm):
 
 
 class LocalSelfAttention(SelfAttention):
-    """Attention of a model whose local layers have their own rotary embeddings (`LocalRotaryEmbedding`)."""
+    """Attention of a model whose local layers have their own rotary embeddings (`LocalRotaryEmbedding`).
 
-    def __init__(self, config: TransformerConfig, *args: Any, features: LayerFeatures, **kwargs: Any) -> None:
-        super().__init__(config, *args, **kwargs)
-        self._kind = int(self.layer_number - 1 in features.local_layers)
+    The others may have other heads (`GlobalAttention`), and all of them norms of values.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, *args: Any, layer_number: int, features: LayerFeatures, **kwargs: Any
+    ) -> None:
+        self._kind = int(layer_number - 1 in features.local_layers)
+        if (other := features.global_attention) and not self._kind:
+            config = copy.copy(config)
+            config.kv_channels, config.num_query_groups = other.head_dim, other.num_query_groups
+        super().__init__(config, *args, layer_number=layer_number, **kwargs)
+        self._has_value_norm = features.value_norm
 
     def forward(self, hidden_states: Tensor, *args: Any, rotary_pos_emb: Tensor | None = None, **kwargs: Any) -> Any:
-        embedding = None if rotary_pos_emb is None else rotary_pos_emb[self._kind]
+        embedding = None if rotary_pos_emb is None else rotary_pos_emb[self._kind, ..., : self.config.kv_channels]
         return super().forward(hidden_states, *args, rotary_pos_emb=embedding, **kwargs)
+
+    def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
+        query, key, value, *rest = super().get_query_key_value_tensors(*args, **kwargs)
+        if self._has_value_norm:
+            value = F.rms_norm(value.float(), value.shape[-1:], None, self.config.layernorm_epsilon).to(value.dtype)
+        return query, key, value, *rest
+
+
+class KeysAsValuesLinear(RMSNormColumnParallelLinear):
+    """The projection of queries and keys, which are values, too: each group's output has its key twice."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
+        self._group = config.num_attention_heads // config.num_query_groups + 1, config.kv_channels
+        super().__init__(input_size, config.num_query_groups * math.prod(self._group), config=config, **kwargs)
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        output, bias = super().forward(hidden, *args, **kwargs)
+        heads = output.unflatten(-1, (-1, *self._group))
+        return torch.cat((heads, heads[..., -1:, :]), -2).flatten(-3), bias
+
+
+class ScalarTransformerLayer(TransformerLayer):
+    """A layer whose output is multiplied by a number of its checkpoint."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        ones = torch.ones(1, dtype=config.params_dtype, device=torch.cuda.current_device())
+        self.register_buffer("layer_scalar", ones)
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        output, context = super().forward(*args, **kwargs)
+        return output * self.layer_scalar, context
 
 
 class LocalRotaryEmbedding(torch.nn.Module):
-    """Two rotary embeddings [2, s, 1, 1, d]: of the other layers, and of the local ones."""
+    """Two rotary embeddings [2, s, 1, 1, d]: of the other layers, and of the local ones.
+
+    Where the heads of the other layers are larger, what is behind a local one's is zeros.
+    """
 
     def __init__(self, other: RotaryEmbedding, local: RotaryEmbedding) -> None:
         super().__init__()
@@ -140,7 +186,8 @@ class LocalRotaryEmbedding(torch.nn.Module):
         self.get_rotary_seq_len = other.get_rotary_seq_len
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        return torch.stack([self._other(*args, **kwargs), self._local(*args, **kwargs)])
+        other, local = self._other(*args, **kwargs), self._local(*args, **kwargs)
+        return torch.stack([other, F.pad(local, (0, other.size(-1) - local.size(-1)))])
 
 
 class LengthRotaryEmbedding(torch.nn.Module):
@@ -163,10 +210,11 @@ def finish_model(
     """Give a model of Megatron-core, of one pipeline stage, what its family has around the layers."""
 
     latent = features.latent_attention
+    size = latent.qk_rope_head_dim if latent else model.config.kv_channels
 
-    def rotary(base: float, scaling: RopeScaling | None) -> RotaryEmbedding:
+    def rotary(base: float, scaling: RopeScaling | None, size: int = size) -> RotaryEmbedding:
         embedding = RotaryEmbedding(
-            kv_channels=latent.qk_rope_head_dim if latent else model.config.kv_channels,
+            kv_channels=size,
             rotary_percent=features.rotary_fraction,
             rotary_interleaved=features.rotary_interleaved,
             rotary_base=base,
@@ -190,7 +238,11 @@ def finish_model(
             router.bias.sequence_parallel = model.config.sequence_parallel
         if features.routing:
             routing.prepare_router(router, features.routing)
-    model.rotary_pos_emb = whole(rope_theta, rope_scaling)
+    if other := features.global_attention:
+        model.rotary_pos_emb = rotary(rope_theta, None, other.head_dim)
+        model.rotary_pos_emb.inv_freq[int(other.rotary_fraction * other.head_dim // 2) :] = 0
+    else:
+        model.rotary_pos_emb = whole(rope_theta, rope_scaling)
     if base := features.local_rope_theta:
         model.rotary_pos_emb = LocalRotaryEmbedding(model.rotary_pos_emb, rotary(base, None))
     if model.pre_process and (multiplier := features.embedding_multiplier) != 1:

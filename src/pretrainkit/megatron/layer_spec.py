@@ -22,7 +22,14 @@ from pretrainkit.megatron import patches
 from pretrainkit.megatron.attention import ScaledDotProductAttention
 from pretrainkit.megatron.delta_net import GatedDeltaNet, GatedQueryLinear
 from pretrainkit.megatron.experts import GroupedExperts
-from pretrainkit.megatron.features import BlockOutputLinear, LocalSelfAttention, RMSNormOverHeads, Xielu
+from pretrainkit.megatron.features import (
+    BlockOutputLinear,
+    KeysAsValuesLinear,
+    LocalSelfAttention,
+    RMSNormOverHeads,
+    ScalarTransformerLayer,
+    Xielu,
+)
 from pretrainkit.megatron.fp8.layers import use_fp8
 from pretrainkit.megatron.latent_attention import LatentSelfAttention
 from pretrainkit.megatron.linear import (
@@ -59,7 +66,10 @@ def torch_layer_spec(
     first = get_transformer_layer_offset(config, vp_stage)
     numbers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
     has_experts = {number: bool(config.num_moe_experts) and number not in features.dense_layers for number in numbers}
-    kinds = {number: (has_experts[number], number in features.delta_net_layers) for number in numbers}
+    local = range(config.num_layers) if features.global_attention is None else features.local_layers
+    kinds = {
+        number: (has_experts[number], number in features.delta_net_layers, number not in local) for number in numbers
+    }
     factor = rope_scaling.attention_factor if rope_scaling else 1.0
     made = {
         kind: _layer(config, features, factor, *kind, fused_norm=fused_norm, overlaps=overlaps)
@@ -79,11 +89,12 @@ def _layer(
     rotary_factor: float,
     has_experts: bool,
     has_delta_net: bool,
+    is_global: bool,
     *,
     fused_norm: bool,
     overlaps: bool,
 ) -> ModuleSpec:
-    """A layer with experts, or a dense one, with attention or a gated delta net."""
+    """A layer with experts, or a dense one, with attention, `GlobalAttention` or a gated delta net."""
     layer: ModuleSpec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts if has_experts else None,
         normalization="RMSNorm",
@@ -111,6 +122,8 @@ def _layer(
         attention.q_layernorm = attention.k_layernorm = HeadRMSNorm if fused_norm else RMSNorm
     if features != LLAMA:
         _use_features(layer, config, features)
+        if is_global and features.global_attention and features.global_attention.keys_are_values:
+            attention.linear_qkv = ModuleSpec(module=KeysAsValuesLinear, params=attention.linear_qkv.params)
     parts.input_layernorm = IdentityOp
     if features.latent_attention:
         params = {**parts.self_attention.params, "features": features, "rotary_factor": rotary_factor}
@@ -127,6 +140,8 @@ def _layer(
 def _use_features(layer: ModuleSpec, config: TransformerConfig, features: LayerFeatures) -> None:
     """Put the modules of features into the spec of a layer."""
     attention, mlp = layer.submodules.self_attention, layer.submodules.mlp
+    if features.layer_scalar:
+        layer.module = ScalarTransformerLayer
     if features.local_rope_theta:
         attention.module = LocalSelfAttention
         attention.params = {**attention.params, "features": features}

@@ -53,6 +53,8 @@ class Weight:
     """Hugging Face's tensor has no dimension, Megatron's has one element."""
     layers: tuple[int, ...] | None = None
     """The layers that have it; None: all."""
+    groups: int = 1
+    """Of QKV: into how many the rows of each tensor are divided; those of a group come one after another."""
     keep_dtype: bool = False
     """Never cast: a router bias in fp32 chooses other experts when it is rounded."""
 

@@ -15,7 +15,9 @@ from pretrainkit.models.family import Family
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 _TOKEN_ID = "_token_id"
-_MAY_BE_ZERO = ("first_k_dense_replace",)
+_MAY_BE_ZERO = ("first_k_dense_replace", "hidden_size_per_layer_input", "num_kv_shared_layers")
+_NUMBERS = ("final_logit_softcapping",)
+"""Fields that are off by default and no counts."""
 
 
 def wrong_types(config: Mapping[str, Any], family: Family, where: str) -> Iterator[RequestError]:
@@ -27,7 +29,8 @@ def wrong_types(config: Mapping[str, Any], family: Family, where: str) -> Iterat
         if meaning in _MAY_BE_ZERO and type(value) is int and value == 0:
             continue
         if meaning in defaults:
-            needed = needed_type(value, defaults[meaning])
+            default = defaults[meaning]
+            needed = needed_type(value, 1.0 if default is None and meaning in _NUMBERS else default)
         elif name.endswith(_TOKEN_ID):
             needed = _needed_id(value, config.get("vocab_size"), is_padding=name == "pad_token_id")
         elif name in ("dtype", "torch_dtype") and value is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from dataclasses import replace
 
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.models.family import Layout
@@ -36,8 +38,25 @@ def matmul_parameters(shape: ModelShape) -> int:
     """Parameters of the matrix products of a token: no input embedding, no norms, only its active experts."""
     sparse = len(shape.expert_layers)
     dense = layer_parameters(shape, is_dense=True) * (shape.num_layers - sparse)
-    others = len(shape.features.delta_net_layers) * (delta_net_parameters(shape) - attention_parameters(shape))
+    others = other_attention_parameters(shape, range(shape.num_layers))
     return dense + sparse * layer_parameters(shape) + others + shape.hidden_size * shape.vocab_size
+
+
+def other_attention_parameters(shape: ModelShape, layers: Iterable[int]) -> int:
+    """What those of these layers that have another attention have more than `attention_parameters`."""
+    kept, nets, wide = set(layers), set(shape.features.delta_net_layers), shape.features.global_attention
+    more = len(kept & nets) * (delta_net_parameters(shape) - attention_parameters(shape))
+    if wide:
+        others = attention_parameters(with_global_heads(shape))
+        others -= wide.keys_are_values * shape.hidden_size * wide.head_dim * wide.num_query_groups
+        more += len(kept & set(shape.global_layers)) * (others - attention_parameters(shape))
+    return more
+
+
+def with_global_heads(shape: ModelShape) -> ModelShape:
+    """The shape with the heads of layers that aren't local in all of them."""
+    wide = shape.features.global_attention
+    return replace(shape, head_dim=wide.head_dim, num_query_groups=wide.num_query_groups) if wide else shape
 
 
 def delta_net_parameters(shape: ModelShape) -> int:
@@ -84,11 +103,16 @@ def training_flops_per_token(shape: ModelShape, sequence_length: int) -> float:
     Recomputation is not counted, so that MFU = this x tokens/s / peak compares implementations
     (https://arxiv.org/abs/2204.02311, appendix B, with causal attention halved).
     """
-    window, num_local = shape.features.sliding_window, len(shape.features.local_layers)
+    window, local = shape.features.sliding_window, shape.features.local_layers
     seen = [sequence_length / 2] * shape.num_layers  # tokens that a token attends to, by layer
     if 0 < window < sequence_length:
-        seen[:num_local] = [window - window**2 / (2 * sequence_length)] * num_local
+        for layer in local:
+            seen[layer] = window - window**2 / (2 * sequence_length)
     for layer in shape.features.delta_net_layers:  # whose state's products are few
         seen[layer] = 0
-    sizes = shape.num_attention_heads * (shape.head_dim + value_head_dim(shape))
-    return 6 * matmul_parameters(shape) + 6 * sizes * sum(seen)
+    head_dims = [shape.head_dim + value_head_dim(shape)] * shape.num_layers
+    if wide := shape.features.global_attention:
+        for layer in shape.global_layers:
+            head_dims[layer] = 2 * wide.head_dim
+    products = sum(size * tokens for size, tokens in zip(head_dims, seen, strict=True))
+    return 6 * matmul_parameters(shape) + 6 * shape.num_attention_heads * products

@@ -110,11 +110,13 @@ def in_both_spellings(config: Mapping[str, Any], family: Family, where: str = "c
     for name in {"rope_theta", family.local_rope, *([PARTIAL] if PARTIAL in family.defaults else [])} - {""}:
         if config.get(name) != read[name]:
             both[name] = read[name]
-    if scaling and config.get("rope_scaling") not in (scaling, spelled_for_4(scaling)):
+    has_class_in_4 = "proportional" not in family.rope_types  # 5 takes rope_scaling, if it is there, for all settings
+    if scaling and has_class_in_4 and config.get("rope_scaling") not in (scaling, spelled_for_4(scaling)):
         both["rope_scaling"] = spelled_for_4(scaling)
     if scaling and scaling["rope_type"] == "longrope":
         both[ORIGINAL] = scaling[ORIGINAL]
-    both.setdefault("rope_scaling", None)
+    if has_class_in_4:
+        both.setdefault("rope_scaling", None)
     parameters = {"rope_type": "default", **(scaling or {}), "rope_theta": theta}
     if PARTIAL in family.defaults:
         parameters[PARTIAL] = read[PARTIAL]

@@ -4,7 +4,8 @@
 |---|---|---|
 | config.json | the object | `text_config`, which has the text model's `model_type` |
 | tied embeddings | `tie_word_embeddings` | in `text_config` (transformers 4) and outside (transformers 5) |
-| tensors | `model.layers.0...`, `lm_head.weight` | the same after `language_model.`; others are the rest |
+| tensors | `model.layers.0...`, `lm_head.weight` | the same after `language_model.`, or of newer models |
+| | | `model.language_model.layers.0...`, `lm_head.weight`; others are the rest |
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ from pretrainkit.errors import RequestError
 
 TEXT_MODELS: Mapping[str, Mapping[str, str]] = {
     "Gemma3ForConditionalGeneration": {"gemma3_text": "Gemma3ForCausalLM"},
+    "Gemma4ForConditionalGeneration": {"gemma4_text": "Gemma4ForCausalLM"},
     "Mistral3ForConditionalGeneration": {"ministral3": "Ministral3ForCausalLM", "mistral": "MistralForCausalLM"},
 }
 """Multimodal architecture -> `model_type` of its text model -> architecture of that."""
-PREFIX = "language_model."
+_NEWER = ("Gemma4ForConditionalGeneration",)
+"""Those whose text model is named within `model.`."""
+_PREFIX, _MODEL, _WITHIN, _HEAD = "language_model.", "model.", "model.language_model.", "lm_head."
 _TEXT, _TIED = "text_config", "tie_word_embeddings"
 _OF_WHOLE = ("dtype", "torch_dtype", "quantization_config", "auto_map")
 """Fields outside that are the text model's, too."""
@@ -75,7 +79,20 @@ def text_tensors(tensors: Mapping[str, _Value]) -> tuple[dict[str, _Value], dict
 
     Those of a text model, which have no prefix, are all its own.
     """
-    if not any(name.startswith(PREFIX) for name in tensors):
+    if any(name.startswith(_WITHIN) for name in tensors):
+        names = {name: name.replace(_WITHIN, _MODEL, 1) for name in tensors if name.startswith((_WITHIN, _HEAD))}
+    elif any(name.startswith(_PREFIX) for name in tensors):
+        names = {name: name.removeprefix(_PREFIX) for name in tensors if name.startswith(_PREFIX)}
+    else:
         return dict(tensors), {}
-    text = {name.removeprefix(PREFIX): value for name, value in tensors.items() if name.startswith(PREFIX)}
-    return text, {name: value for name, value in tensors.items() if not name.startswith(PREFIX)}
+    text = {text: tensors[name] for name, text in names.items()}
+    return text, {name: value for name, value in tensors.items() if name not in names}
+
+
+def whole_name(name: str, config: Mapping[str, Any]) -> str:
+    """The name of a text model's tensor in the model that `config` describes, which is that of `text_tensors`."""
+    if not is_multimodal(config):
+        return name
+    if config["architectures"][0] not in _NEWER:
+        return _PREFIX + name
+    return name.replace(_MODEL, _WITHIN, 1) if name.startswith(_MODEL) else name

@@ -26,6 +26,7 @@ _NAMES = (
     "exaone4",
     "gemma2",
     "gemma3_text",
+    "gemma4_text",
     "glm4",
     "gpt_oss",
     "granite",

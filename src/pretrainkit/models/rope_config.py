@@ -24,6 +24,7 @@ _SCALINGS: Mapping[str, Mapping[str, Any]] = {
     "yarn": {"factor": 8.0, ORIGINAL: 8192},
     "dynamic": {"factor": 8.0},
     "longrope": {"short_factor": [], "long_factor": []},
+    "proportional": {},
 }
 """Rotary scalings that are supported, with the settings of each; each of them must be there."""
 _OPTIONAL: Mapping[str, Mapping[str, Any]] = {
@@ -119,9 +120,13 @@ def _stated_rope(config: Mapping[str, Any], family: Family, where: str) -> _Stat
                 )
             stated.local_bases[f"{name}.{SLIDING}.rope_theta"] = base
         base, scaling, part = _read_parameters(settings or {}, place, family)
+        if name == "rope_parameters" and family.local_rope and base is None:
+            raise RequestError("no rope_theta", where=f"{place}.{FULL}", needed="the rotary base")
         if scaling and scaling["rope_type"] == "longrope":  # whose old context length is a field outside
             scaling = {ORIGINAL: config.get(ORIGINAL, family.defaults[ORIGINAL]), **scaling}
         stated.scalings[name] = scaling
+        if part is None and scaling and scaling["rope_type"] == "proportional" and name == "rope_parameters":
+            raise RequestError(f"rope type 'proportional' lacks {PARTIAL}", where=place)
         if base is not None:
             stated.bases[f"{name}.rope_theta"] = base
         if part is not None and PARTIAL in family.defaults:
@@ -226,4 +231,4 @@ def _read_parameters(
     )
     if unknown := sorted(parameters.keys() - {*known, *optional}):
         raise RequestError(f"unknown rope settings: {', '.join(unknown)}", where=where)
-    return theta, {"rope_type": kind, **parameters} if known else None, part
+    return theta, None if kind == "default" else {"rope_type": kind, **parameters}, part

@@ -29,11 +29,12 @@ def head(shape: ModelShape) -> tuple[Weight, ...]:
 
 
 def attention(
-    shape: ModelShape, before: str = "input_layernorm", after: str = "", fused: str = ""
+    shape: ModelShape, before: str = "input_layernorm", after: str = "", fused: str = "", parts: str = "qkv"
 ) -> tuple[Weight, ...]:
     """Grouped-query attention with its norms, and with the biases and query/key norms that the shape has.
 
-    `before` and `after` are the names of norms, `fused` that of the projection, where Hugging Face has one for all.
+    `before` and `after` are the names of norms, `fused` that of the projection, where Hugging Face has one for all;
+    `parts` are those that it has.
     """
     ours, theirs = "decoder.layers.{layer}.self_attention.", "model.layers.{layer}.self_attn."
     features, layer = shape.features, "model.layers.{layer}."
@@ -43,10 +44,11 @@ def attention(
     def qkv(kind: str, shapes: tuple[tuple[int, ...], ...]) -> Weight:
         return Weight(
             f"{ours}linear_qkv.{kind}",
-            (f"{theirs}{fused}.{kind}",) if fused else tuple(f"{theirs}{name}_proj.{kind}" for name in "qkv"),
+            (f"{theirs}{fused}.{kind}",) if fused else tuple(f"{theirs}{name}_proj.{kind}" for name in parts),
             Layout.QKV,
-            shapes,
+            shapes[: len(parts)],
             is_fused=bool(fused),
+            groups=shape.num_query_groups,
         )
 
     def qk_norm(name: str, size: int) -> Weight:
@@ -157,16 +159,24 @@ def dense_weights(
 ) -> tuple[Weight, ...]:
     """The complete table of a dense decoder, with the names of the norms around attention and MLP that it has."""
     features, ours, layer = shape.features, "decoder.layers.{layer}.mlp.", "model.layers.{layer}."
+    attend = attention(shape, before[0], after[0], fused_qkv)
+    if other := features.global_attention:
+        wide = replace(shape, head_dim=other.head_dim, num_query_groups=other.num_query_groups)
+        parts = "qk" if other.keys_are_values else "qkv"
+        others = attention(wide, before[0], after[0], fused_qkv, parts)
+        attend = (*_in_layers(attend, features.local_layers), *_in_layers(others, shape.global_layers))
+    scalar = Weight("decoder.layers.{layer}.layer_scalar", (layer + "layer_scalar",), Layout.REPLICATED, ((1,),))
 
     def mlp_norm(is_there: bool, megatron: str, name: str) -> tuple[Weight, ...]:
         return (norm(ours + megatron, layer + name, shape.hidden_size),) if is_there else ()
 
     return (
         embedding(shape),
-        *attention(shape, before[0], after[0], fused_qkv),
+        *attend,
         *mlp_norm(features.norm_before, "linear_fc1.layer_norm_weight", before[1]),
         *mlp(shape),
         *mlp_norm(features.norm_after, "linear_fc2.post_layernorm.weight", after[1]),
+        *([scalar] if features.layer_scalar else []),
         *head(shape),
     )
 

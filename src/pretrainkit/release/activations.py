@@ -80,19 +80,17 @@ def compare_outputs(model: torch.nn.Module, run: Callable[[], Any], shape: Model
     for name, output in local.items():
         gathered[name] = [torch.empty_like(output) for _ in range(torch.distributed.get_world_size())]
         torch.distributed.all_gather(gathered[name], output)
-    return first_difference(mappings, gathered, torch.load(path), groups=shape.num_query_groups)
+    return first_difference(mappings, gathered, torch.load(path))
 
 
 def first_difference(
     mappings: Sequence[TensorMapping],
     megatron: Mapping[str, Sequence[Tensor]],
     hugging_face: Mapping[str, Tensor],
-    *,
-    groups: int,
 ) -> str:
     """A sentence that names the first module whose outputs differ, and the last one before it.
 
-    `megatron` are the outputs of each tensor parallel rank; `groups` is the number of key/value heads.
+    `megatron` are the outputs of each tensor parallel rank.
     """
     before = "none"
     for mapping, ours, theirs in compared_modules(mappings):
@@ -100,7 +98,7 @@ def first_difference(
         if ours not in megatron or len(expected) < len(theirs):
             continue
         sizes = [rows for rows, *_ in mapping.shapes] if mapping.weight.is_fused else [len(each) for each in expected]
-        found = _whole(mapping.layout, megatron[ours], expected[0].shape[1], sizes, groups)
+        found = _whole(mapping.layout, megatron[ours], expected[0].shape[1], sizes, mapping.weight.groups)
         found = [torch.cat(found)] if mapping.weight.is_fused else found
         for name, output, wanted in zip(theirs, found, expected, strict=True):
             if output.shape != wanted.shape:

@@ -25,7 +25,8 @@ from pretrainkit.checkpoint.formats import mxfp4
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import CheckpointError, PretrainkitError
 from pretrainkit.imports import heavy_imports
-from pretrainkit.models.multimodal import PREFIX, is_multimodal
+from pretrainkit.models.flops import with_global_heads
+from pretrainkit.models.multimodal import is_multimodal, text_tensors
 from pretrainkit.models.registry import read_whole_config
 from pretrainkit.signals import die_with_parent
 
@@ -58,7 +59,8 @@ class Request:
 
 def needed_bytes(shape: ModelShape, num_tokens: int) -> int:
     """Peak memory of the process: its largest block of weights in fp32 and as stored, and the logits."""
-    attention = shape.hidden_size * shape.head_dim * 2 * (shape.num_attention_heads + shape.num_query_groups)
+    wide = with_global_heads(shape)
+    attention = shape.hidden_size * wide.head_dim * 2 * (shape.num_attention_heads + shape.num_query_groups)
     experts = shape.num_experts * shape.expert_ffn_hidden_size or shape.ffn_hidden_size
     layer = attention + 3 * shape.hidden_size * (experts + shape.shared_expert_ffn_hidden_size)
     block = max(layer, shape.vocab_size * shape.hidden_size)
@@ -134,10 +136,11 @@ def _streaming_model(folder: Path, rounded: Any, stack: ExitStack) -> Any:
 
     read, names = open_by_package(folder, stack)
     config = AutoConfig.from_pretrained(readable_folder(folder), local_files_only=True, trust_remote_code=False)
-    prefix = PREFIX if is_multimodal(read_whole_config(folder)) else ""
-    if prefix:  # of which the text model runs alone
+    stored_names = {name: name for name in names}
+    if is_multimodal(read_whole_config(folder)):  # of which the text model runs alone
         config = config.get_text_config()
-        names = {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+        stored_names = text_tensors(stored_names)[0]
+        names = set(stored_names)
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
@@ -155,16 +158,16 @@ def _streaming_model(folder: Path, rounded: Any, stack: ExitStack) -> Any:
 
     def load(name: str) -> Any:
         if stored[name] == [(name + mxfp4.BLOCKS, name + mxfp4.SCALES)]:
-            packed = (read(prefix + part) for part in stored[name][0])
+            packed = (read(stored_names[part]) for part in stored[name][0])
             return convert_moe_packed_tensors(*packed, dtype=torch.bfloat16).float()
-        experts = [[read(prefix + part).to(rounded).float() for part in expert] for expert in stored[name]]
+        experts = [[read(stored_names[part]).to(rounded).float() for part in expert] for expert in stored[name]]
         first = experts[0][0]
         return first if first.shape == shapes[name] else torch.stack([torch.cat(parts) for parts in experts])
 
     # Buffers (a router's biases of experts) are few, and never rounded.
     for name, buffer in model.named_buffers():
         if name in shapes:
-            buffer.copy_(read(stored[name][0][0]))
+            buffer.copy_(read(stored_names[stored[name][0][0]]))
     weights = _Weights(load, len(shapes))
     attach_align_device_hook(
         model, "cpu", offload=True, weights_map=weights, preload_module_classes=model._no_split_modules

@@ -20,8 +20,8 @@ from pretrainkit.checkpoint.lazy_tensor import same_bits
 from pretrainkit.checkpoint.mapping import tensor_mappings
 from pretrainkit.models.family import Layout
 from pretrainkit.models.hf_config import dtype_of
-from pretrainkit.models.multimodal import PREFIX
-from pretrainkit.models.registry import read_config
+from pretrainkit.models.multimodal import whole_name
+from pretrainkit.models.registry import read_config, read_whole_config
 from pretrainkit.release.report import Check
 from pretrainkit.release.source import ReleaseSource, wrong_rows
 
@@ -33,8 +33,8 @@ def check_weights(source: ReleaseSource, released: Path) -> Iterator[Check]:
     shape = source.shape
     mappings = tensor_mappings(shape)
     carried = carried_tensors(source.hf_folder)
-    prefix = PREFIX if carried else ""
-    wanted = {prefix + name for mapping in mappings for name in mapping.hf}
+    config = read_whole_config(source.hf_folder)
+    wanted = {whole_name(name, config) for mapping in mappings for name in mapping.hf}
     declared = _declared_dtype(released)
     problems: defaultdict[str, list[str]] = defaultdict(list)
     if declared is None:
@@ -42,7 +42,7 @@ def check_weights(source: ReleaseSource, released: Path) -> Iterator[Check]:
     casts, num_elements = set(), 0
     with ExitStack() as stack:
         read, names = open_by_package(released, stack)
-        head = f"{prefix}lm_head.weight"
+        head = whole_name("lm_head.weight", config)
         extra = names - wanted - carried.keys() - ({head} if shape.tie_word_embeddings else set())
         yield Check.of("every tensor is there", sorted(wanted - names), f"{len(wanted)} tensors")
         yield Check.of("no tensor that the architecture doesn't have", sorted(extra), "none")
@@ -58,7 +58,7 @@ def check_weights(source: ReleaseSource, released: Path) -> Iterator[Check]:
             for name, hf_shape, expected in zip(mapping.hf, mapping.hf_shapes, whole, strict=True):
                 hf_shape = hf_shape[1:] if is_stacked else hf_shape
                 expected = expected.reshape(hf_shape)  # of a scalar
-                if (name := prefix + name) not in names:
+                if (name := whole_name(name, config)) not in names:
                     continue
                 tensor = read(name, mapping.expert if is_stacked else None)
                 if expected.dtype != tensor.dtype:
@@ -77,7 +77,7 @@ def check_weights(source: ReleaseSource, released: Path) -> Iterator[Check]:
                         problems[kind].append(problem)
                 num_elements += tensor.numel()
         if shape.tie_word_embeddings and head in names:
-            embedding = read(f"{prefix}model.embed_tokens.weight")
+            embedding = read(whole_name("model.embed_tokens.weight", config))
             same = same_bits(read(head), embedding)
             yield Check("tied weights are equal", same, "lm_head.weight and model.embed_tokens.weight")
     if source.extension:

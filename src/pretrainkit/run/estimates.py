@@ -27,13 +27,13 @@ from pretrainkit.config.schema import Estimates, Kernels, Recompute, ResolvedRun
 from pretrainkit.megatron.kernels import PLAIN
 from pretrainkit.models.flops import (
     active_parameters,
-    attention_parameters,
-    delta_net_parameters,
     expert_parameters,
     layer_parameters,
+    other_attention_parameters,
     parameters,
     training_flops_per_token,
     value_head_dim,
+    with_global_heads,
 )
 from pretrainkit.run.gpu_specs import memory_gib, peak_flops
 
@@ -114,8 +114,7 @@ def _stage_bytes(run: ResolvedRun, *, is_first: bool) -> tuple[float, float, flo
     own = range(layers) if is_first else range(shape.num_layers - layers, shape.num_layers)
     sparse = len(set(own) & set(shape.expert_layers))
     matrices = (layers - sparse) * layer_parameters(shape, is_dense=True) + sparse * (layer_parameters(shape) - visited)
-    others = len(set(own) & set(shape.features.delta_net_layers))
-    matrices += others * (delta_net_parameters(shape) - attention_parameters(shape))
+    matrices += other_attention_parameters(shape, own)
     on_rank = matrices / tensor + layers * 2 * shape.hidden_size + embeddings * embedding
     bf16 = run.precision == "bf16"
     weights = _state_bytes(run, on_rank, run.world_size // (stages * tensor))
@@ -159,10 +158,14 @@ def _layer_elements(run: ResolvedRun) -> tuple[float, float, float]:
     shape, tensor = run.model, run.config.parallel.tensor_model_parallel_size
     split = tensor if run.sequence_parallel else 1
     hidden, ffn = shape.hidden_size / split, shape.ffn_hidden_size / tensor
-    heads, groups = shape.num_attention_heads * shape.head_dim / tensor, shape.num_query_groups / tensor
-    values = shape.num_attention_heads * value_head_dim(shape) / tensor
+    # The mean of local layers and of those with other heads.
+    part = len(shape.global_layers) / shape.num_layers if shape.features.global_attention else 0
+    heads = keys = values = 0.0
+    for one, weight in ((shape, 1 - part), (with_global_heads(shape), part)):
+        heads += weight * one.num_attention_heads * one.head_dim / tensor
+        values += weight * one.num_attention_heads * value_head_dim(one) / tensor
+        keys += weight * one.num_query_groups * (one.head_dim + value_head_dim(one)) / tensor
     # Our attention keeps the keys and values of all CP ranks.
-    keys = groups * (shape.head_dim + value_head_dim(shape))
     keys *= 1 if _kernels(run).layer_spec == "te" else run.config.parallel.context_parallel_size
     # What a weight's gradient is computed from, in halves of bf16's two bytes.
     input_ = 0.5 if run.fp8 and run.fp8.recipe != "rowwise_wgrad_bf16" else 1.0

@@ -140,7 +140,9 @@ def _changes(run: ResolvedRun) -> Iterator[tuple[str, ResolvedRun]]:
         parallel.context_parallel_size,
     )
     length = run.config.data.sequence_length
-    heads, rows = (shape.num_attention_heads, shape.num_query_groups), shape.expert_ffn_hidden_size
+    heads, rows = [shape.num_attention_heads, shape.num_query_groups], shape.expert_ffn_hidden_size
+    if wide := shape.features.global_attention:
+        heads.append(wide.num_query_groups)
     sizes = sorted(
         (
             (tp, pp, cp)

@@ -57,6 +57,14 @@ SETTINGS: list[tuple[str, dict[str, Any], str]] = [
     ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
     ("gemma3_text", {"hidden_activation": "gelu"}, "hidden_activation"),
     ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ("gemma4_text", {"attention_bias": True}, "attention_bias"),
+    ("gemma4_text", {"enable_moe_block": True}, "enable_moe_block"),
+    ("gemma4_text", {"hidden_size_per_layer_input": "absent"}, "hidden_size_per_layer_input"),
+    ("gemma4_text", {"layer_types": WINDOWS[::-1]}, "layer_types"),
+    ("gemma4_text", {"num_kv_shared_layers": 2}, "num_kv_shared_layers"),
+    ("gemma4_text", {"per_layer_config": {"0": {"head_dim": 32}}}, "per_layer_config"),
+    ("gemma4_text", {"rope_parameters": {**SCALED_WINDOW, "sliding_attention": DEFAULT}}, "rope_parameters"),
+    ("gemma4_text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
     ("glm4", {"rope_scaling": LLAMA3}, "llama3"),
     (
         "glm4",
@@ -109,8 +117,9 @@ SETTINGS: list[tuple[str, dict[str, Any], str]] = [
 def shape_of(folder: Path, family: str, changes: dict[str, Any]) -> Any:
     scaling = {"ministral3": GROWING, "gpt_oss": YARN}.get(family)
     scaled = {"rope_scaling": scaling} if scaling else {}
+    none = {"hidden_size_per_layer_input": 0, "rope_theta": 1000000.0} if family == "gemma4_text" else {}
     latent = {"num_key_value_heads": 8, "num_experts_per_tok": 2} if family.startswith("deepseek") else {}
-    config = {"architectures": [*family_named(family).architectures], **SIZES, **scaled, **latent, **changes}
+    config = {"architectures": [*family_named(family).architectures], **SIZES, **scaled, **none, **latent, **changes}
     kept = {name: value for name, value in config.items() if value != "absent"}
     (folder / "config.json").write_text(json.dumps(kept))
     return read_shape(folder)

@@ -197,9 +197,8 @@ def test_several_contradictions_are_named_at_once(shape_of: Callable[..., Any]) 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_both_spellings_keep_the_meaning_and_add_nothing_twice(family: Family) -> None:
-    scaled = {
-        kind: settings for kind, settings in {"llama3": SCALED, "yarn": YARN}.items() if kind in family.rope_types
-    }
+    known = {"llama3": SCALED, "yarn": YARN, "proportional": {"rope_type": "proportional"}}
+    scaled = {kind: settings for kind, settings in known.items() if kind in family.rope_types}
     scaling = {**next(iter(scaled.values()), {}), **family.rope_settings}
     part = {name: family.defaults[name] for name in ("partial_rotary_factor",) if name in family.defaults}
     for rope in (
@@ -272,7 +271,7 @@ def test_an_absent_field_means_the_default_of_the_class_in_transformers(generati
 def test_every_field_that_is_read_has_a_default(family: Family) -> None:
     read = (DECODER_FIELDS | family.fields).read - {"layer_types", "rope_parameters"}
     # Of any type or length, which the family's file checks.
-    lists = {"no_rope_layers", "quantization_config", "sliding_window_pattern"}
+    lists = {"no_rope_layers", "per_layer_config", "quantization_config", "sliding_window_pattern"}
     assert read - family.defaults.keys() - lists == set()
 
 

@@ -11,7 +11,7 @@ import pytest
 from pretrainkit.config.schema import RopeScaling
 from pretrainkit.errors import RequestError
 from pretrainkit.models.flops import parameters
-from pretrainkit.models.multimodal import text_config, text_tensors, with_text_config
+from pretrainkit.models.multimodal import text_config, text_tensors, whole_name, with_text_config
 from pretrainkit.models.registry import read_shape, read_whole_config
 
 GEMMA_3_4B: dict[str, Any] = {
@@ -67,4 +67,10 @@ def test_tensors_are_divided_by_their_names() -> None:
     names = ["language_model.model.norm.weight", "language_model.lm_head.weight", "vision_tower.x", "multi_modal_y"]
     text, rest = text_tensors(dict.fromkeys(names, 0))
     assert list(text) == ["model.norm.weight", "lm_head.weight"] and list(rest) == names[2:]
+    assert [whole_name(name, GEMMA_3_4B) for name in text] == names[:2]
+    names = ["model.language_model.norm.weight", "lm_head.weight", "model.vision_tower.x"]
+    text, rest = text_tensors(dict.fromkeys(names, 0))
+    assert list(text) == ["model.norm.weight", "lm_head.weight"] and list(rest) == names[2:]
+    newer = {**GEMMA_3_4B, "architectures": ["Gemma4ForConditionalGeneration"]}
+    assert [whole_name(name, newer) for name in text] == names[:2]
     assert text_tensors({"model.norm.weight": 0}) == ({"model.norm.weight": 0}, {})

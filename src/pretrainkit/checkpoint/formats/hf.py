@@ -32,7 +32,8 @@ from pretrainkit.checkpoint.plan import ConversionPlan
 from pretrainkit.checkpoint.transforms import split_rows
 from pretrainkit.errors import CheckpointError, RequestError
 from pretrainkit.files import read_json, write_json
-from pretrainkit.models.multimodal import PREFIX, text_tensors
+from pretrainkit.models.multimodal import text_tensors, whole_name
+from pretrainkit.models.registry import read_whole_config
 
 _IGNORED_TENSORS = ("rotary_emb.inv_freq",)
 """Buffers that old transformers versions saved; they follow from config.json."""
@@ -139,7 +140,7 @@ class HfWriter:
 
     def __init__(self, folder: Path, plan: ConversionPlan) -> None:
         self.folder, self.dtypes, self._num_bytes, self._carried = folder, plan.dtypes, plan.num_bytes, plan.carried
-        self._prefix = PREFIX if plan.carried else ""
+        self._config = read_whole_config(plan.hf_folder)
         self.parts = plan.shards()
         """Tensors by file: one worker writes one file; another has those that are carried along."""
         count = len(self.parts) + bool(plan.carried)
@@ -150,7 +151,7 @@ class HfWriter:
     def write_part(self, part: int, values: Iterable[tuple[TensorMapping, Sequence[LazyTensor]]]) -> None:
         """Write one file; `values` come in the order of `parts[part]`."""
         plan = {
-            self._prefix + name: described(shape, self.dtypes[mapping])
+            whole_name(name, self._config): described(shape, self.dtypes[mapping])
             for mapping in self.parts[part]
             for name, shape in zip(mapping.hf, mapping.hf_shapes, strict=True)
         }
@@ -160,7 +161,9 @@ class HfWriter:
     def finish(self) -> None:
         """Write the tensors that are carried along, and the index of several files."""
         files = zip(self._names, self.parts, strict=False)
-        weight_map = {self._prefix + tensor: name for name, part in files for mapping in part for tensor in mapping.hf}
+        weight_map = {
+            whole_name(tensor, self._config): name for name, part in files for mapping in part for tensor in mapping.hf
+        }
         if self._carried:
             copy_tensors(self.folder / self._names[-1], self._carried)
             weight_map |= dict.fromkeys(self._carried, self._names[-1])

@@ -262,7 +262,7 @@ class TorchDistReader:
         if len(parts) > 1:  # gate and up apart
             return [read_rows(*part, 0, count) for part, count in zip(parts, rows, strict=True)]
         whole = read_rows(*parts[0], 0, sum(rows))
-        return unshard(mapping.layout, [whole], rows=rows, groups=self.shape.num_query_groups)
+        return unshard(mapping.layout, [whole], rows=rows, groups=mapping.weight.groups)
 
     def padding(self, mapping: TensorMapping) -> LazyTensor | None:
         """The padding rows of a vocabulary tensor; None where there are none."""

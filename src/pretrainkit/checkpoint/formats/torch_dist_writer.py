@@ -71,7 +71,7 @@ class TorchDistWriter:
     def _pieces(self, mapping: TensorMapping, values: Sequence[LazyTensor]) -> list[tuple[int, LazyTensor]]:
         """The Megatron tensor as chunks with their first rows; what needs no rearranging is not copied in memory."""
         if mapping.layout is Layout.QKV:
-            return [(0, merge_rows(values, self.shape.num_query_groups))]
+            return [(0, merge_rows(values, mapping.weight.groups))]
         pieces, first = [], 0
         for rows in values:
             pieces.append((first, rows))

@@ -159,7 +159,7 @@ class TorchLegacyReader:
                 f"{mapping} differs between tensor parallel ranks, which must hold the same", where=str(self.folder)
             )
         rows = [shape[0] for shape in mapping.shapes]
-        return unshard(mapping.layout, parts, rows=rows, groups=self.shape.num_query_groups)
+        return unshard(mapping.layout, parts, rows=rows, groups=mapping.weight.groups)
 
     def padding(self, mapping: TensorMapping) -> LazyTensor | None:
         """The padding rows of a vocabulary tensor; None where there are none."""

@@ -90,7 +90,7 @@ class TorchLegacyWriter:
                     tensors_hf,
                     rank=rank,
                     size=sizes.tensor,
-                    groups=self.shape.num_query_groups,
+                    groups=mapping.weight.groups,
                     padded_rows=self._padded_rows,
                 )
                 for stage, expert in itertools.product(range(sizes.pipeline), range(sizes.expert)):
