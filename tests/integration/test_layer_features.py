@@ -57,10 +57,10 @@ def losses(records: list[dict[str, Any]]) -> list[float]:
     return [record["loss"] for record in records if "loss" in record]
 
 
-def assert_same_losses(found: list[dict[str, Any]], expected: list[dict[str, Any]], later: float = 2e-4) -> None:
+def assert_same_losses(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
     """Those of the first step; later ones but for what Adam makes of gradients that are hardly more than rounding."""
     assert losses(found)[0] == pytest.approx(losses(expected)[0], abs=5e-6)
-    assert losses(found) == pytest.approx(losses(expected), abs=later)
+    assert losses(found) == pytest.approx(losses(expected), abs=2e-4)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ALIKE])
@@ -80,8 +80,7 @@ def test_ranks_train_what_one_rank_trains(
     assert parity["result"] == ("passed" if name in CHECKED else "skipped"), parity
     start.pop("hf_weights", None)
     spread = train_tiny(tmp_path / "hf", "spread", max_steps=3, tensor=2, pipeline=2, sequence_parallel=True, **start)
-    is_noisy = name == "qwen3-next"  # norms around zero: of other sums Adam's first steps make more
-    assert_same_losses(spread, one, 1e-2 if is_noisy else 2e-4)
+    assert_same_losses(spread, one)
     found = {}
     for run in ("one", "spread"):
         checkpoint = checkpoints.newest_complete(tmp_path / run / "checkpoints")
@@ -92,14 +91,12 @@ def test_ranks_train_what_one_rank_trains(
     assert found["one"].keys() == found["spread"].keys() == before.keys()
     for weight, tensor in before.items():
         change = (found["one"][weight] - tensor).norm()
-        if "act_fn." in weight:  # xIELU's constants, and numbers whose gradient may change its sign at each step
-            continue
         if weight.endswith("layer_scalar"):  # which no training changes
             assert torch.equal(found["spread"][weight], tensor) and not change
             continue
-        assert change > 1e-4, weight
+        assert change > 1e-4 or weight.endswith(("act_fn.beta", "act_fn.eps")), weight  # xIELU's constants
         # Attention hardly depends on the bias of keys: most of its gradient is rounding.
-        limit = 0.3 if weight.endswith("k_proj.bias") else 1.0 if is_noisy else 0.05
+        limit = 0.3 if weight.endswith("k_proj.bias") else 0.05
         assert (found["spread"][weight] - found["one"][weight]).norm() <= limit * change, weight
 
 
