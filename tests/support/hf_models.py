@@ -210,6 +210,20 @@ FEATURED: dict[str, tuple[str, dict[str, Any]]] = {
             **WINDOW,
         },
     ),
+    "llama4": (
+        "Llama4",
+        {
+            "head_dim": 16,
+            "intermediate_size": 32,
+            "intermediate_size_mlp": 128,
+            "num_local_experts": 8,
+            "interleave_moe_layer_step": 2,
+            "no_rope_layer_interval": 2,
+            "attention_chunk_size": 24,
+            "floor_scale": 16,
+            "pad_token_id": 2,
+        },
+    ),
     "exaone4": ("Exaone4", {**WINDOW}),
     "qwen3-next": (
         "Qwen3Next",
@@ -254,6 +268,19 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
             "image_token_id": 7,
         },
     ),
+    "llama4": (
+        "Llama4",
+        {
+            "vision_config": {
+                **VISION,
+                "intermediate_size": 128,
+                "vision_output_dim": 32,
+                "projector_input_dim": 32,
+                "projector_output_dim": 32,
+            },
+            "image_token_index": 7,
+        },
+    ),
     "ministral3": (
         "Mistral3",
         {
@@ -263,7 +290,7 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Model of FEATURED -> class prefix of the multimodal model around it, and the rest of its config."""
-_CONFIGS = {"Gemma3": "TextConfig", "Gemma4": "TextConfig"}
+_CONFIGS = {"Gemma3": "TextConfig", "Gemma4": "TextConfig", "Llama4": "TextConfig"}
 MIXTURES = ("mixtral", "qwen3-moe", "qwen2-moe")
 
 

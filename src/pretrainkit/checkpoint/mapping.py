@@ -42,7 +42,8 @@ class TensorMapping:
         if self.weight.is_scalar:
             return ((),)
         if experts := self.weight.num_stacked:
-            return ((experts, *reversed(self.megatron_shape)),)
+            shape = self.megatron_shape
+            return ((experts, *(reversed(shape) if self.weight.is_transposed else shape)),)
         return (self.megatron_shape,) if self.weight.is_fused else self.shapes
 
     @property

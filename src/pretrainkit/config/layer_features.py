@@ -71,6 +71,8 @@ class Routing:
     topk_groups: int = 1
     experts_per_group_score: int = 1
     """Largest scores of a group whose sum is the group's."""
+    scales_input: bool = False
+    """The weight of a chosen expert multiplies its input, not its output."""
     aux_loss_by_sequence: bool = False
     """The auxiliary loss is that of each sequence alone."""
 
@@ -119,9 +121,11 @@ class LayerFeatures:
     attention_sinks: bool = False
     """Each head has a weight that is one more score in its softmax, of no token."""
     local_layers: tuple[int, ...] = ()
-    """Layers with a window or their own rotary base."""
+    """Layers with a window, chunks or their own rotary base."""
     sliding_window: int = 0
     """Tokens that a token attends to in `local_layers`, itself included; 0: all before it."""
+    attention_chunk: int = 0
+    """Tokens of the chunks into which a sequence is divided in `local_layers`: a token attends to its own; 0: none."""
     local_rope_theta: float = 0.0
     """Rotary base of `local_layers`, without scaling; 0: as in other layers."""
     nope_layers: tuple[int, ...] = ()
@@ -137,8 +141,13 @@ class LayerFeatures:
     logits_softcap: float = 0.0
     """The same of logits."""
     query_growth: float = 0.0
-    """Queries from the n-th multiple of `query_span` tokens on are multiplied by 1 + query_growth x log(1 + n)."""
+    """Queries from the n-th multiple of `query_span` tokens on are multiplied by 1 + query_growth x log(1 + n); where
+    there are `nope_layers`, in these."""
     query_span: int = 0
+    query_offset: int = 0
+    """Tokens by which these multiples come earlier."""
+    qk_l2_norm: bool = False
+    """RMSNorm, without a weight, of rotated queries and keys, in the layers with rotary embeddings."""
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     """Factor of a block's output before it is added to the residual stream."""
@@ -173,6 +182,8 @@ class LayerFeatures:
             yield "scalars of layers"
         if self.routing:
             yield f"{self.routing.score_function} routing" + (" in groups" if self.routing.num_groups > 1 else "")
+            if self.routing.scales_input:
+                yield "experts with scaled inputs"
         if self.dense_layers:
             yield "dense layers among those with experts"
         if not self.shared_expert_gate:
@@ -192,7 +203,11 @@ class LayerFeatures:
             yield "biases of " + " and ".join(name for name, has_bias in places.items() if has_bias)
         if self.sliding_window and (sequence_length is None or self.sliding_window < sequence_length):
             yield f"windows of {self.sliding_window} tokens"
-        if self.query_growth and (sequence_length is None or self.query_span < sequence_length):
+        if self.attention_chunk and (sequence_length is None or self.attention_chunk < sequence_length):
+            yield f"attention within chunks of {self.attention_chunk} tokens"
+        if self.qk_l2_norm:
+            yield "norms of rotated queries and keys"
+        if self.query_growth and (sequence_length is None or self.query_span < sequence_length + self.query_offset):
             yield f"queries that grow after {self.query_span} tokens"
         if self.attention_softcap or self.logits_softcap:
             yield "soft caps of attention or logits"

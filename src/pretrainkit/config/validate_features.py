@@ -33,9 +33,17 @@ def feature_problems(config: RunConfig, model: ModelShape, facts: RunFacts) -> I
     if training.precision == "fp8":
         yield RequestError(found, needed="--precision bf16 or fp32", where="--precision fp8")
     on_gpu = resolve.accelerator(config, facts.machine) != "cpu"
-    if features.global_attention and on_gpu:
-        wanted = "another model, or --accelerator cpu: heads that differ by layer were not tried on GPUs yet"
+    untried = {
+        "heads that differ by layer": features.global_attention,
+        "experts with scaled inputs": features.routing and features.routing.scales_input,
+        "norms of rotated queries and keys": features.qk_l2_norm,
+    }
+    if on_gpu and (missing := [name for name, is_there in untried.items() if is_there]):
+        wanted = f"another model, or --accelerator cpu: {' and '.join(missing)} were not tried on GPUs yet"
         yield RequestError(found, needed=wanted, where="--hf_model_id")
+    if 0 < features.attention_chunk < length and facts.dataset and resolve.reset_attention_mask(config, facts.dataset):
+        needed = f"false, or sequences of up to {features.attention_chunk} tokens: chunks are not those of documents"
+        yield RequestError(found, needed=needed, where="data.reset_attention_mask")
     if features.delta_net:
         yield from _delta_net_problems(config, facts, found, on_gpu=on_gpu)
     elif config.parallel.context_parallel_size > 1 and on_gpu:

@@ -18,7 +18,7 @@ from typing import Any
 
 from pretrainkit import logs
 from pretrainkit.checkpoint.convert import find_hf_folder
-from pretrainkit.checkpoint.formats.hf_files import model_class, readable_folder
+from pretrainkit.checkpoint.formats.hf_files import model_class, readable_folder, text_runner
 from pretrainkit.checkpoint.formats.torch_dist import EMBEDDING, embedding_of
 from pretrainkit.checkpoint.open import DetectedCheckpoint, detect
 from pretrainkit.checkpoint.parallel import Parallelism
@@ -105,7 +105,7 @@ def _in_transformers(model: ModelRequest, tasks: TaskRequest, max_length: int) -
     opened: dict[str, Any] = {"pretrained": str(folder), "dtype": dtype}
     if is_multimodal(read_whole_config(folder)):  # of which lm_eval's class doesn't open every one
         options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-        whole = model_class(folder).from_pretrained(folder, dtype=dtype, **options).eval().to(place)
+        whole = text_runner(model_class(folder).from_pretrained(folder, dtype=dtype, **options)).eval().to(place)
         opened = {"pretrained": whole, "tokenizer": AutoTokenizer.from_pretrained(folder, **options)}
     lm = HFLM(**opened, device=place, batch_size=model.batch_size, max_length=max_length)
     return run_tasks(lm, tasks)

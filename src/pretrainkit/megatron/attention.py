@@ -70,11 +70,15 @@ class ScaledDotProductAttention(MegatronModule):
         layer = layer_number - 1
         is_local = layer in features.local_layers
         self.window = features.sliding_window if is_local else 0
+        self.chunk = features.attention_chunk if is_local else 0
         self.softmax_scale = softmax_scale if features.attention_scale is None else features.attention_scale
         self.softcap = features.attention_softcap
-        self.growth, self.span = features.query_growth, features.query_span
+        has_rotary = layer not in features.nope_layers
+        self.growth = features.query_growth if not features.nope_layers or not has_rotary else 0.0
+        self.span, self.offset = features.query_span, features.query_offset
+        self.has_l2_norm = features.qk_l2_norm and has_rotary
         self.softmax_offset = self._sinks() if features.attention_sinks else None
-        is_scaled = layer not in features.nope_layers and not (is_local and features.local_rope_theta)
+        is_scaled = has_rotary and not (is_local and features.local_rope_theta)
         self.rotated_size, self.rotated_factor = 0, rotary_factor**2
         if is_scaled and rotary_factor != 1 and features.rotary_fraction != 1:
             self.rotated_size = int(config.kv_channels * features.rotary_fraction)
@@ -101,15 +105,22 @@ class ScaledDotProductAttention(MegatronModule):
         documents = attention_mask if attention_mask is not None and attention_mask.dim() == 2 else None
         tokens = query.size(0) * self.cp_group.size()
         window = self.window if self.window < tokens else 0
-        if self.growth and tokens > self.span:
+        if self.has_l2_norm:
+            query, key = map(self._normalized, (query, key))
+        if self.growth and tokens + self.offset > self.span:
             positions = document_positions(query, documents) if documents is not None else self._positions(query)
-            query = query * (1 + self.growth * torch.log1p(positions // self.span)).to(query.dtype)[..., None, None]
+            multiples = (positions + self.offset) // self.span
+            query = query * (1 + self.growth * torch.log1p(multiples)).to(query.dtype)[..., None, None]
         if size := self.rotated_size:  # the factors of a product of rotated dimensions, without those that aren't
             query = torch.cat((query[..., :size] * self.rotated_factor, query[..., size:]), -1)
         settings = self.softmax_scale, window, self.softcap, self.softmax_offset
         is_plain = not window and not self.softcap and self.softmax_offset is None
-        if not is_plain and self.cp_group.size() > 1 and documents is None:  # each sequence is one document
-            positions = torch.arange(tokens).expand(query.size(1), tokens)
+        chunk = self.chunk if self.chunk < tokens else 0
+        if chunk and documents is not None:
+            raise NotImplementedError("attention within chunks is not supported within documents")
+        if chunk or (not is_plain and self.cp_group.size() > 1 and documents is None):
+            # Each sequence is one document, or each of its chunks.
+            positions = (torch.arange(tokens) % (chunk or tokens)).expand(query.size(1), tokens)
             documents = segment_bounds(positions, self.cp_group.rank(), self.cp_group.size()).to(query.device)
         if documents is not None:
             return attend_within_documents(query, key, value, documents, self.cp_group, *settings)
@@ -117,6 +128,11 @@ class ScaledDotProductAttention(MegatronModule):
             return attend_across_ranks(query, key, value, self.cp_group, self.softmax_scale).flatten(2)
         q, k, v = map(_heads_first, (query, key, value))
         return _tokens_first(attend_causally(q, k, v, *settings)).flatten(2)
+
+    def _normalized(self, heads: Tensor) -> Tensor:
+        """RMSNorm of each head."""
+        eps = self.config.layernorm_epsilon
+        return torch.nn.functional.rms_norm(heads.float(), heads.shape[-1:], None, eps).to(heads.dtype)
 
     def _sinks(self) -> torch.nn.Parameter:
         """The weights [h], under the name that Megatron's and Transformer Engine's attention give them."""

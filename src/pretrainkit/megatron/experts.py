@@ -191,7 +191,10 @@ class GroupedExperts(MegatronModule):
         ends = tokens_per_expert.to(device=rows.device).cumsum(0).to(torch.int32)
         is_counted = rows.is_cuda and torch.is_grad_enabled() and self.num_local_experts <= MAX_GEMMS
         on_host = EndsOnHost(ends) if is_counted else None
-        gate_up, shares = self.linear_fc1(rows, ends, on_host), probabilities.float()
+        shares = probabilities.float()
+        if self._features.routing and self._features.routing.scales_input:
+            rows, shares = (rows * shares[:, None]).to(rows.dtype), torch.ones_like(shares)
+        gate_up = self.linear_fc1(rows, ends, on_host)
         if self._features.mlp_bias:
             gate_up = gate_up + self.linear_fc1.biases(torch.ones_like(shares), ends)
         out = self.linear_fc2(self._activated(gate_up, shares), ends, on_host)

@@ -47,8 +47,12 @@ class Weight:
     is_fused: bool = False
     """Hugging Face has one tensor, the parts of these shapes one after another (Phi-3's qkv_proj)."""
     num_stacked: int = 0
-    """Hugging Face has one tensor for so many experts, [experts, in, out] or for biases [experts, out], in which gate
-    and up alternate (gpt-oss); 0: each expert has its own."""
+    """Hugging Face has one tensor for so many experts, [experts, out, in] or for biases [experts, out], with up after
+    gate; 0: each expert has its own."""
+    is_alternating: bool = False
+    """Of such a tensor: the rows of gate and up alternate (gpt-oss)."""
+    is_transposed: bool = False
+    """Of such a tensor: it is [experts, in, out]."""
     is_scalar: bool = False
     """Hugging Face's tensor has no dimension, Megatron's has one element."""
     layers: tuple[int, ...] | None = None

@@ -105,9 +105,12 @@ def training_flops_per_token(shape: ModelShape, sequence_length: int) -> float:
     """
     window, local = shape.features.sliding_window, shape.features.local_layers
     seen = [sequence_length / 2] * shape.num_layers  # tokens that a token attends to, by layer
-    if 0 < window < sequence_length:
-        for layer in local:
+    chunk = shape.features.attention_chunk
+    for layer in local:
+        if 0 < window < sequence_length:
             seen[layer] = window - window**2 / (2 * sequence_length)
+        if 0 < chunk < sequence_length:
+            seen[layer] = chunk / 2
     for layer in shape.features.delta_net_layers:  # whose state's products are few
         seen[layer] = 0
     head_dims = [shape.head_dim + value_head_dim(shape)] * shape.num_layers

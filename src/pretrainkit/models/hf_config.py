@@ -92,7 +92,7 @@ def position_boundaries(read: Mapping[str, Any]) -> dict[str, int]:
     """
     scaling = read["rope_scaling"] or {}
     stated = {
-        "sliding_window": read.get("sliding_window"),
+        **{name: read.get(name) for name in ("sliding_window", "attention_chunk_size", "floor_scale")},
         "original_max_position_embeddings": scaling.get("original_max_position_embeddings"),
     }
     return {

@@ -31,6 +31,7 @@ _NAMES = (
     "gpt_oss",
     "granite",
     "llama",
+    "llama4_text",
     "ministral3",
     "mistral",
     "mixtral",

@@ -186,19 +186,22 @@ def moe_weights(
     *,
     block: str = "model.layers.{layer}.mlp.",
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    router: str = "gate",
+    experts: tuple[Weight, ...] | None = None,
     more: tuple[Weight, ...] = (),
 ) -> tuple[Weight, ...]:
     """The complete table of a decoder with experts in every layer, or all but `dense_layers`.
 
-    `block` and `names` are Hugging Face's; `more` are rows of layers with experts.
+    `block`, `names` and `router` are Hugging Face's; `experts` are their rows where each has no tensors of its own, and
+    `more` others of layers with experts.
     """
     ours, theirs, features = "decoder.layers.{layer}.", block + "experts.{expert}.", shape.features
-    experts = gated_mlp(
+    experts = experts or gated_mlp(
         shape, ours + "mlp.experts.experts.", theirs, ffn_hidden_size=shape.expert_ffn_hidden_size, names=names
     )
-    router, gate, router_shape = ours + "mlp.router.", block + "gate.", (shape.num_experts, shape.hidden_size)
+    gate, router_shape = f"{block}{router}.", (shape.num_experts, shape.hidden_size)
     bias = Weight(
-        router + "expert_bias",
+        ours + "mlp.router.expert_bias",
         (gate + "e_score_correction_bias",),
         Layout.REPLICATED,
         (router_shape[:1],),
@@ -206,7 +209,7 @@ def moe_weights(
     )
     sparse = (
         norm(ours + "pre_mlp_layernorm.weight", _MLP_NORM, shape.hidden_size),
-        Weight(router + "weight", (gate + "weight",), Layout.REPLICATED, (router_shape,)),
+        Weight(ours + "mlp.router.weight", (gate + "weight",), Layout.REPLICATED, (router_shape,)),
         *([bias] if features.routing and features.routing.expert_bias else []),
         *experts,  # stacked in megatron-core's distributed checkpoints
         *more,
@@ -215,7 +218,10 @@ def moe_weights(
     if others := features.delta_net_layers:
         full = tuple(layer for layer in range(shape.num_layers) if layer not in others)
         attend = (*_in_layers(attend, full), *_in_layers(delta_net(shape), others))
-    dense = (norm(ours + "mlp.linear_fc1.layer_norm_weight", _MLP_NORM, shape.hidden_size), *gated_mlp(shape))
+    dense = (
+        norm(ours + "mlp.linear_fc1.layer_norm_weight", _MLP_NORM, shape.hidden_size),
+        *gated_mlp(shape, theirs=block),
+    )
     return (
         embedding(shape),
         *attend,
@@ -229,30 +235,37 @@ def _in_layers(rows: Iterable[Weight], layers: tuple[int, ...]) -> tuple[Weight,
     return tuple(replace(row, layers=layers) for row in rows)
 
 
+def stacked_experts(
+    shape: ModelShape, theirs: str, names: tuple[str, str] = ("gate_up_proj", "down_proj"), **how: Any
+) -> tuple[Weight, ...]:
+    """Experts of which Hugging Face has one tensor for all, with their biases; `how` it has them is in `Weight`."""
+    hidden, ffn, rows = shape.hidden_size, shape.expert_ffn_hidden_size, list[Weight]()
+    sizes = (((ffn, hidden), (ffn, hidden)), ((hidden, ffn),))
+    for name, hf, layout, shapes in zip(("fc1", "fc2"), names, (Layout.GATED, Layout.ROW), sizes, strict=True):
+        row = f"decoder.layers.{{layer}}.mlp.experts.experts.linear_{name}."
+        rows.append(Weight(row + "weight", (theirs + hf,), layout, shapes, num_stacked=shape.num_experts, **how))
+        if shape.features.mlp_bias:
+            kind, outs = Layout.REPLICATED if layout is Layout.ROW else layout, tuple(size[:1] for size in shapes)
+            bias = Weight(row + "bias", (f"{theirs}{hf}_bias",), kind, outs, num_stacked=shape.num_experts, **how)
+            rows.append(bias)
+    return tuple(rows)
+
+
 def stacked_moe_weights(shape: ModelShape) -> tuple[Weight, ...]:
     """The complete table of a decoder with experts in every layer, of which Hugging Face has one tensor for all.
 
     With biases of experts and router, and attention sinks (gpt-oss).
     """
-    ours, theirs, experts = "decoder.layers.{layer}.", "model.layers.{layer}.", shape.num_experts
-    hidden, ffn, heads = shape.hidden_size, shape.expert_ffn_hidden_size, shape.num_attention_heads
+    ours, theirs, router = "decoder.layers.{layer}.", "model.layers.{layer}.", (shape.num_experts, shape.hidden_size)
+    hidden, heads = shape.hidden_size, shape.num_attention_heads
     sinks = ours + "self_attention.core_attention.softmax_offset"
-
-    def of_experts(name: str, hf: str, layout: Layout, *sizes: tuple[int, int]) -> tuple[Weight, ...]:
-        row, bias = f"{ours}mlp.experts.experts.{name}.", Layout.REPLICATED if layout is Layout.ROW else layout
-        tensor, outs = f"{theirs}mlp.experts.{hf}", tuple(size[:1] for size in sizes)
-        return (
-            Weight(row + "weight", (tensor,), layout, sizes, num_stacked=experts),
-            Weight(row + "bias", (tensor + "_bias",), bias, outs, num_stacked=experts),
-        )
 
     return (
         embedding(shape),
         *attention(shape),
         Weight(sinks, (theirs + "self_attn.sinks",), Layout.COLUMN, ((heads,),)),
         norm(ours + "pre_mlp_layernorm.weight", _MLP_NORM, hidden),
-        *linear(ours + "mlp.router", (theirs + "mlp.router",), Layout.REPLICATED, ((experts, hidden),), has_bias=True),
-        *of_experts("linear_fc1", "gate_up_proj", Layout.GATED, (ffn, hidden), (ffn, hidden)),
-        *of_experts("linear_fc2", "down_proj", Layout.ROW, (hidden, ffn)),
+        *linear(ours + "mlp.router", (theirs + "mlp.router",), Layout.REPLICATED, (router,), has_bias=True),
+        *stacked_experts(shape, theirs + "mlp.experts.", is_transposed=True, is_alternating=True),
         *head(shape),
     )

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pretrainkit.checkpoint.convert import convert, default_target
 from pretrainkit.checkpoint.formats import hf
-from pretrainkit.checkpoint.formats.hf_files import model_class, readable_folder
+from pretrainkit.checkpoint.formats.hf_files import model_class, readable_folder, text_runner
 from pretrainkit.checkpoint.formats.torch_dist import EMBEDDING, GlobalTensor, embedding_of
 from pretrainkit.checkpoint.mapping import tensor_mappings
 from pretrainkit.checkpoint.open import DetectedCheckpoint, detect
@@ -243,6 +243,7 @@ def _load_transformers(model_folder: Path, dtype: torch.dtype | None) -> tuple[A
     left = {key: sorted(names) for key, names in info.items() if names}
     if left:
         raise CheckpointError(f"transformers reports {left}", where=str(model_folder))
+    model = text_runner(model)
     return model.eval(), _round_weights(model, dtype)
 
 

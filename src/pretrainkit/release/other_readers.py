@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pretrainkit.checkpoint.formats.hf_files import model_class, readable_folder
+from pretrainkit.checkpoint.formats.hf_files import model_class, readable_folder, text_runner
 from pretrainkit.data.tokens import gguf
 from pretrainkit.data.tokens.encoder import EngineSpec, load_encoder
 from pretrainkit.errors import RequestError
@@ -79,7 +79,7 @@ def _expect(folder: Path, texts: list[str], expected: list[tuple[list[int], list
 
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-    model = model_class(folder).from_pretrained(folder, dtype=torch.float32, **options).eval()
+    model = text_runner(model_class(folder).from_pretrained(folder, dtype=torch.float32, **options)).eval()
     model.generation_config = GenerationConfig()  # without the model's own end and sampling
     for text in texts:
         ids = tokenizer(text)["input_ids"]

@@ -54,7 +54,8 @@ def check_weights(source: ReleaseSource, released: Path) -> Iterator[Check]:
             keep_dtype, is_stacked = mapping.weight.keep_dtype, mapping.weight.num_stacked > 0
             whole = [torch.cat(tensors)] if mapping.weight.is_fused else tensors
             if is_stacked:  # the part of one expert
-                whole = [torch.stack(tensors, 1).flatten(0, 1).t()]
+                rows = torch.stack(tensors, 1).flatten(0, 1) if mapping.weight.is_alternating else torch.cat(tensors)
+                whole = [rows.t() if mapping.weight.is_transposed else rows]
             for name, hf_shape, expected in zip(mapping.hf, mapping.hf_shapes, whole, strict=True):
                 hf_shape = hf_shape[1:] if is_stacked else hf_shape
                 expected = expected.reshape(hf_shape)  # of a scalar

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from changed_config import changed
 
-from pretrainkit.config.layer_features import DeltaNet, LayerFeatures, Routing
+from pretrainkit.config.layer_features import DeltaNet, GlobalAttention, LayerFeatures, Routing
 from pretrainkit.config.resolve import RunFacts
 from pretrainkit.config.schema import InitialWeights, RopeScaling, RunConfig
 from pretrainkit.config.validate import problems_of
@@ -344,6 +344,21 @@ FEATURES: dict[str, tuple[dict[str, Any], LayerFeatures, list[str]]] = {
         {"launch__accelerator": "gpu", "parallel__context_parallel_size": 2},
         LayerFeatures(sliding_window=512, local_layers=(0,)),
         ["--context_parallel_size: a model with windows of 512 tokens", "not tried on GPUs yet"],
+    ),
+    "untried on GPUs": (
+        {"launch__accelerator": "gpu"},
+        LayerFeatures(qk_l2_norm=True, routing=Routing(scales_input=True), local_layers=(0,), attention_chunk=512),
+        ["--hf_model_id: a model with", "scaled inputs and norms of rotated queries and keys were not tried on GPUs"],
+    ),
+    "chunks in documents": (
+        {"data__reset_attention_mask": True},
+        LayerFeatures(local_layers=(0,), attention_chunk=512),
+        ["data.reset_attention_mask: a model with attention within chunks of 512 tokens"],
+    ),
+    "heads that differ": (
+        {"parallel__tensor_model_parallel_size": 2},
+        LayerFeatures(global_attention=GlobalAttention(16, 1, 0.25)),
+        ["1 key/value heads of layers without a window"],
     ),
     "Transformer Engine": ({"training__layer_spec": "te"}, LayerFeatures(norm_after=True), ["--layer_spec te"]),
     "FP8": (

@@ -28,6 +28,7 @@ LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [
 GROWING = {**YARN, "llama_4_scaling_beta": 0.1}
 DEFAULT = {"rope_type": "default", "rope_theta": 500000.0}
 SCALED_WINDOW = {"full_attention": DEFAULT, "sliding_attention": {**YARN, "rope_theta": 500000.0}}
+CHUNKS = ["chunked_attention", "full_attention"] * 2
 WINDOWS = ["sliding_attention", "full_attention"] * 2
 SETTINGS: list[tuple[str, dict[str, Any], str]] = [
     ("apertus", {"hidden_act": "silu"}, "hidden_act"),
@@ -79,6 +80,13 @@ SETTINGS: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0, "alpha": 1000.0}}, "alpha"),
     ("llama", {"rope_scaling": {**LONGROPE, "factor": 4.0}}, "longrope"),
     ("llama", {"residual_multiplier": 0.22}, "residual_multiplier"),
+    ("llama4_text", {"attention_chunk_size": None, "layer_types": CHUNKS}, "attention_chunk_size"),
+    ("llama4_text", {"layer_types": WINDOWS}, "layer_types"),
+    ("llama4_text", {"moe_layers": []}, "moe_layers"),
+    ("llama4_text", {"no_rope_layers": [1, 0]}, "no_rope_layers"),
+    ("llama4_text", {"num_experts_per_tok": 2}, "num_experts_per_tok"),
+    ("llama4_text", {"rope_scaling": YARN}, "yarn"),
+    ("llama4_text", {"router_jitter_noise": 0.1}, "router_jitter_noise"),
     ("ministral3", {"rope_scaling": YARN}, "llama_4_scaling_beta"),
     ("ministral3", {"rope_scaling": {**GROWING, "factor": 8.0}}, "factor 8.0"),
     ("mistral", {"layer_types": WINDOWS}, "layer_types"),

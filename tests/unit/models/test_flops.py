@@ -57,6 +57,7 @@ KINDS = {
         "attention_k_eq_v": True, "hidden_size": 5376, "hidden_size_per_layer_input": 0, "intermediate_size": 21504,
         "num_attention_heads": 32, "num_global_key_value_heads": 4, "num_hidden_layers": 60, "num_key_value_heads": 16,
     },
+    "llama4_text": {"interleave_moe_layer_step": 2, "num_local_experts": 128},  # Maverick
     "qwen3_next": {},  # and those of this one Qwen3-Next-80B-A3B's
 }  # fmt: skip
 PUBLISHED = {"deepseek_v2": 15_706_484_224, "deepseek_v3": 671_026_419_200, "qwen3_next": 79_674_391_296}
@@ -77,7 +78,7 @@ def test_parameters_of_models_with_kinds_of_layers_are_those_of_transformers(fam
     if shape.tie_word_embeddings:  # the head's rows are those of the embedding
         del tensors["model.embed_tokens.weight"]
     total = sum(tensor.numel() for tensor in tensors.values())
-    experts = sum(tensor.numel() for name, tensor in tensors.items() if ".mlp.experts." in name)
+    experts = sum(tensor.numel() for name, tensor in tensors.items() if ".experts." in name)
     idle = experts * (shape.num_experts - shape.experts_per_token) // max(shape.num_experts, 1)
     assert parameters(shape) == total == PUBLISHED.get(family, total)
     assert active_parameters(shape) == total - idle

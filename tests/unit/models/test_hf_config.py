@@ -271,7 +271,7 @@ def test_an_absent_field_means_the_default_of_the_class_in_transformers(generati
 def test_every_field_that_is_read_has_a_default(family: Family) -> None:
     read = (DECODER_FIELDS | family.fields).read - {"layer_types", "rope_parameters"}
     # Of any type or length, which the family's file checks.
-    lists = {"no_rope_layers", "per_layer_config", "quantization_config", "sliding_window_pattern"}
+    lists = {"moe_layers", "no_rope_layers", "per_layer_config", "quantization_config", "sliding_window_pattern"}
     assert read - family.defaults.keys() - lists == set()
 
 

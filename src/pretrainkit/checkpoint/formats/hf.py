@@ -86,13 +86,16 @@ class HfReader:
         return mapping.hf
 
     def _of_expert(self, mapping: TensorMapping) -> list[LazyTensor]:
-        """Every second row, for gate and up, of an expert's part of a tensor that all experts share."""
-        names, count = self._stored_names(mapping), len(mapping.shapes)
+        """The rows of gate and up, or of down, of an expert's part of a tensor that all experts share."""
+        names, count, weight = self._stored_names(mapping), len(mapping.shapes), mapping.weight
+        num_rows = mapping.shapes[0][0]  # of each part
 
         def rows(name: str, part: int) -> StoredTensor:
             own = self.tensors[name].view(lambda whole: whole[mapping.expert])
-            own = own if len(names) > 1 else own.view(torch.Tensor.t)
-            return own.view(lambda matrix: matrix[part::count])
+            own = own.view(torch.Tensor.t) if weight.is_transposed and len(names) == 1 else own
+            first = part * num_rows
+            chosen = slice(part, None, count) if weight.is_alternating else slice(first, first + num_rows)
+            return own.view(lambda matrix: matrix[chosen])
 
         parts = [[rows(name, part) for name in names] for part in range(count)]
         return [mxfp4.dequantized(*part) if len(part) > 1 else LazyTensor.of(*part) for part in parts]
@@ -217,8 +220,9 @@ def _as_stored(mapping: TensorMapping, parts: Sequence[LazyTensor]) -> Sequence[
     _, *shape = mapping.hf_shapes[0]
 
     def piece(_: int, __: int) -> torch.Tensor:
-        rows = torch.stack([part.tensor() for part in parts], 1).flatten(0, 1)
-        return rows.t()[None]
+        tensors = [part.tensor() for part in parts]
+        rows = torch.stack(tensors, 1).flatten(0, 1) if mapping.weight.is_alternating else torch.cat(tensors)
+        return (rows.t() if mapping.weight.is_transposed else rows)[None]
 
     return [replace(parts[0], blocks=(ComputedTensor((1, *shape), parts[0].dtype, piece),))]
 

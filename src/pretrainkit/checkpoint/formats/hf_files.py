@@ -255,6 +255,15 @@ def model_class(folder: Path) -> Any:
     return transformers.AutoModelForImageTextToText if is_whole else transformers.AutoModelForCausalLM
 
 
+def text_runner(model: Any) -> Any:
+    """The part of an opened model that runs on text: the model itself, or within Llama 4's its text model with a head.
+
+    Llama 4's multimodal class fails in transformers 5.24 at the end of every forward pass (`image_outputs`).
+    """
+    inner = getattr(model, "language_model", None)
+    return inner if hasattr(inner, "lm_head") else model
+
+
 def write_description(folder: Path, hf_folder: Path, dtype: torch.dtype, *, keep: bool) -> None:
     """Write the config.json and side files of a release, into the folder of its weights.
 
