@@ -101,6 +101,13 @@ LATENT_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Those with latent attention."""
+GRANITE = {
+    "attention_multiplier": 0.2,
+    "embedding_multiplier": 12.0,
+    "logits_scaling": 4.0,
+    "residual_multiplier": 0.22,
+    "pad_token_id": 2,
+}
 FEATURED: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
     "mistral-window": ("Mistral", {"head_dim": 16, **WINDOW}),
@@ -119,14 +126,16 @@ FEATURED: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("Olmo2", {"pad_token_id": 2}),
     "olmo3": ("Olmo3", {"pad_token_id": 2, "rope_theta": 500000.0, "rope_scaling": YARN_ROPE, **WINDOW}),
     "smollm3": ("SmolLM3", {"pad_token_id": 2, "tie_word_embeddings": True}),
-    "granite": (
-        "Granite",
+    "granite": ("Granite", GRANITE),
+    "granite-moe": ("GraniteMoe", {**GRANITE, "intermediate_size": 32, "num_local_experts": 8}),
+    "granite4": (
+        "GraniteMoeHybrid",
         {
-            "attention_multiplier": 0.2,
-            "embedding_multiplier": 12.0,
-            "logits_scaling": 4.0,
-            "residual_multiplier": 0.22,
-            "pad_token_id": 2,
+            **GRANITE,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "shared_intermediate_size": 96,
+            "layer_types": ["attention"] * 4,
         },
     ),
     "gpt-oss": (

@@ -110,7 +110,7 @@ def _layer(
     attention.linear_qkv = ModuleSpec(module=linear, params={"overlaps": overlaps, "has_norm": features.norm_before})
     if has_experts:
         parts.pre_mlp_layernorm = FusedResidualRMSNorm if fused_norm else RMSNorm
-        parts.mlp.module = GroupedMoELayer
+        parts.mlp.module, parts.mlp.params = GroupedMoELayer, {"multiplier": features.residual_multiplier}
         parts.mlp.submodules.experts = ModuleSpec(module=GroupedExperts, params={"features": features})
     else:
         parts.mlp.submodules.linear_fc1, parts.pre_mlp_layernorm = attention.linear_qkv, IdentityOp

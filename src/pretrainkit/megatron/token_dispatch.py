@@ -29,12 +29,18 @@ NOT_ROUTED = -1.0
 class GroupedMoELayer(MoELayer):
     """A router, this rank's experts, and the dispatcher between them."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, multiplier: float = 1.0, **kwargs: Any) -> None:
+        """`multiplier` is that of the layer's output."""
         super().__init__(*args, **kwargs)
+        self._multiplier = multiplier
         groups = kwargs.get("pg_collection") or get_default_pg_collection()
         self.token_dispatcher = TokenDispatcher(
             self.num_local_experts, self.local_expert_indices, config=self.config, pg_collection=groups
         )
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        output, bias = super().forward(*args, **kwargs)
+        return output * self._multiplier if self._multiplier != 1 else output, bias
 
 
 class TokenDispatcher(MoEAlltoAllTokenDispatcher):

@@ -15,7 +15,7 @@ from pretrainkit.models.family import Family
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 _TOKEN_ID = "_token_id"
-_MAY_BE_ZERO = ("first_k_dense_replace", "hidden_size_per_layer_input", "num_kv_shared_layers")
+_MAY_BE_ZERO = ("first_k_dense_replace", "hidden_size_per_layer_input", "num_kv_shared_layers", "num_local_experts")
 _NUMBERS = ("final_logit_softcapping",)
 """Fields that are off by default and no counts."""
 

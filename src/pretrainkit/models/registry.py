@@ -30,6 +30,8 @@ _NAMES = (
     "glm4",
     "gpt_oss",
     "granite",
+    "granitemoe",
+    "granitemoehybrid",
     "llama",
     "llama4_text",
     "ministral3",

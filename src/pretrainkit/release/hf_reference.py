@@ -38,6 +38,12 @@ _STACKED = {
     "experts.down_proj": (("down_proj",), ("w2",)),
 }
 """Parameters of transformers 5 that hold all experts of a layer, and what is stored of each expert."""
+_RENAMED = {
+    "block_sparse_moe.experts.gate_up_proj": "block_sparse_moe.input_linear.weight",
+    "block_sparse_moe.experts.down_proj": "block_sparse_moe.output_linear.weight",
+    "block_sparse_moe.router.weight": "block_sparse_moe.router.layer.weight",
+}
+"""Parameters of transformers 5's GraniteMoe, and what is stored."""
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 log = logs.get_logger(__name__)
@@ -114,7 +120,9 @@ def token_losses(request: Request) -> list[float]:
     rounded = torch.bfloat16 if request.precision == "bf16" else torch.float32
     with ExitStack() as stack, torch.inference_mode():
         model = _streaming_model(Path(request.folder), rounded, stack)
-        logits = model(input_ids=tokens[:, :-1], use_cache=False).logits[0].float()  # [S, V]
+        # Llama 4 takes token ids to the device of the embedding, which has none between calls.
+        embedded = model.get_input_embeddings()(tokens[:, :-1])
+        logits = model(inputs_embeds=embedded, use_cache=False).logits[0].float()  # [S, V]
         total = torch.logsumexp(logits, -1)
         if request.padding_rows:
             total = torch.logaddexp(total, torch.tensor(math.log(request.padding_rows)))
@@ -182,6 +190,9 @@ def _stored_parts(name: str, shape: Sequence[int], names: Collection[str]) -> li
     """
     if name + mxfp4.BLOCKS in names:
         return [(name + mxfp4.BLOCKS, name + mxfp4.SCALES)]
+    for part, stored in _RENAMED.items():
+        if name.endswith(part) and name.replace(part, stored) in names:
+            return [(name.replace(part, stored),)]
     layer, _, rest = name.partition(".mlp.")
     blocks = [f"{layer}.mlp", f"{layer}.block_sparse_moe"]
     for whole in (name, f"{blocks[1]}.{rest}"):

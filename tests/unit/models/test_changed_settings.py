@@ -77,6 +77,12 @@ SETTINGS: list[tuple[str, dict[str, Any], str]] = [
     ("gpt_oss", {"rope_scaling": LLAMA3}, "llama3"),
     ("granite", {"position_embedding_type": "nope"}, "position_embedding_type"),
     ("granite", {"hidden_act": "gelu"}, "hidden_act"),
+    ("granitemoe", {"hidden_act": "gelu"}, "hidden_act"),
+    ("granitemoe", {"mlp_bias": True}, "mlp_bias"),
+    ("granitemoehybrid", {"layer_types": ["mamba", "attention"] * 2}, "mamba layers"),
+    ("granitemoehybrid", {"layer_types": "absent"}, "mamba layers"),
+    ("granitemoehybrid", {"num_local_experts": "absent"}, "num_local_experts"),
+    ("granitemoehybrid", {"position_embedding_type": "alibi"}, "position_embedding_type"),
     ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0, "alpha": 1000.0}}, "alpha"),
     ("llama", {"rope_scaling": {**LONGROPE, "factor": 4.0}}, "longrope"),
     ("llama", {"residual_multiplier": 0.22}, "residual_multiplier"),
@@ -125,7 +131,10 @@ SETTINGS: list[tuple[str, dict[str, Any], str]] = [
 def shape_of(folder: Path, family: str, changes: dict[str, Any]) -> Any:
     scaling = {"ministral3": GROWING, "gpt_oss": YARN}.get(family)
     scaled = {"rope_scaling": scaling} if scaling else {}
-    none = {"hidden_size_per_layer_input": 0, "rope_theta": 1000000.0} if family == "gemma4_text" else {}
+    none = {
+        "gemma4_text": {"hidden_size_per_layer_input": 0, "rope_theta": 1000000.0},
+        "granitemoehybrid": {"layer_types": ["attention"] * 4, "num_local_experts": 0},
+    }.get(family, {})
     latent = {"num_key_value_heads": 8, "num_experts_per_tok": 2} if family.startswith("deepseek") else {}
     config = {"architectures": [*family_named(family).architectures], **SIZES, **scaled, **none, **latent, **changes}
     kept = {name: value for name, value in config.items() if value != "absent"}

@@ -37,10 +37,82 @@ def config_of(family: str, **changes: Any) -> dict[str, Any]:
     return {"architectures": [*family_named(family).architectures], "model_type": family, **changes}
 
 
+NEEDED: dict[str, dict[str, Any]] = {"granitemoehybrid": {"layer_types": ["attention"] * 32, "num_local_experts": 0}}
+"""Settings without which the defaults of a family's class in transformers are of a model that is refused."""
+
+
+NEEDED: dict[str, dict[str, Any]] = {"granitemoehybrid": {"layer_types": ["attention"] * 32, "num_local_experts": 0}}
+"""Settings without which the defaults of a family's class in transformers are of a model that is refused."""
+
+
+NEEDED: dict[str, dict[str, Any]] = {"granitemoehybrid": {"layer_types": ["attention"] * 32, "num_local_experts": 0}}
+"""Settings without which the defaults of a family's class in transformers are of a model that is refused."""
+
+
+NEEDED: dict[str, dict[str, Any]] = {"granitemoehybrid": {"layer_types": ["attention"] * 32, "num_local_experts": 0}}
+"""Settings without which the defaults of a family's class in transformers are of a model that is refused."""
+
+
+NEEDED: dict[str, dict[str, Any]] = {"granitemoehybrid": {"layer_types": ["attention"] * 32, "num_local_experts": 0}}
+"""Settings without which the defaults of a family's class in transformers are of a model that is refused."""
+
+
+NEEDED: dict[str, dict[str, Any]] = {"granitemoehybrid": {"layer_types": ["attention"] * 32, "num_local_experts": 0}}
+"""Settings without which the defaults of a family's class in transformers are of a model that is refused."""
+
+
+NEEDED: dict[str, dict[str, Any]] = {"granitemoehybrid": {"layer_types": ["attention"] * 32, "num_local_experts": 0}}
+"""Settings without which the defaults of a family's class in transformers are of a model that is refused."""
+
+
+NEEDED: dict[str, dict[str, Any]] = {"granitemoehybrid": {"layer_types": ["attention"] * 32, "num_local_experts": 0}}
+"""Settings without which the defaults of a family's class in transformers are of a model that is refused."""
+
+
+NEEDED: dict[str, dict[str, Any]] = {"granitemoehybrid": {"layer_types": ["attention"] * 32, "num_local_experts": 0}}
+"""Settings without which the defaults of a family's class in transformers are of a model that is refused."""
+
+
+NEEDED: dict[str, dict[str, Any]] = {"granitemoehybrid": {"layer_types": ["attention"] * 32, "num_local_experts": 0}}
+"""Settings without which the defaults of a family's class in transformers are of a model that is refused."""
+
+
+NEEDED: dict[str, dict[str, Any]] = {"granitemoehybrid": {"layer_types": ["attention"] * 32, "num_local_experts": 0}}
+"""Settings without which the defaults of a family's class in transformers are of a model that is refused."""
+
+
+NEEDED: dict[str, dict[str, Any]] = {"granitemoehybrid": {"layer_types": ["attention"] * 32, "num_local_experts": 0}}
+"""Settings without which the defaults of a family's class in transformers are of a model that is refused."""
+
+
+NEEDED: dict[str, dict[str, Any]] = {"granitemoehybrid": {"layer_types": ["attention"] * 32, "num_local_experts": 0}}
+"""Settings without which the defaults of a family's class in transformers are of a model that is refused."""
+
+
+NEEDED: dict[str, dict[str, Any]] = {"granitemoehybrid": {"layer_types": ["attention"] * 32, "num_local_experts": 0}}
+"""Settings without which the defaults of a family's class in transformers are of a model that is refused."""
+
+
+NEEDED: dict[str, dict[str, Any]] = {"granitemoehybrid": {"layer_types": ["attention"] * 32, "num_local_experts": 0}}
+"""Settings without which the defaults of a family's class in transformers are of a model that is refused."""
+
+
+NEEDED: dict[str, dict[str, Any]] = {"granitemoehybrid": {"layer_types": ["attention"] * 32, "num_local_experts": 0}}
+"""Settings without which the defaults of a family's class in transformers are of a model that is refused."""
+
+
+NEEDED: dict[str, dict[str, Any]] = {"granitemoehybrid": {"layer_types": ["attention"] * 32, "num_local_experts": 0}}
+"""Settings without which the defaults of a family's class in transformers are of a model that is refused."""
+
+
+NEEDED: dict[str, dict[str, Any]] = {"granitemoehybrid": {"layer_types": ["attention"] * 32, "num_local_experts": 0}}
+"""Settings without which the defaults of a family's class in transformers are of a model that is refused."""
+
+
 @pytest.fixture
 def shape_of(tmp_path: Path) -> Callable[..., Any]:
     def read(family: str, **changes: Any) -> Any:
-        (tmp_path / "config.json").write_text(json.dumps(config_of(family, **changes)))
+        (tmp_path / "config.json").write_text(json.dumps(config_of(family, **NEEDED.get(family, {}), **changes)))
         return read_shape(tmp_path)
 
     return read

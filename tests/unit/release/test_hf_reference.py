@@ -14,12 +14,13 @@ from pretrainkit.models.registry import read_shape
 from pretrainkit.release.hf_reference import Request, needed_bytes, token_losses
 
 GIVEN = Path(__file__).parents[2] / "data" / "generation5"
+FEATURED = ("qwen3-next", "gemma4", "llama4", "granite-moe")
 MODELS = ("llama-tied", "llama3-rope", "mistral", "qwen2", "qwen2-tied", "qwen3", "mixtral", "qwen3-moe", "qwen2-moe")
 
 
 @pytest.mark.parametrize(
     ("name", "precision"),
-    [("llama", "bf16"), ("deepseek-v3", "bf16"), *((name, "fp32") for name in (*MODELS, "qwen3-next"))],
+    [("llama", "bf16"), ("deepseek-v3", "bf16"), *((name, "fp32") for name in (*MODELS, *FEATURED))],
     ids=lambda word: word,
 )
 def test_losses_are_those_of_the_whole_model(make_model: Callable[..., Path], name: str, precision: str) -> None:
