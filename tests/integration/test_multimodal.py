@@ -27,9 +27,11 @@ from pretrainkit.run import checkpoints
 
 pytestmark = pytest.mark.integration
 MakeFolder = Callable[[str], Path]
+QWEN = {"image_grid_thw": torch.tensor([[1, 4, 4]]), "mm_token_type_ids": torch.tensor([[0, 0, 1, 1, 1, 1, 0, 0]])}
 IMAGES: dict[str, tuple[int, tuple[int, ...], dict[str, Any]]] = {
     "gemma3": (4, (3, 28, 28), {}),
     "gemma4": (4, (16, 48), {"image_position_ids": torch.cartesian_prod(torch.arange(4), torch.arange(4))[None]}),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), (4, (48,), QWEN)),
     "mistral3": (2, (3, 56, 28), {"image_sizes": torch.tensor([[56, 28]])}),
 }
 """Type of a multimodal model -> tokens of an image, the size of its pixels (patches, in Gemma 4), and other inputs."""
@@ -64,7 +66,7 @@ def logits_with_an_image(folder: Path) -> torch.Tensor:
             return model.language_model(torch.tensor([[5, 9, 20, 30]])).logits
     number, size, more = IMAGES[model.config.model_type]
     ids = torch.tensor([[5, 9, *[7] * number, 20, 30]])
-    pixels = torch.rand((1, *size), generator=torch.Generator().manual_seed(1))
+    pixels = torch.rand((16 if "image_grid_thw" in more else 1, *size), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         return model(input_ids=ids, pixel_values=pixels, **more).logits
 
@@ -75,7 +77,7 @@ def test_a_round_trip_keeps_every_tensor_and_what_the_model_computes_of_images(
     name: str, kind: CheckpointFormat, multimodal: MakeFolder, tmp_path: Path
 ) -> None:
     source = multimodal(name)
-    assert read_shape(source).family == {"ministral3": "ministral3"}.get(name, f"{name}_text")
+    assert read_shape(source).family == {"ministral3": "ministral3"}.get(name, f"{name.replace('-', '_')}_text")
     report = convert(source, tmp_path / "there", Options(to=kind))
     assert any("tensors of the rest of the model go along" in note for note in report.notes)
     convert(tmp_path / "there", tmp_path / "back", Options(to=CheckpointFormat.HF))

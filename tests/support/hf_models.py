@@ -101,6 +101,15 @@ LATENT_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Those with latent attention."""
+DELTA_NET = {
+    "head_dim": 16,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "pad_token_id": 2,
+}
 GRANITE = {
     "attention_multiplier": 0.2,
     "embedding_multiplier": 12.0,
@@ -239,15 +248,11 @@ FEATURED: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **EXPERTS,
             "shared_expert_intermediate_size": 64,
-            "head_dim": 16,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 12,
-            "linear_num_key_heads": 4,
-            "linear_num_value_heads": 8,
-            "layer_types": ["linear_attention", "full_attention"] * 2,
-            "pad_token_id": 2,
+            **DELTA_NET,
         },
     ),
+    "qwen3_5": ("Qwen3_5", DELTA_NET),
+    "qwen3_5-moe": ("Qwen3_5Moe", {**EXPERTS, **DELTA_NET, "shared_expert_intermediate_size": 64}),
     "apertus": ("Apertus", {"pad_token_id": 2}),
     "ministral3": ("Ministral3", {"head_dim": 16, "pad_token_id": 2, "rope_parameters": GROWING_ROPE}),
 }
@@ -259,6 +264,19 @@ VISION: dict[str, Any] = {
     "num_attention_heads": 2,
     "image_size": 28,
     "patch_size": 14,
+}
+QWEN_VISION: dict[str, Any] = {
+    "vision_config": {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "depth": 1,
+        "num_heads": 2,
+        "patch_size": 4,
+        "out_hidden_size": 64,
+        "num_position_embeddings": 16,
+        "temporal_patch_size": 1,
+    },
+    "image_token_id": 7,
 }
 MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3", {"vision_config": VISION, "mm_tokens_per_image": 4, "image_token_index": 7}),
@@ -277,6 +295,8 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
             "image_token_id": 7,
         },
     ),
+    "qwen3_5": ("Qwen3_5", QWEN_VISION),
+    "qwen3_5-moe": ("Qwen3_5Moe", QWEN_VISION),
     "llama4": (
         "Llama4",
         {
@@ -299,7 +319,8 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Model of FEATURED -> class prefix of the multimodal model around it, and the rest of its config."""
-_CONFIGS = {"Gemma3": "TextConfig", "Gemma4": "TextConfig", "Llama4": "TextConfig"}
+_CONFIGS = dict.fromkeys(("Gemma3", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe"), "TextConfig")
+_ZERO_CENTERED = ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe")
 MIXTURES = ("mixtral", "qwen3-moe", "qwen2-moe")
 
 
@@ -316,10 +337,16 @@ def save_multimodal_model(name: str, folder: Path, **config: Any) -> None:
     tied = text["tie_word_embeddings"]
     whole = getattr(transformers, f"{prefix}Config")(text_config=text_config, tie_word_embeddings=tied, **settings)
     model = getattr(transformers, f"{prefix}ForConditionalGeneration")(whole)
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, 0.0 if parameter.dim() > 1 else 1.0, 0.1)
+    for weight, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, _mean(weight, parameter, text_prefix), 0.1)
     model.save_pretrained(folder, max_shard_size="200KB")
     (folder / "preprocessor_config.json").write_text('{"image_processor_type": "any"}')
+
+
+def _mean(weight: str, parameter: Any, prefix: str) -> float:
+    """Of a weight's random values: norms that double their input would make rounding show in the logits."""
+    is_norm = weight.endswith("norm.weight") and "linear_attn" not in weight
+    return 0.0 if parameter.dim() > 1 or (prefix in _ZERO_CENTERED and is_norm) else 1.0
 
 
 def save_random_model(name: str, folder: Path, *, seed: int, dtype: str, max_shard_size: str, **config: Any) -> None:
@@ -332,9 +359,7 @@ def save_random_model(name: str, folder: Path, *, seed: int, dtype: str, max_sha
     classes = [getattr(transformers, f"{prefix}{kind}") for kind in ("ForCausalLM", _CONFIGS.get(prefix, "Config"))]
     model = classes[0](classes[1](**{**BASE, **settings, **config}))
     for weight, parameter in model.named_parameters():
-        # Norms that double their input would make rounding show in the logits.
-        is_zero_centered = prefix == "Qwen3Next" and weight.endswith("norm.weight") and "linear_attn" not in weight
-        torch.nn.init.normal_(parameter, 0.0 if parameter.dim() > 1 or is_zero_centered else 1.0, 0.1)
+        torch.nn.init.normal_(parameter, _mean(weight, parameter, prefix), 0.1)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             torch.nn.init.normal_(buffer, 0.0, 0.1)

@@ -24,7 +24,7 @@ PACKAGES = {
     5: ("transformers==5.24.0", "tokenizers==0.23.3", "huggingface-hub==1.33.0"),
 }
 """The releases of each generation that models must open in."""
-ONLY_IN_5 = ("gemma4_text", "ministral3")
+ONLY_IN_5 = ("gemma4_text", "ministral3", "qwen3_5_moe_text", "qwen3_5_text")
 """Model types that transformers 4 has no class for."""
 INSTALLED = int(version("transformers").split(".")[0])
 OTHER = 4 if INSTALLED == 5 else 5

@@ -44,7 +44,9 @@ class TensorMapping:
         if experts := self.weight.num_stacked:
             shape = self.megatron_shape
             return ((experts, *(reversed(shape) if self.weight.is_transposed else shape)),)
-        return (self.megatron_shape,) if self.weight.is_fused else self.shapes
+        count = self.weight.num_fused
+        first = sum(shape[0] for shape in self.shapes[:count]), *self.shapes[0][1:]
+        return (first, *self.shapes[count:])
 
     @property
     def num_tensors(self) -> int:
@@ -58,7 +60,8 @@ class TensorMapping:
         if not self.weight.is_fused and not self.weight.num_stacked:
             return self.hf
         whole = self.hf[0] if self.expert is None else f"{self.hf[0]}[{self.expert}]"
-        return tuple(f"{whole} (part {number} of {count})" for number in range(1, count + 1))
+        count -= len(self.hf) - 1
+        return (*(f"{whole} (part {number} of {count})" for number in range(1, count + 1)), *self.hf[1:])
 
     @property
     def megatron_shape(self) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 Megatron-core's GatedDeltaNet asks for flash-linear-attention, which needs a GPU; its recurrence in torch is used here.
 Every tensor-parallel rank has some key heads, with the value heads of each. It has small weights whole, uses
-those of its heads, and Megatron sums their gradients over ranks, as it does under sequence parallelism.
+those of its heads, and their gradients are summed over ranks: by Megatron under sequence parallelism.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.gated_delta_net import torch_chunk_gated_delta_rule
-from megatron.core.tensor_parallel import RowParallelLinear
+from megatron.core.tensor_parallel import RowParallelLinear, copy_to_tensor_model_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -56,7 +56,7 @@ class GatedDeltaNet(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         net, hidden, self._tp = features.delta_net, config.hidden_size, pg_collection.tp
-        assert net and (config.sequence_parallel or self._tp.size() == 1) and pg_collection.cp.size() == 1
+        assert net and pg_collection.cp.size() == 1
         self._net = net
         keys, values = net.num_key_heads * net.key_head_dim, net.num_value_heads * net.value_head_dim
 
@@ -91,9 +91,14 @@ class GatedDeltaNet(MegatronModule):
         weight.sequence_parallel = self.config.sequence_parallel
         return weight
 
+    def _used(self, weight: Tensor) -> Tensor:
+        """A whole weight, of whose gradient each rank has a part: without sequence parallelism this sums them."""
+        used: Tensor = weight if self.config.sequence_parallel else copy_to_tensor_model_parallel_region(weight)
+        return used
+
     def _own(self, weight: Tensor) -> Tensor:
         """The part of a weight that belongs to this rank's heads."""
-        return weight.chunk(self._tp.size())[self._tp.rank()]
+        return self._used(weight).chunk(self._tp.size())[self._tp.rank()]
 
     def forward(self, hidden: Tensor, attention_mask: Tensor | None = None, **_: Any) -> tuple[Tensor, Tensor | None]:
         """hidden [t, b, H] to [t, b, H]."""
@@ -112,7 +117,7 @@ class GatedDeltaNet(MegatronModule):
         out, _ = torch_chunk_gated_delta_rule(query, key, value, g=log_decay, beta=beta.sigmoid())
         out = F.rms_norm(out.float(), out.shape[-1:], None, self.config.layernorm_epsilon).to(out.dtype)
         gate = F.silu(gate.reshape(out.shape).float())
-        out = (self.norm.weight * out * gate).to(hidden.dtype)
+        out = (self._used(self.norm.weight) * out * gate).to(hidden.dtype)
         return self.out_proj(out.flatten(2).transpose(0, 1).contiguous())
 
     def _convolved(self, parts: list[Tensor]) -> tuple[Tensor, ...]:

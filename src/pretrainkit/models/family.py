@@ -45,7 +45,8 @@ class Weight:
     shapes: tuple[tuple[int, ...], ...]
     """Shapes of the Hugging Face tensors, in the order of `hf`."""
     is_fused: bool = False
-    """Hugging Face has one tensor, the parts of these shapes one after another (Phi-3's qkv_proj)."""
+    """Hugging Face's first tensor has the parts of these shapes one after another (Phi-3's qkv_proj), but for the last
+    ones, if there are further tensors (Qwen3.5's in_proj_qkv and in_proj_z)."""
     num_stacked: int = 0
     """Hugging Face has one tensor for so many experts, [experts, out, in] or for biases [experts, out], with up after
     gate; 0: each expert has its own."""
@@ -61,6 +62,11 @@ class Weight:
     """Of QKV: into how many the rows of each tensor are divided; those of a group come one after another."""
     keep_dtype: bool = False
     """Never cast: a router bias in fp32 chooses other experts when it is rounded."""
+
+    @property
+    def num_fused(self) -> int:
+        """Parts in Hugging Face's first tensor."""
+        return len(self.shapes) - len(self.hf) + 1 if self.is_fused else 1
 
     @property
     def per_layer(self) -> bool:

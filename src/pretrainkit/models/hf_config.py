@@ -117,7 +117,9 @@ def in_both_spellings(config: Mapping[str, Any], family: Family, where: str = "c
         both[ORIGINAL] = scaling[ORIGINAL]
     if has_class_in_4:
         both.setdefault("rope_scaling", None)
-    parameters = {"rope_type": "default", **(scaling or {}), "rope_theta": theta}
+    stated = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    others = {name: stated[name] for name in family.rope_settings if name in stated}
+    parameters = {**others, "rope_type": "default", **(scaling or {}), "rope_theta": theta}
     if PARTIAL in family.defaults:
         parameters[PARTIAL] = read[PARTIAL]
     if family.local_rope:

@@ -20,9 +20,15 @@ TEXT_MODELS: Mapping[str, Mapping[str, str]] = {
     "Gemma4ForConditionalGeneration": {"gemma4_text": "Gemma4ForCausalLM"},
     "Llama4ForConditionalGeneration": {"llama4_text": "Llama4ForCausalLM"},
     "Mistral3ForConditionalGeneration": {"ministral3": "Ministral3ForCausalLM", "mistral": "MistralForCausalLM"},
+    "Qwen3_5ForConditionalGeneration": {"qwen3_5_text": "Qwen3_5ForCausalLM"},
+    "Qwen3_5MoeForConditionalGeneration": {"qwen3_5_moe_text": "Qwen3_5MoeForCausalLM"},
 }
 """Multimodal architecture -> `model_type` of its text model -> architecture of that."""
-_NEWER = ("Gemma4ForConditionalGeneration",)
+_NEWER = (
+    "Gemma4ForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration",
+    "Qwen3_5MoeForConditionalGeneration",
+)
 """Those whose text model is named within `model.`."""
 _PREFIX, _MODEL, _WITHIN, _HEAD = "language_model.", "model.", "model.language_model.", "lm_head."
 _TEXT, _TIED = "text_config", "tie_word_embeddings"

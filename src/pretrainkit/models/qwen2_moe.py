@@ -8,7 +8,7 @@ from typing import Any
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.models.decoder import QWEN_MOE_DEFAULTS, QWEN_MOE_FIELDS, read_decoder, read_qwen_moe
 from pretrainkit.models.family import ConfigFields, Family, Layout, Weight, names
-from pretrainkit.models.weight_rows import gated_mlp, moe_weights
+from pretrainkit.models.weight_rows import Rows, delta_net, gated_mlp, moe_weights
 
 
 def read_shape(config: Mapping[str, Any]) -> ModelShape:
@@ -22,14 +22,14 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape:
     )
 
 
-def weights(shape: ModelShape) -> tuple[Weight, ...]:
-    """Qwen2-MoE's table: the experts', and the shared expert's with its gate."""
+def weights(shape: ModelShape, net: Rows = delta_net) -> tuple[Weight, ...]:
+    """Qwen2-MoE's table: the experts', and the shared expert's with its gate; with the rows `net` of delta nets."""
     ours, theirs = "decoder.layers.{layer}.mlp.shared_experts.", "model.layers.{layer}.mlp.shared_expert"
     shared = (
         *gated_mlp(shape, ours, theirs + ".", ffn_hidden_size=shape.shared_expert_ffn_hidden_size),
         Weight(ours + "gate_weight", (theirs + "_gate.weight",), Layout.REPLICATED, ((1, shape.hidden_size),)),
     )
-    return moe_weights(shape, more=shared)
+    return moe_weights(shape, more=shared, net=net)
 
 
 FAMILY = Family(

@@ -9,6 +9,7 @@ from typing import Any
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.models.family import Layout, Weight
 
+Rows = Callable[[ModelShape], tuple[Weight, ...]]
 _MLP_NORM = "model.layers.{layer}.post_attention_layernorm"
 
 
@@ -118,6 +119,28 @@ def delta_net(shape: ModelShape) -> tuple[Weight, ...]:
     )
 
 
+def separate_delta_net(shape: ModelShape) -> tuple[Weight, ...]:
+    """The same where Hugging Face has the projections apart, each in the order of heads (Qwen3.5)."""
+    before, _, __, *others = delta_net(shape)
+    net, ours = shape.features.delta_net, "decoder.layers.{layer}.self_attention."
+    assert net
+    theirs, hidden, groups = "model.layers.{layer}.linear_attn.in_proj_", shape.hidden_size, net.num_key_heads
+    keys, values, heads = (
+        (count, hidden)
+        for count in (groups * net.key_head_dim, net.num_value_heads * net.value_head_dim, net.num_value_heads)
+    )
+    qkvz = tuple(f"{theirs}{name}.weight" for name in ("qkv", "z"))
+    ba = tuple(f"{theirs}{name}.weight" for name in ("b", "a"))
+    return (
+        before,
+        Weight(
+            ours + "in_proj_qkvz.weight", qkvz, Layout.QKV, (keys, keys, values, values), is_fused=True, groups=groups
+        ),
+        Weight(ours + "in_proj_ba.weight", ba, Layout.QKV, (heads, heads), groups=groups),
+        *others,
+    )
+
+
 def linear(
     ours: str, theirs: tuple[str, ...], layout: Layout, shapes: tuple[tuple[int, ...], ...], has_bias: bool, **more: Any
 ) -> tuple[Weight, ...]:
@@ -155,16 +178,11 @@ def dense_weights(
     before: tuple[str, str] = ("input_layernorm", "post_attention_layernorm"),
     after: tuple[str, str] = ("post_attention_layernorm", "post_feedforward_layernorm"),
     fused_qkv: str = "",
-    mlp: Callable[[ModelShape], tuple[Weight, ...]] = gated_mlp,
+    mlp: Rows = gated_mlp,
+    net: Rows = delta_net,
 ) -> tuple[Weight, ...]:
     """The complete table of a dense decoder, with the names of the norms around attention and MLP that it has."""
     features, ours, layer = shape.features, "decoder.layers.{layer}.mlp.", "model.layers.{layer}."
-    attend = attention(shape, before[0], after[0], fused_qkv)
-    if other := features.global_attention:
-        wide = replace(shape, head_dim=other.head_dim, num_query_groups=other.num_query_groups)
-        parts = "qk" if other.keys_are_values else "qkv"
-        others = attention(wide, before[0], after[0], fused_qkv, parts)
-        attend = (*_in_layers(attend, features.local_layers), *_in_layers(others, shape.global_layers))
     scalar = Weight("decoder.layers.{layer}.layer_scalar", (layer + "layer_scalar",), Layout.REPLICATED, ((1,),))
 
     def mlp_norm(is_there: bool, megatron: str, name: str) -> tuple[Weight, ...]:
@@ -172,7 +190,7 @@ def dense_weights(
 
     return (
         embedding(shape),
-        *attend,
+        *_attentions(shape, before[0], after[0], fused_qkv, net=net),
         *mlp_norm(features.norm_before, "linear_fc1.layer_norm_weight", before[1]),
         *mlp(shape),
         *mlp_norm(features.norm_after, "linear_fc2.post_layernorm.weight", after[1]),
@@ -189,6 +207,7 @@ def moe_weights(
     router: str = "gate",
     experts: tuple[Weight, ...] | None = None,
     more: tuple[Weight, ...] = (),
+    net: Rows = delta_net,
 ) -> tuple[Weight, ...]:
     """The complete table of a decoder with experts in every layer, or all but `dense_layers`.
 
@@ -214,21 +233,35 @@ def moe_weights(
         *experts,  # stacked in megatron-core's distributed checkpoints
         *more,
     )
-    attend = latent_attention(shape) if features.latent_attention else attention(shape)
-    if others := features.delta_net_layers:
-        full = tuple(layer for layer in range(shape.num_layers) if layer not in others)
-        attend = (*_in_layers(attend, full), *_in_layers(delta_net(shape), others))
     dense = (
         norm(ours + "mlp.linear_fc1.layer_norm_weight", _MLP_NORM, shape.hidden_size),
         *gated_mlp(shape, theirs=block),
     )
     return (
         embedding(shape),
-        *attend,
+        *_attentions(shape, net=net),
         *(_in_layers(dense, features.dense_layers) if features.dense_layers else ()),
         *(_in_layers(sparse, shape.expert_layers) if features.dense_layers else sparse),
         *head(shape),
     )
+
+
+def _attentions(
+    shape: ModelShape, before: str = "input_layernorm", after: str = "", fused: str = "", *, net: Rows
+) -> tuple[Weight, ...]:
+    """Attention of all layers, or what is in its place; the names are those of `attention`."""
+    features = shape.features
+    if features.latent_attention:
+        return latent_attention(shape)
+    rows = attention(shape, before, after, fused)
+    if nets := features.delta_net_layers:
+        full = tuple(layer for layer in range(shape.num_layers) if layer not in nets)
+        return *_in_layers(rows, full), *_in_layers(net(shape), nets)
+    if other := features.global_attention:
+        wide = replace(shape, head_dim=other.head_dim, num_query_groups=other.num_query_groups)
+        others = attention(wide, before, after, fused, parts="qk" if other.keys_are_values else "qkv")
+        return *_in_layers(rows, features.local_layers), *_in_layers(others, shape.global_layers)
+    return rows
 
 
 def _in_layers(rows: Iterable[Weight], layers: tuple[int, ...]) -> tuple[Weight, ...]:

@@ -99,7 +99,8 @@ def first_difference(
             continue
         sizes = [rows for rows, *_ in mapping.shapes] if mapping.weight.is_fused else [len(each) for each in expected]
         found = _whole(mapping.layout, megatron[ours], expected[0].shape[1], sizes, mapping.weight.groups)
-        found = [torch.cat(found)] if mapping.weight.is_fused else found
+        count = mapping.weight.num_fused
+        found = [torch.cat(found[:count]), *found[count:]] if mapping.weight.is_fused else found
         for name, output, wanted in zip(theirs, found, expected, strict=True):
             if output.shape != wanted.shape:
                 continue  # the two implementations put the border of the module elsewhere

@@ -52,7 +52,8 @@ def check_weights(source: ReleaseSource, released: Path) -> Iterator[Check]:
             yield Check.of("the rest of the multimodal model is the source's", sorted(different), fine)
         for mapping, tensors in source.read_tensors():
             keep_dtype, is_stacked = mapping.weight.keep_dtype, mapping.weight.num_stacked > 0
-            whole = [torch.cat(tensors)] if mapping.weight.is_fused else tensors
+            count = mapping.weight.num_fused
+            whole = [torch.cat(tensors[:count]), *tensors[count:]] if mapping.weight.is_fused else tensors
             if is_stacked:  # the part of one expert
                 rows = torch.stack(tensors, 1).flatten(0, 1) if mapping.weight.is_alternating else torch.cat(tensors)
                 whole = [rows.t() if mapping.weight.is_transposed else rows]

@@ -58,6 +58,8 @@ KINDS = {
         "num_attention_heads": 32, "num_global_key_value_heads": 4, "num_hidden_layers": 60, "num_key_value_heads": 16,
     },
     "llama4_text": {"interleave_moe_layer_step": 2, "num_local_experts": 128},  # Maverick
+    "qwen3_5_moe_text": {},  # Qwen3.5-35B-A3B's
+    "qwen3_5_text": {},  # Qwen3.5-9B's
     "qwen3_next": {},  # and those of this one Qwen3-Next-80B-A3B's
 }  # fmt: skip
 PUBLISHED = {"deepseek_v2": 15_706_484_224, "deepseek_v3": 671_026_419_200, "qwen3_next": 79_674_391_296}

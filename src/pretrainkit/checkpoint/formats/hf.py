@@ -76,7 +76,10 @@ class HfReader:
         if mapping.weight.num_stacked:
             return self._of_expert(mapping)
         values = [LazyTensor.of(self.tensors[name].view(torch.atleast_1d)) for name in mapping.hf]
-        return split_rows(values[0], 1, [rows for rows, *_ in mapping.shapes]) if mapping.weight.is_fused else values
+        if not mapping.weight.is_fused:
+            return values
+        rows = [rows for rows, *_ in mapping.shapes[: mapping.weight.num_fused]]
+        return [*split_rows(values[0], 1, rows), *values[1:]]
 
     def _stored_names(self, mapping: TensorMapping) -> tuple[str, ...]:
         """Names of the tensors in the folder: those of the model, or what they are in MXFP4."""
@@ -214,7 +217,8 @@ def _quantized_shapes(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[in
 def _as_stored(mapping: TensorMapping, parts: Sequence[LazyTensor]) -> Sequence[LazyTensor]:
     """The Hugging Face tensors of a mapping's parts, or the piece of one that all experts share."""
     if mapping.weight.is_fused:
-        return [LazyTensor.joined(parts)]
+        count = mapping.weight.num_fused
+        return [LazyTensor.joined(parts[:count]), *parts[count:]]
     if not mapping.weight.num_stacked:
         return parts
     _, *shape = mapping.hf_shapes[0]
