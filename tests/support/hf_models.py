@@ -162,6 +162,21 @@ FEATURED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "ernie4_5": ("Ernie4_5", {"head_dim": 16, "use_bias": True, "pad_token_id": 2}),
     "glm4": ("Glm4", {"head_dim": 16, "pad_token_id": 2}),
+    "glm4-moe": (
+        "Glm4Moe",
+        {
+            "head_dim": 16,
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "moe_intermediate_size": 32,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.5,
+            "pad_token_id": 2,
+        },
+    ),
     "deepseek-v2-lite": ("DeepseekV2", {**LATENT, "q_lora_rank": None, "seq_aux": False, "rms_norm_eps": 1e-05}),
     "deepseek-v2": (
         "DeepseekV2",

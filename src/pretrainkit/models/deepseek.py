@@ -40,25 +40,17 @@ def read_deepseek(
     family: str, config: Mapping[str, Any], routing: Routing, *, rotary_interleaved: bool, norm_topk_prob: bool
 ) -> ModelShape:
     """The shape that a config.json of DeepSeek describes; `routing` is without what all of them have."""
-    experts, layers = config["n_routed_experts"], config["num_hidden_layers"]
     heads, head_dim = config["num_attention_heads"], config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
-    groups, chosen, topk = routing.num_groups, routing.topk_groups, config["num_experts_per_tok"]
     scaling = config["rope_scaling"] or {}
-    dense = config["first_k_dense_replace"]
     _require(config["num_key_value_heads"] == heads, config, "num_key_value_heads", f"{heads}, as many as heads")
-    _require(dense < layers, config, "first_k_dense_replace", f"less than the {layers} layers")
-    _require(experts % groups == 0, config, "n_group", f"a divisor of the {experts} experts")
-    _require(experts // groups >= routing.experts_per_group_score, config, "n_group", "2 experts or more in each")
-    _require(chosen <= groups, config, "topk_group", f"at most n_group = {groups}")
-    most = chosen * experts // groups
-    _require(topk is not None and topk <= most, config, "num_experts_per_tok", f"1 to {most}, as chosen groups have")
+    check_experts(config, routing)
     weight = scaling.get("mscale_all_dim") or 0.0
     features = {
         "latent_attention": LatentAttention(
             config["kv_lora_rank"], config["qk_rope_head_dim"], config["v_head_dim"], config["q_lora_rank"] or 0
         ),
         "routing": routing,
-        "dense_layers": tuple(range(dense)),
+        "dense_layers": tuple(range(config["first_k_dense_replace"])),
         "shared_expert_gate": False,
         "rotary_interleaved": rotary_interleaved,
         "attention_scale": head_dim**-0.5 * yarn_scale(scaling["factor"], weight) ** 2 if weight else None,
@@ -67,13 +59,25 @@ def read_deepseek(
         family,
         {**config, "head_dim": head_dim},
         features=features,
-        num_experts=experts,
-        experts_per_token=topk,
+        num_experts=config["n_routed_experts"],
+        experts_per_token=config["num_experts_per_tok"],
         expert_ffn_hidden_size=config["moe_intermediate_size"],
         shared_expert_ffn_hidden_size=config["moe_intermediate_size"] * config["n_shared_experts"],
         norm_topk_prob=norm_topk_prob,
         router_aux_loss_coef=config["aux_loss_alpha"],
     )
+
+
+def check_experts(config: Mapping[str, Any], routing: Routing) -> None:
+    """Raise RequestError for groups of experts and dense layers that a model can't have."""
+    experts, layers, dense = (config[n] for n in ("n_routed_experts", "num_hidden_layers", "first_k_dense_replace"))
+    groups, chosen, topk = routing.num_groups, routing.topk_groups, config["num_experts_per_tok"]
+    _require(dense < layers, config, "first_k_dense_replace", f"less than the {layers} layers")
+    _require(experts % groups == 0, config, "n_group", f"a divisor of the {experts} experts")
+    _require(experts // groups >= routing.experts_per_group_score, config, "n_group", "2 experts or more in each")
+    _require(chosen <= groups, config, "topk_group", f"at most n_group = {groups}")
+    most = chosen * experts // groups
+    _require(topk is not None and topk <= most, config, "num_experts_per_tok", f"1 to {most}, as chosen groups have")
 
 
 def _require(holds: bool, config: Mapping[str, Any], name: str, needed: str) -> None:

@@ -12,20 +12,25 @@ from pretrainkit.models.deepseek import DEEPSEEK_DEFAULTS, DEEPSEEK_FIELDS, read
 from pretrainkit.models.family import ConfigFields, Family, names
 
 
-def read_shape(config: Mapping[str, Any]) -> ModelShape:
-    """The shape that a DeepSeek-V3 config.json describes."""
+def sigmoid_routing(config: Mapping[str, Any], *, aux_loss_by_sequence: bool = False) -> Routing:
+    """The routing of DeepSeek-V3 and GLM-4.5, with biases of experts."""
     if config["num_experts_per_tok"] == 1:
         needed = "2 or more: Megatron-core doesn't divide the score of a single expert by itself"
         raise RequestError("num_experts_per_tok = 1 is not supported", where="config.json", needed=needed)
-    routing = Routing(
+    return Routing(
         score_function="sigmoid",
         expert_bias=True,
         scaling_factor=config["routed_scaling_factor"],
         num_groups=config["n_group"],
         topk_groups=config["topk_group"],
         experts_per_group_score=2,
-        aux_loss_by_sequence=config["seq_aux"],
+        aux_loss_by_sequence=aux_loss_by_sequence,
     )
+
+
+def read_shape(config: Mapping[str, Any]) -> ModelShape:
+    """The shape that a DeepSeek-V3 config.json describes."""
+    routing = sigmoid_routing(config, aux_loss_by_sequence=config["seq_aux"])
     interleaved = config["rope_interleave"]
     return read_deepseek("deepseek_v3", config, routing, rotary_interleaved=interleaved, norm_topk_prob=True)
 

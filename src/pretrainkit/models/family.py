@@ -135,6 +135,8 @@ class Family:
     """The table for a shape, in the order of the Hugging Face model."""
     layer_types: tuple[str, ...] = (FULL,)
     """What layer_types may say of layers."""
+    old_layer_types: Mapping[str, str] = field(default_factory=dict)
+    """Names in layer_types that transformers 4 calls otherwise; 5 reads these, too."""
     has_layer_types: bool = False
     """Whether layer_types may give layers a sliding window."""
     rope_types: tuple[str, ...] = ("default", "dynamic", "linear", "llama3", "yarn")

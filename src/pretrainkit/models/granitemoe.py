@@ -30,6 +30,7 @@ FAMILY = Family(
     fields=GRANITE_FIELDS
     | ConfigFields(
         read=names("num_experts_per_tok num_local_experts router_aux_loss_coef"),
+        fixed={"position_embedding_type": ("rope",)},
         ignored=names("output_router_logits"),
     ),
     defaults={

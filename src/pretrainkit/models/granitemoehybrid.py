@@ -51,6 +51,7 @@ FAMILY = Family(
     ),
     defaults={**GRANITE_DEFAULTS, "num_local_experts": 8, "shared_intermediate_size": 1024},
     layer_types=(*_ATTENTION, *_MAMBA),
+    old_layer_types={FULL: "attention"},
     shape=read_shape,
     weights=partial(dense_weights, mlp=_mlp),
 )

@@ -6,6 +6,7 @@
 | rotary scaling | `rope_scaling` | `rope_parameters` |
 | rotated part of a head | `partial_rotary_factor` | `rope_parameters.partial_rotary_factor` |
 | rotary base of layers with a window | `rope_local_base_freq` (Gemma 3) | `rope_parameters.sliding_attention` |
+| layers with attention of Granite 4 | `attention` in `layer_types` | `full_attention` |
 | dtype of the weights | `torch_dtype` or `dtype` | `dtype` |
 | number of experts of Qwen3-MoE | `num_experts` | `num_local_experts` |
 
@@ -57,6 +58,8 @@ def read_fields(config: Mapping[str, Any], family: Family, where: str) -> dict[s
     dropped = {"rope_parameters", *_DTYPES, *family.aliases}
     known = {name: value for name, value in stated.items() if name not in dropped}
     read = {**family.defaults, **known, **rope, "dtype": dtype_of(config)}
+    if types := read.get("layer_types"):
+        read["layer_types"] = [family.old_layer_types.get(kind, kind) for kind in types]
     heads = read["num_key_value_heads"]
     read["num_key_value_heads"] = read["num_attention_heads"] if heads is None else heads
     read["tie_word_embeddings"] = bool(read["tie_word_embeddings"])
@@ -127,6 +130,8 @@ def in_both_spellings(config: Mapping[str, Any], family: Family, where: str = "c
         parameters = {FULL: parameters, SLIDING: local}
     if config.get("rope_parameters") != parameters:
         both["rope_parameters"] = parameters
+    if family.old_layer_types and config.get("layer_types"):
+        both["layer_types"] = read["layer_types"]
     for alias, name in family.aliases.items():
         both[alias] = both[name] = read[name]
     for name in ("num_key_value_heads", "tie_word_embeddings"):  # transformers 5 refuses null in some families

@@ -28,6 +28,7 @@ _NAMES = (
     "gemma3_text",
     "gemma4_text",
     "glm4",
+    "glm4_moe",
     "gpt_oss",
     "granite",
     "granitemoe",

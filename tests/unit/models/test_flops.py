@@ -57,6 +57,7 @@ KINDS = {
         "attention_k_eq_v": True, "hidden_size": 5376, "hidden_size_per_layer_input": 0, "intermediate_size": 21504,
         "num_attention_heads": 32, "num_global_key_value_heads": 4, "num_hidden_layers": 60, "num_key_value_heads": 16,
     },
+    "glm4_moe": {"use_qk_norm": True},  # GLM-4.5-Air's
     "llama4_text": {"interleave_moe_layer_step": 2, "num_local_experts": 128},  # Maverick
     "qwen3_5_moe_text": {},  # Qwen3.5-35B-A3B's
     "qwen3_5_text": {},  # Qwen3.5-9B's
