@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from pretrainkit.checkpoint.convert import convert
 from pretrainkit.checkpoint.formats.torch_dist import FORMAT
@@ -466,3 +467,28 @@ def test_router_bias_is_never_cast(
         for layer in range(4):
             name = bias.hf[0].format(layer=layer)
             assert torch.equal(back[name], tensors[name]) and back[name].dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["qwen3-moe", "qwen3_5-moe", "glm4-moe"])
+def test_experts_in_one_tensor_are_those_in_many(name: str, make_model: Callable[..., Path], tmp_path: Path) -> None:
+    """As transformers 5 holds them: [experts, 2 x F, H] and [experts, H, F]."""
+    source = shutil.copytree(make_model(name), tmp_path / "stacked")
+    tensors = {key: tensor for path in source.glob("*.safetensors") for key, tensor in load_file(path).items()}
+    for path in source.glob("model*.safetensors*"):
+        path.unlink()
+    expected, stacked = dict(tensors), tensors
+    for block in {key.partition(".experts.")[0] for key in expected if ".experts." in key}:
+        gate, up, down = (
+            [stacked.pop(f"{block}.experts.{expert}.{part}_proj.weight") for expert in range(8)]
+            for part in ("gate", "up", "down")
+        )
+        stacked[f"{block}.experts.gate_up_proj"] = torch.cat((torch.stack(gate), torch.stack(up)), 1)
+        stacked[f"{block}.experts.down_proj"] = torch.stack(down)
+    save_file(stacked, source / "model.safetensors")
+    convert(source, tmp_path / "nemo")
+    convert(tmp_path / "nemo", tmp_path / "back")
+    found = {
+        key: tensor for path in (tmp_path / "back").glob("*.safetensors") for key, tensor in load_file(path).items()
+    }
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(tensor, found[key]) for key, tensor in expected.items())

@@ -12,9 +12,10 @@ conversion stays flat. The format of a file, all little-endian:
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -53,6 +54,7 @@ class HfReader:
         self.tensors = {name: location for name, location in tensors.items() if not name.endswith(_IGNORED_TENSORS)}
         extra_head = "lm_head.weight" if tied else None
         wanted = {name for mapping in mappings for name in self._stored_names(mapping)}
+        self.tensors = _by_expert(self.tensors, wanted)
         check_names(wanted, self.tensors.keys() - {extra_head}, folder, RequestError)
         for mapping in mappings:
             names = self._stored_names(mapping)
@@ -105,6 +107,25 @@ class HfReader:
 
     def padding(self, mapping: TensorMapping) -> LazyTensor | None:
         """None: the vocabulary of a Hugging Face model has no padding rows."""
+
+
+def _by_expert(tensors: Mapping[str, StoredTensor], wanted: Collection[str]) -> dict[str, StoredTensor]:
+    """The tensors with those of each expert where a folder has the experts of a layer as transformers 5 holds them.
+
+    gate_up_proj is [experts, 2 x F, H], down_proj [experts, H, F].
+    """
+    found = dict(tensors)
+    for name in found.keys() - set(wanted):
+        block, _, kind = name.rpartition(".experts.")
+        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(kind, ())
+        if tensors[name].meta.dim() != 3 or not parts or f"{block}.experts.0.{parts[0]}.weight" not in wanted:
+            continue
+        stacked = found.pop(name)
+        rows = stacked.shape[1] // len(parts)
+        for expert, (number, part) in itertools.product(range(stacked.shape[0]), enumerate(parts)):
+            own = stacked.narrow(0, expert, 1).narrow(1, number * rows, rows)
+            found[f"{block}.experts.{expert}.{part}.weight"] = own.view(lambda matrix: matrix[0])
+    return found
 
 
 def locate_tensors(folder: Path) -> dict[str, StoredTensor]:
