@@ -153,6 +153,8 @@ def test_other_layouts_train_what_one_rank_trains(
     [
         ("granite", "residual_multiplier", 0.25),
         ("gemma3", "sliding_window", 24),
+        ("gemma4", "sliding_window", 24),
+        ("llama4", "attention_chunk_size", 16),
         ("smollm3", "no_rope_layers", [1] * 4),
         ("deepseek-v3", "topk_group", 1),
     ],

@@ -35,6 +35,9 @@ def feature_problems(config: RunConfig, model: ModelShape, facts: RunFacts) -> I
     on_gpu = resolve.accelerator(config, facts.machine) != "cpu"
     untried = {
         "heads that differ by layer": features.global_attention,
+        "norms of values": features.value_norm,
+        "scalars of layers": features.layer_scalar,
+        "attention within chunks": features.attention_chunk,
         "experts with scaled inputs": features.routing and features.routing.scales_input,
         "norms of rotated queries and keys": features.qk_l2_norm,
     }

@@ -348,7 +348,7 @@ FEATURES: dict[str, tuple[dict[str, Any], LayerFeatures, list[str]]] = {
     "untried on GPUs": (
         {"launch__accelerator": "gpu"},
         LayerFeatures(qk_l2_norm=True, routing=Routing(scales_input=True), local_layers=(0,), attention_chunk=512),
-        ["--hf_model_id: a model with", "scaled inputs and norms of rotated queries and keys were not tried on GPUs"],
+        ["--hf_model_id: a model with", "attention within chunks and experts with scaled inputs and norms of rotated"],
     ),
     "chunks in documents": (
         {"data__reset_attention_mask": True},

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from pretrainkit.config.launch import LaunchConfig
-from pretrainkit.config.layer_features import LayerFeatures
+from pretrainkit.config.layer_features import GlobalAttention, LayerFeatures
 from pretrainkit.config.schema import (
     DataConfig,
     DatasetFacts,
+    Estimates,
     Kernels,
     ModelShape,
     ParallelConfig,
@@ -212,6 +213,18 @@ def test_a_long_sequence_is_offered_context_parallelism() -> None:
 def test_what_fitted_fits_and_what_did_not_does_not(layers: int, fit: bool) -> None:
     run = run_of(LLAMA_8B, layers=layers)
     assert fits(run, estimate(run)) is fit
+
+
+def test_other_heads_of_layers_without_a_window_are_counted() -> None:
+    def of(head_dim: int) -> Estimates:
+        features = LayerFeatures(local_layers=tuple(range(16)), global_attention=GlobalAttention(head_dim, 8, 1.0))
+        return estimate(run_of(dataclasses.replace(LLAMA_8B, features=features)))
+
+    plain, same, larger = estimate(run_of(LLAMA_8B)), of(128), of(256)
+    assert same == plain
+    more = 16 * 128 * (32 + 8) * 2  # sizes of the heads of half the layers
+    assert larger.weights_gib - plain.weights_gib == pytest.approx(more * 4096 * 18 / 2**30, rel=0.01)
+    assert larger.activations_gib > plain.activations_gib
 
 
 def test_optimizer_state_is_shared_by_data_parallel_ranks_and_activations_are_not() -> None:
