@@ -23,7 +23,16 @@ pytestmark = pytest.mark.integration
 NAMES = (*FEATURED, "phi3", "seed-oss")
 CHECKED = ("gemma3", "apertus", "deepseek-v2-lite")
 """Models whose initial loss is compared with that of transformers here; logits are compared of all."""
-ALIKE = ("granite4", "qwen3_5-moe", "llama-biases", "mistral-window", "qwen3-yarn", "llama-dynamic", "deepseek-v2")
+ALIKE = (
+    "granite4",
+    "glm4-moe",
+    "qwen3_5-moe",
+    "llama-biases",
+    "mistral-window",
+    "qwen3-yarn",
+    "llama-dynamic",
+    "deepseek-v2",
+)
 """Models that are not trained here: each of their features is another model's, too."""
 
 

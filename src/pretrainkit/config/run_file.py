@@ -14,9 +14,9 @@ from pretrainkit.config.schema import ResolvedRun
 from pretrainkit.errors import RequestError
 from pretrainkit.records import RecordError, decode
 
-FORMAT_VERSION = 9
+FORMAT_VERSION = 10
 """Raised whenever a reader of the old format would misread the new one, and when a field is added."""
-OLD_VERSIONS = (1, 2, 3, 4, 5, 6, 7, 8)
+OLD_VERSIONS = (1, 2, 3, 4, 5, 6, 7, 8, 9)
 """Formats whose missing fields have their default values."""
 _TWO_FIELDS_OF_WEIGHTS = (1, 2)
 """Those which have `_initial_weights_of_old_format`."""

@@ -86,6 +86,9 @@ def test_a_run_of_an_older_format_is_read_with_the_defaults_of_newer_fields(run:
     value = json.loads(json.dumps({**to_json(run), "format_version": 3}))
     del value["dataset"]["labels"]
     assert read(value, tmp_path) == run
+    value = json.loads(json.dumps({**to_json(run), "format_version": 9}))
+    del value["model"]["features"]["global_attention"]
+    assert read(value, tmp_path) == run
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "\x00"])
