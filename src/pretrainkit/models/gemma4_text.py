@@ -17,7 +17,7 @@ from pretrainkit.models.weight_rows import dense_weights
 
 _MISSING = {
     "enable_moe_block": "experts next to the MLP of each layer",
-    "hidden_size_per_layer_input": "embeddings of its own for each layer (PLE)",
+    "hidden_size_per_layer_input": "per-layer embeddings (PLE)",
     "num_kv_shared_layers": "layers that attend to the keys and values of others",
 }
 

@@ -211,7 +211,7 @@ def moe_weights(
 ) -> tuple[Weight, ...]:
     """The complete table of a decoder with experts in every layer, or all but `dense_layers`.
 
-    `block`, `names` and `router` are Hugging Face's; `experts` are their rows where each has no tensors of its own, and
+    `block`, `names` and `router` are Hugging Face's; `experts` are their rows where all share a tensor, and
     `more` others of layers with experts.
     """
     ours, theirs, features = "decoder.layers.{layer}.", block + "experts.{expert}.", shape.features
