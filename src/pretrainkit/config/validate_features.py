@@ -40,6 +40,7 @@ def feature_problems(config: RunConfig, model: ModelShape, facts: RunFacts) -> I
         "attention within chunks": features.attention_chunk,
         "experts with scaled inputs": features.routing and features.routing.scales_input,
         "norms of rotated queries and keys": features.qk_l2_norm,
+        "multipliers of experts": model.num_experts and features.residual_multiplier != 1,
     }
     if on_gpu and (missing := [name for name, is_there in untried.items() if is_there]):
         wanted = f"another model, or --accelerator cpu: {' and '.join(missing)} were not tried on GPUs yet"

@@ -369,6 +369,15 @@ FEATURES: dict[str, tuple[dict[str, Any], LayerFeatures, list[str]]] = {
 }
 
 
+def test_multiplied_outputs_of_experts_are_refused_on_gpus(config: RunConfig, facts: RunFacts) -> None:
+    assert facts.model
+    model = dataclasses.replace(facts.model, features=LayerFeatures(residual_multiplier=0.5))
+    experts = {"num_experts": 8, "experts_per_token": 2, "expert_ffn_hidden_size": 64}
+    on_gpu, words = changed(config, launch__accelerator="gpu"), "multipliers of experts were not tried on GPUs"
+    assert words not in messages_of(on_gpu, dataclasses.replace(facts, model=model))
+    assert words in messages_of(on_gpu, dataclasses.replace(facts, model=dataclasses.replace(model, **experts)))
+
+
 def test_gated_delta_nets_have_whole_sequences(config: RunConfig, facts: RunFacts) -> None:
     features = LayerFeatures(delta_net=DeltaNet(3, 6, 8, 8, 4), delta_net_layers=(0,))
     facts = dataclasses.replace(facts, model=dataclasses.replace(facts.model, features=features))  # type: ignore[type-var]
