@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # build_openpbs.sh SOURCE PREFIX: builds OpenPBS (github.com/openpbs/openpbs, 23.06) with the packages of Debian or Ubuntu,
-# which it installs. About 12 minutes on 2 cores.
+# which it installs. 6 to 12 minutes on 2 cores. The tag v23.06.06 doesn't build with Python 3.11 and later; the newest source does.
 set -euo pipefail
 source=${1:?folder of the source}
 prefix=${2:?folder to install to}

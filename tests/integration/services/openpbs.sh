@@ -2,7 +2,7 @@
 # OpenPBS on this machine, two nodes with four CPUs each, without systemd:
 #     OPENPBS=PREFIX openpbs.sh start FOLDER    prints the line that makes its commands use it
 #     OPENPBS=PREFIX openpbs.sh stop FOLDER
-# PREFIX is where build_openpbs.sh has installed it, or its source, which is then built first (12 minutes on 2 cores).
+# PREFIX is where build_openpbs.sh has installed it, or its source, which is then built first (6 to 12 minutes on 2 cores).
 # OpenPBS wants a host name that isn't a loopback address, and a home whose parents only root can write. Each node gets
 # both in a network, a hostname and a mount namespace of its own, which end with the stop. The first is the server, too;
 # commands enter its namespaces.

@@ -64,3 +64,8 @@ def test_an_array_is_followed_until_it_is_cancelled(openpbs: Site, tmp_path: Pat
 
 def test_a_refused_job_shows_openpbss_words(openpbs: Site, run_words: list[str], tmp_path: Path) -> None:
     scheduled_cases.refused_job(openpbs, run_words, tmp_path, "qsub: Unknown queue")
+
+
+def test_saves_are_evaluated_by_a_job_that_follows(openpbs: Site, run_words: list[str], tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval", reason="the extra `evaluation` is not installed")
+    scheduled_cases.evaluated(openpbs, run_words, tmp_path)
