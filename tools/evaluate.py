@@ -14,6 +14,9 @@ from pathlib import Path
 
 from pretrainkit.cli import Parser, run_command
 from pretrainkit.errors import EXIT_DONE, RequestError
+from pretrainkit.logs import get_logger
+
+log = get_logger("evaluate")
 
 
 def build_parser() -> Parser:
@@ -69,6 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     if arguments.download:
         load_tasks(tasks)
+        log.info("the data of %s is in the cache", ", ".join(tasks.tasks))
         return EXIT_DONE
     if arguments.target is None:
         raise RequestError("missing", needed="a checkpoint or a Hugging Face folder", where="TARGET")

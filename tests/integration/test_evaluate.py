@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import runpy
 import shutil
 import subprocess
@@ -14,6 +16,7 @@ from typing import Any
 
 import hf_models
 import pytest
+from hub_server import HubServer
 
 pytestmark = pytest.mark.integration
 pytest.importorskip("lm_eval", reason="the extra `evaluation` is not installed")
@@ -160,18 +163,69 @@ def test_a_multimodal_model_has_the_scores_of_its_checkpoint(
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--tasks", "gone.yaml"], "no file gone.yaml"),
-        (["--tasks", "x.yaml", "-T", "3"], "no file x.yaml"),
-    ],
-    ids=["no file", "before the model"],
+    ("name", "message"),
+    [("gone.yaml", "no file"), ("without_data.yaml", "can't be loaded: FileNotFoundError: Unable to find")],
+    ids=["no file", "no data"],
 )
-def test_a_wrong_task_is_refused(
-    trained: Trained, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+def test_a_wrong_task_is_refused_before_the_model_is_opened(
+    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, message: str
 ) -> None:
-    assert main("evaluate")([str(trained.released), *words]) == 2
-    assert message in capsys.readouterr().err
+    (tmp_path / "without_data.yaml").write_text(CHOICES)
+    assert main("evaluate")([str(trained.checkpoint), "--tasks", str(tmp_path / name)]) == 2
+    printed = capsys.readouterr().err
+    assert message in printed and "running" not in printed
+
+
+ARC_CARD = """---
+configs:
+- config_name: ARC-Challenge
+  data_files: [{split: test, path: ARC-Challenge/test-*}]
+- config_name: ARC-Easy
+  data_files:
+  - {split: train, path: ARC-Easy/train-*}
+  - {split: validation, path: ARC-Easy/validation-*}
+  - {split: test, path: ARC-Easy/test-*}
+---
+"""
+
+
+def questions_of_arc(count: int) -> bytes:
+    """A parquet file with the columns of allenai/ai2_arc."""
+    import pyarrow
+    import pyarrow.parquet
+
+    choices = {"text": [" one", " two", " many", " none"], "label": ["A", "B", "C", "D"]}
+    rows = [
+        {"id": f"Q{number}", "question": f"How many are {number}?", "choices": choices, "answerKey": "ABCD"[number % 4]}
+        for number in range(count)
+    ]
+    file = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    return file.getvalue()
+
+
+def test_a_named_task_is_fetched_from_the_hub_once(trained: Trained, tmp_path: Path) -> None:
+    """The whole command in processes of its own, which read the hub's address and cache at their start."""
+    hub, environment = HubServer(), {**os.environ, "HF_HOME": str(tmp_path)}
+    parts = {"ARC-Challenge/test": 3, "ARC-Easy/train": 7, "ARC-Easy/validation": 4, "ARC-Easy/test": 5}
+    files = {f"{part}-00000-of-00001.parquet": questions_of_arc(count) for part, count in parts.items()}
+    hub.add("datasets/allenai/ai2_arc", {"README.md": ARC_CARD.encode(), **files}, private=False)
+
+    def evaluate(*words: object, **variables: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, REPOSITORY / "tools" / "evaluate.py", *words]
+        return subprocess.run(list(map(str, command)), capture_output=True, text=True, env={**environment, **variables})
+
+    fetched = evaluate("--download", "--tasks", "arc_easy", "piqa", HF_ENDPOINT=hub.url)
+    hub.close()
+    assert fetched.returncode == 2 and "task piqa can't be loaded" in fetched.stderr, fetched.stderr
+    assert "Dataset 'baber/piqa' doesn't exist on the Hub" in fetched.stderr
+    assert sum("ARC-Easy/" in each and each.startswith("GET") for each in hub.requests) == 3, "each file, once"
+
+    scored = evaluate(trained.released, "--tasks", "arc_easy", "--json", HF_HUB_OFFLINE="1")
+    assert scored.returncode == 0, scored.stderr
+    assert json.loads(scored.stdout)["arc_easy"].keys() == {"acc", "acc_norm"}
+    results = json.loads(scored.stdout)["arc_easy"]["acc"] * 5
+    assert results == pytest.approx(round(results)), "five questions of the part for tests"
 
 
 def test_a_run_evaluates_its_saves(
@@ -193,8 +247,13 @@ def test_a_run_evaluates_its_saves(
     ]
     words += ["--dataset_path", dataset_prefix, "--sequence_length", 64, "--global_batch_size", 2, "--max_steps", 3]
     words += ["--num_gpus", 1, "--accelerator", "cpu", "--val_interval", 0, "--num_workers", 0, "--save_interval", 1]
-    words += ["--eval_tasks", trained.tasks[0], "--eval_saves", 2, "--eval_limit", 2]
-    done = subprocess.run(list(map(str, words)), capture_output=True, text=True)
+    words += ["--eval_saves", 2, "--eval_limit", 2, "--eval_tasks"]
+    (tmp_path / "without_data.yaml").write_text(CHOICES)
+    refused, done = (
+        subprocess.run(list(map(str, [*words, task])), capture_output=True, text=True)
+        for task in (tmp_path / "without_data.yaml", trained.tasks[0])
+    )
+    assert refused.returncode == 2 and "can't be loaded" in refused.stderr and "logs in" not in refused.stderr
     assert done.returncode == 0, done.stderr
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     evaluated = {each["step"]: each["tasks"] for each in records if each.get("event") == "evaluation"}

@@ -1,4 +1,7 @@
-"""A small server that speaks the hub's protocol: accounts, repositories, branches, preupload, LFS, commits, files."""
+"""A small server that speaks the hub's protocol: accounts, repositories, branches, preupload, LFS, commits, files.
+
+The name of a repository of a dataset begins with `datasets/`.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,9 @@ import threading
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import parse_qs, unquote
 
+NAME = r"((?:datasets/)?[^/]+/[^/]+)"
 TOKEN, READ_TOKEN = "hf_" + "w" * 34, "hf_" + "r" * 34
 
 
@@ -100,19 +104,22 @@ class _Handler(BaseHTTPRequestHandler):
             return self._answer({"errors": [], "warnings": []})
         if path == "/api/repos/create":
             return self._create(json.loads(body))
+        path = path.replace("/api/models/", "/api/", 1)
         for pattern, answer in (
-            (r"/api/models/([^/]+/[^/]+)/preupload/(.+)", self._preupload),
-            (r"/api/models/([^/]+/[^/]+)/commit/(.+)", self._commit),
-            (r"/api/models/([^/]+/[^/]+)/branch/(.+)", self._branch),
-            (r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", self._info),
-            (r"/([^/]+/[^/]+)\.git/info/lfs/objects/batch()", self._batch),
-            (r"/([^/]+/[^/]+)/resolve/([^/]+)/README.md", self._card),
+            (rf"/api/{NAME}/preupload/(.+)", self._preupload),
+            (rf"/api/{NAME}/commit/(.+)", self._commit),
+            (rf"/api/{NAME}/branch/(.+)", self._branch),
+            (rf"/api/{NAME}/paths-info/(.+)", self._paths_info),
+            (rf"/api/{NAME}/tree/(.+)", self._tree),
+            (rf"/api/{NAME}(?:/revision/(.+))?", self._info),
+            (rf"/{NAME}\.git/info/lfs/objects/batch()", self._batch),
+            (rf"/{NAME}/resolve/(.+)", self._file),
         ):
             if match := re.fullmatch(pattern, path):
                 repository = self.server.repositories.get(match[1])
                 if repository is None or (repository.private and not token):
                     return self._error(404, "RepoNotFound")
-                if self.command in ("POST", "PUT") and not self._can_write:
+                if self.command in ("POST", "PUT") and answer != self._paths_info and not self._can_write:
                     return self._answer({"error": "You have read access only"}, 403)
                 return answer(repository, match[2] or "main", body)
         return self._error(404, "EntryNotFound")
@@ -162,11 +169,27 @@ class _Handler(BaseHTTPRequestHandler):
             {"id": self._name_of(repository), "sha": found[0], "private": repository.private, "siblings": siblings}
         )
 
-    def _card(self, repository: HubRepository, revision: str, body: bytes) -> None:
+    def _paths_info(self, repository: HubRepository, revision: str, body: bytes) -> None:
         found = repository.find(revision)
-        if found is None or "README.md" not in found[1]:
-            return self._error(404, "EntryNotFound")
-        content = found[1]["README.md"]
+        if found is None:
+            return self._error(404, "RevisionNotFound")
+        asked = parse_qs(body.decode())["paths"]
+        self._answer([each for each in _entries(found[1]) if each["path"] in asked])
+
+    def _tree(self, repository: HubRepository, place: str, body: bytes) -> None:
+        """What is in a folder itself; `?recursive=true` isn't asked for."""
+        revision, _, folder = place.partition("/")
+        found = repository.find(revision)
+        if found is None:
+            return self._error(404, "RevisionNotFound")
+        self._answer([each for each in _entries(found[1]) if each["path"].rpartition("/")[0] == folder])
+
+    def _file(self, repository: HubRepository, place: str, body: bytes) -> None:
+        revision, _, name = place.partition("/")
+        found = repository.find(revision)
+        if found is None or name not in found[1]:
+            return self._error(404, "EntryNotFound" if found else "RevisionNotFound")
+        content = found[1][name]
         etag = hashlib.sha1(content).hexdigest()
         self._answer(content, 200, {"ETag": f'"{etag}"', "X-Repo-Commit": found[0]})
 
@@ -234,3 +257,13 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _is_lfs(name: str) -> bool:
     return name.endswith(".safetensors")
+
+
+def _entries(files: dict[str, bytes]) -> list[dict[str, Any]]:
+    """Files and folders of a commit, as the hub lists them."""
+    folders = {name[:end] for name in files for end in range(len(name)) if name[end] == "/"}
+    listed: list[dict[str, Any]] = [{"type": "directory", "path": name, "oid": "", "size": 0} for name in folders]
+    for name, content in files.items():
+        oid = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+        listed.append({"type": "file", "path": name, "oid": oid, "size": len(content)})
+    return listed

@@ -26,7 +26,7 @@ from pretrainkit.checkpoint.plan import CheckpointFormat
 from pretrainkit.checkpoint.transforms import padded_vocabulary
 from pretrainkit.config.schema import ModelShape
 from pretrainkit.errors import CheckpointError, RequestError
-from pretrainkit.evaluation.tasks import TaskRequest, check_tasks, quiet, run_tasks
+from pretrainkit.evaluation.tasks import TaskRequest, load_tasks, quiet, run_tasks
 from pretrainkit.files import read_json, read_object, write_json
 from pretrainkit.imports import heavy_imports
 from pretrainkit.models.multimodal import is_multimodal
@@ -60,7 +60,7 @@ class ModelRequest:
 
 def evaluate(model: ModelRequest, tasks: TaskRequest) -> dict[str, Any]:
     """lm_eval's results. Raises RequestError before a model is loaded where something is wrong with the request."""
-    check_tasks(tasks.tasks)
+    loaded = load_tasks(tasks)  # before a model is; ranks load them again, from the cache
     found = detect(model.target)
     hf_folder = find_hf_folder(found, model.hf_folder)
     shape = read_shape(hf_folder, ignore_fields=model.ignore_config_fields)
@@ -73,7 +73,7 @@ def evaluate(model: ModelRequest, tasks: TaskRequest) -> dict[str, Any]:
         )
     max_length = min(model.max_length or shape.max_position_embeddings, shape.max_position_embeddings)
     if found.format is CheckpointFormat.HF:
-        return _in_transformers(model, tasks, max_length)
+        return _in_transformers(model, tasks, loaded, max_length)
     return _in_megatron(model, tasks, found, hf_folder, shape, max_length)
 
 
@@ -90,7 +90,7 @@ def _is_bf16(asked: str, device: str) -> bool:
     return asked == "bf16" or (asked == "auto" and device == "gpu")
 
 
-def _in_transformers(model: ModelRequest, tasks: TaskRequest, max_length: int) -> dict[str, Any]:
+def _in_transformers(model: ModelRequest, tasks: TaskRequest, loaded: Any, max_length: int) -> dict[str, Any]:
     device = _choose_device(model.device, 1)
     with heavy_imports():
         import torch
@@ -108,7 +108,7 @@ def _in_transformers(model: ModelRequest, tasks: TaskRequest, max_length: int) -
         whole = text_runner(model_class(folder).from_pretrained(folder, dtype=dtype, **options)).eval().to(place)
         opened = {"pretrained": whole, "tokenizer": AutoTokenizer.from_pretrained(folder, **options)}
     lm = HFLM(**opened, device=place, batch_size=model.batch_size, max_length=max_length)
-    return run_tasks(lm, tasks)
+    return run_tasks(lm, tasks, loaded)
 
 
 def tensor_parallel_size_of(checkpoint: Path) -> int:
@@ -204,7 +204,7 @@ def _run(rank: int, asked: _Rank) -> None:
             batch_size=asked.batch_size,
             max_length=asked.max_length,
         )
-    results = run_tasks(lm, asked.tasks)
+    results = run_tasks(lm, asked.tasks, load_tasks(asked.tasks))
     if rank == 0:
         write_json(asked.scratch / _RESULTS, _plain(results))
     torch.distributed.destroy_process_group()

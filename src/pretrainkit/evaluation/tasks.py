@@ -104,9 +104,14 @@ def load_tasks(request: TaskRequest) -> Any:
     return found
 
 
-def run_tasks(model: LM, request: TaskRequest) -> dict[str, Any]:
-    """The results of the tasks as lm_eval gives them."""
-    loaded = load_tasks(request)
+def check_loading(tasks: Sequence[str]) -> None:
+    """Load tasks, for their errors and for the data that is in the cache then."""
+    hide_progress_unless_on_a_terminal()
+    load_tasks(TaskRequest(tuple(tasks)))
+
+
+def run_tasks(model: LM, request: TaskRequest, loaded: Any) -> dict[str, Any]:
+    """The results of the tasks that `load_tasks` gave, as lm_eval gives them."""
     if not sys.stderr.isatty():
         for name in ("loglikelihood", "loglikelihood_rolling", "generate_until"):
             setattr(model, name, partial(getattr(model, name), disable_tqdm=True))

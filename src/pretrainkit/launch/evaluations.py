@@ -7,10 +7,13 @@ the run is evaluated then, on the GPUs if there are any.
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import subprocess
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 
+from pretrainkit.evaluation.tasks import check_loading
 from pretrainkit.logs import get_logger
 from pretrainkit.run import evaluations
 from pretrainkit.run.folder import RunFolder
@@ -19,6 +22,16 @@ _POLL_S = 2.0
 _LOG = "evaluation.log"
 
 log = get_logger(__name__)
+
+
+def fetch_tasks(tasks: Sequence[str]) -> None:
+    """Let a process of its own load tasks, and fetch their data, before a run starts that will need them.
+
+    Raises RequestError for an unknown task, and when its data can't be had.
+    """
+    log.info("loading the tasks of --eval_tasks")
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        pool.submit(check_loading, tuple(tasks)).result()
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from pretrainkit.evaluation.tasks import check_tasks
 from pretrainkit.jobs.container import Container, container_of
 from pretrainkit.jobs.run_job import needs_of, planned_job, start_job
 from pretrainkit.jobs.submit import describe as describe_job
+from pretrainkit.launch.evaluations import fetch_tasks
 from pretrainkit.launch.local import LaunchPlan, run_attempt
 from pretrainkit.launch.supervise import GRACE_S
 from pretrainkit.logs import get_logger
@@ -141,6 +142,8 @@ def start(config: RunConfig, *, train_script: Path, command_line: Sequence[str],
         changes_since_last_start(run)
         log.info("nothing to do: %s. More steps need a larger --max_steps", plan.progress)
         return EXIT_DONE
+    if config.training.eval_tasks and plan.is_first and config.launch.runtime == "none":
+        fetch_tasks(config.training.eval_tasks)
     if config.launch.is_scheduled:
         return start_job(run, train_script=train_script, command_line=command_line, follow=follow)
     count_time_from_here()
