@@ -2,7 +2,7 @@
 
     python tests/bench/bench_training.py [--model 1b] [--paths plain,fused,te] [--rounds 3] [--steps 10]
         [--sequence_length 4096] [--micro_batch_size 4] [--global_batch_size 16] [--gpus 1 --tp 1 --pp 1 --cp 1 --ep 1]
-        [--learning_rate 3e-5] [--next --model 8b ...]
+        [--learning_rate 3e-5] [--config configs/model/M.yaml configs/baselines/B.yaml] [--next --model 8b ...]
 
 plain: --layer_spec torch --fused_kernels off; fused: --layer_spec torch --fused_kernels auto; te: --layer_spec te
 with the fusions of NeMo's recipes, and te_fp8_* with FP8.
@@ -12,6 +12,8 @@ the trainer of its own: random weights of the model's shape, Python's manual and
 checkpoints. The paths take turns, `--rounds` times. Prints Markdown; a figure is the median over the rounds of the
 median over the steps after the third. The ranks of torch's layers are forks of a process without Transformer Engine,
 since importing NeMo takes longer than the steps; what is measured after --next shares it, with options of its own.
+--config takes model, sizes and layout from files of pretrain.py; further options change them. --accelerator cpu, with
+gloo and the models tiny and tiny-moe, tries a layout and its options, where all ranks share a machine's cores.
 
 The learning rate is low, so that the paths' losses, whose arithmetic differs in rounding alone, stay near each other:
 at 3e-4 a few steps from random weights make a large difference of any small one. The largest is said below the table.
@@ -88,6 +90,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b": CONFIGS["Qwen/Qwen3-30B-A3B-Base"],
     "mixtral-8x7b": CONFIGS["mistralai/Mixtral-8x7B-v0.1"],
     "gpt-oss-20b": CONFIGS["openai/gpt-oss-20b"],
+    "tiny": LLAMA
+    | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "head_dim": 8, "vocab_size": 320}
+    | {"num_attention_heads": 8, "tie_word_embeddings": False},
+    "tiny-moe": CONFIGS["Qwen/Qwen3-30B-A3B-Base"]
+    | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "head_dim": 8, "vocab_size": 320}
+    | {"num_attention_heads": 8, "num_key_value_heads": 8, "num_experts": 8, "num_experts_per_tok": 2}
+    | {"moe_intermediate_size": 32},
 }
 MODULES = Path(sysconfig.get_path("stdlib"))
 FIRST_STEPS = 3  # compilation, allocation
@@ -105,8 +114,8 @@ class Measurement:
 
 
 def main() -> int:
-    every = [(build_parser().parse_args(words), " ".join(words)) for words in split_words(sys.argv[1:])]
-    if not torch.cuda.is_available():
+    every = [(parse(words), " ".join(words)) for words in split_words(sys.argv[1:])]
+    if not torch.cuda.is_available() and any(arguments.accelerator == "gpu" for arguments, _ in every):
         print("bench_training: no GPU on this machine, nothing measured")
         return 0
     for arguments, words in every:
@@ -118,6 +127,36 @@ def main() -> int:
     return 0
 
 
+def parse(words: list[str]) -> argparse.Namespace:
+    """The options of a measurement; those that aren't given are those of --config, if there is one."""
+    parser = build_parser()
+    if files := parser.parse_args(words).config:
+        parser.set_defaults(**options_of(files))
+    return parser.parse_args(words)
+
+
+def options_of(files: list[Path]) -> dict[str, Any]:
+    """The options that files of pretrain.py say, of which later ones win."""
+    from pretrainkit.config.load import load_config
+
+    config = load_config(files)
+    name = str(config.hf_model_id)
+    MODELS[name] = CONFIGS[name]
+    parallel, training = config.parallel, config.training
+    return {
+        "model": name,
+        "sequence_length": config.data.sequence_length,
+        "micro_batch_size": training.micro_batch_size,
+        "global_batch_size": training.global_batch_size,
+        "recompute": training.recompute,
+        "gpus": config.launch.num_gpus,
+        "tp": parallel.tensor_model_parallel_size,
+        "pp": parallel.pipeline_model_parallel_size,
+        "cp": parallel.context_parallel_size,
+        "ep": parallel.expert_model_parallel_size,
+    }
+
+
 def split_words(words: list[str]) -> list[list[str]]:
     """The options of each measurement: those between one --next and another."""
     ends = [*(place for place, word in enumerate(words) if word == "--next"), len(words)]
@@ -125,13 +164,18 @@ def split_words(words: list[str]) -> list[list[str]]:
 
 
 def compare(arguments: argparse.Namespace) -> dict[str, list[Measurement]]:
-    """Measure the paths in turn."""
+    """Measure the paths in turn; a path that fails is left out."""
     with tempfile.TemporaryDirectory() as folder:
         write_inputs(Path(folder), arguments)
         measured: dict[str, list[Measurement]] = {path: [] for path in arguments.paths.split(",")}
         for _ in range(arguments.rounds):
-            for path, runs in measured.items():
-                runs.append(measure(path, arguments, Path(folder)))
+            for path, runs in list(measured.items()):
+                try:
+                    runs.append(measure(path, arguments, Path(folder)))
+                except RuntimeError as error:  # of memory, say: the other paths are measured
+                    print(error, file=sys.stderr, flush=True)
+                    del measured[path]
+                    continue
                 print(f"{path}: {runs[-1].tokens_per_s:,.0f} tokens/s", file=sys.stderr, flush=True)
     return measured
 
@@ -139,6 +183,8 @@ def compare(arguments: argparse.Namespace) -> dict[str, list[Measurement]]:
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="1b", choices=MODELS)
+    parser.add_argument("--config", type=Path, nargs="+", metavar="FILE")
+    parser.add_argument("--accelerator", default="gpu", choices=("gpu", "cpu"))
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     parser.add_argument("--paths", default="plain,fused")
     for name, default in (
@@ -199,7 +245,9 @@ def measure(path: str, arguments: argparse.Namespace, folder: Path) -> Measureme
     context: Any = multiprocessing.get_context(method)
     if method == "forkserver":
         os.environ["PYTHONPATH"] = os.pathsep.join((str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")))
-        context.set_forkserver_preload(["trainer_without_te"])
+        support = str(Path(__file__).parents[1] / "support")
+        os.environ["PYTHONPATH"] = os.pathsep.join((support, os.environ["PYTHONPATH"]))
+        context.set_forkserver_preload(["trainer_without_te" if arguments.accelerator == "gpu" else "ranks_preload"])
     ranks = [
         context.Process(target=train_rank, args=(path, arguments, str(folder), rank, port))
         for rank in range(arguments.gpus)
@@ -210,7 +258,7 @@ def measure(path: str, arguments: argparse.Namespace, folder: Path) -> Measureme
         process.join()
     if any(process.exitcode for process in ranks):
         tails = "\n".join(log.read_text(errors="replace")[-3000:] for log in sorted(folder.glob("rank*.log")))
-        raise SystemExit(f"{path}: a rank failed\n{tails}")
+        raise RuntimeError(f"{path}: a rank failed\n{tails}")
     return read_measurement(experiment)
 
 
@@ -232,7 +280,10 @@ def train_rank(path: str, arguments: argparse.Namespace, folder: str, rank: int,
         "HF_HUB_OFFLINE": "1",
     }
     try:
-        torch.cuda.set_device(rank)
+        if arguments.accelerator == "gpu":
+            torch.cuda.set_device(rank)
+        else:
+            torch.set_num_threads(1)
         from pretrainkit.engine import train
         from pretrainkit.run import resume_plan
 
@@ -360,7 +411,7 @@ def resolve_run(path: str, arguments: argparse.Namespace, folder: Path) -> Any:
             fp8_check_interval=0,
             **PATHS[path],
         ),
-        launch=change(default.launch, num_gpus=arguments.gpus, accelerator="gpu"),
+        launch=change(default.launch, num_gpus=arguments.gpus, accelerator=arguments.accelerator),
     )
     dataset = read_dataset(config.data.dataset_path, config.data.split)
     facts = RunFacts(
@@ -389,7 +440,7 @@ def read_measurement(experiment: Path) -> Measurement:
     return Measurement(
         tokens_per_s=median("tokens_per_second"),
         mfu=median("mfu") if counted[0].get("mfu") else None,
-        peak_gib=max(record["peak_memory_gib"] for record in steps),
+        peak_gib=max(record.get("peak_memory_gib") or 0.0 for record in steps),
         losses=[record["loss"] for record in steps],
         validation=[record["val_loss"] for record in records if "val_loss" in record],
     )
@@ -397,8 +448,9 @@ def read_measurement(experiment: Path) -> Measurement:
 
 def table(measured: dict[str, list[Measurement]], arguments: argparse.Namespace, words: str) -> str:
     """Markdown: the machine, then a row for each path."""
+    device = torch.cuda.get_device_name() if arguments.accelerator == "gpu" else "CPU ranks"
     lines = [
-        f"{arguments.gpus} x {torch.cuda.get_device_name()}, torch {torch.__version__}, {arguments.rounds} rounds of "
+        f"{arguments.gpus} x {device}, torch {torch.__version__}, {arguments.rounds} rounds of "
         f"{arguments.steps} steps: {words}",
         "",
         "| path | tokens/s, median (min to max) | MFU % | peak GiB on rank 0 | first loss | last loss |",
@@ -413,7 +465,7 @@ def table(measured: dict[str, list[Measurement]], arguments: argparse.Namespace,
             f"| {max(run.peak_gib for run in runs):.1f} | {runs[0].losses[0]:.4f} | {runs[0].losses[-1]:.4f} |"
         )
     of_paths = zip(*(runs[0].losses for runs in measured.values()), strict=True)
-    difference = max(max(losses) - min(losses) for losses in of_paths)
+    difference = max((max(losses) - min(losses) for losses in of_paths), default=0.0)
     lines += ["", f"Largest difference between the paths' losses at one step: {difference:.4f}"]
     return "\n".join(lines)
 

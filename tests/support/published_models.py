@@ -79,6 +79,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_scaling": {**_LLAMA_3_ROPE, "factor": 8.0},
         "tie_word_embeddings": False,
     },
+    "models/Llama-3.1-70B-56-layers": {
+        **_LLAMA_3,
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_attention_heads": 64,
+        "num_hidden_layers": 56,
+        "rope_scaling": {**_LLAMA_3_ROPE, "factor": 8.0},
+        "tie_word_embeddings": False,
+    },
     "meta-llama/Llama-3.2-1B": {
         **_LLAMA_3,
         "head_dim": 64,
@@ -194,6 +203,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 """By hub name, as `hf_model_id` of configs/model names it."""
 PARAMETERS = {
     "meta-llama/Llama-3.1-8B": 8_030_261_248,
+    "models/Llama-3.1-70B-56-layers": 50_018_000_896,
     "meta-llama/Llama-3.2-1B": 1_235_814_400,
     "Qwen/Qwen2.5-0.5B": 494_032_768,
     "Qwen/Qwen2.5-1.5B": 1_543_714_304,

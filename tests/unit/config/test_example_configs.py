@@ -1,4 +1,4 @@
-"""Every run of configs/run starts as its head says, and takes what configs/README.md says.
+"""Every run of configs/run and configs/baselines starts as its head says, and takes what configs/README.md says.
 
 The command in a file's head is run with --dry_run, on the published shape of its model and two billion tokens.
 """
@@ -32,7 +32,8 @@ from pretrainkit.units import format_count
 REPOSITORY = Path(__file__).parents[3]
 FOLDER = REPOSITORY / "configs"
 README = FOLDER / "README.md"
-RUNS = sorted(path.stem for path in (FOLDER / "run").glob("*.yaml"))
+FILES = {path.stem: path for folder in ("run", "baselines") for path in (FOLDER / folder).glob("*.yaml")}
+RUNS = sorted(FILES, key=lambda name: (FILES[name].parent.name != "run", name))
 MODELS = sorted((FOLDER / "model").glob("*.yaml"))
 NUM_DOCUMENTS, DOCUMENT_TOKENS = 2000, 1_000_000
 TABLE_BEGINS, TABLE_ENDS = "<!-- estimates -->\n", "<!-- end of estimates -->\n"
@@ -63,7 +64,7 @@ def data_prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def dry_runs(tmp_path_factory: pytest.TempPathFactory, data_prefix: Path, tokenizer_folder: Path) -> dict[str, DryRun]:
-    """A dry run of each file of configs/run, by its name."""
+    """A dry run of each file, by its name."""
     folder = tmp_path_factory.mktemp("dry_runs")
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("WANDB_API_KEY", "0" * 40)
@@ -78,7 +79,7 @@ def head_of(path: Path) -> str:
 
 def command_of(name: str) -> list[str]:
     """The words of the command in a run's head, after python."""
-    joined = head_of(FOLDER / "run" / f"{name}.yaml").replace("\\\n", " ")
+    joined = head_of(FILES[name]).replace("\\\n", " ")
     (line,) = (line for line in joined.splitlines() if line.strip().startswith("python pretraining/pretrain.py "))
     return shlex.split(line)[1:]
 
@@ -98,7 +99,7 @@ def _dry_run(name: str, folder: Path, data_prefix: Path, tokenizer_folder: Path)
     with contextlib.redirect_stdout(io.StringIO()) as stdout, contextlib.redirect_stderr(io.StringIO()) as stderr:
         code = pretrain().main(words[1:])
     assert code == 0, stderr.getvalue()
-    experiment = yaml.safe_load((FOLDER / "run" / f"{name}.yaml").read_text(encoding="utf-8"))["experiment"]
+    experiment = yaml.safe_load(FILES[name].read_text(encoding="utf-8"))["experiment"]
     return DryRun(read_run(folder / experiment / "run.json"), stdout.getvalue())
 
 
@@ -165,7 +166,8 @@ def row(name: str, run: ResolvedRun) -> str:
     site = words[words.index("--site") + 1]
     tokens = run.config.training.global_batch_size * run.config.data.sequence_length
     spread = f"{parallel.tensor_model_parallel_size} x {parallel.pipeline_model_parallel_size} x "
-    first = f"`{name}` | {spread}{run.data_parallel_size}"
+    context = f" x CP {parallel.context_parallel_size}" if parallel.context_parallel_size > 1 else ""
+    first = f"`{name}` | {spread}{run.data_parallel_size}{context}"
     if found is None:
         return f"| {first} on CPU, `{site}` | {format_count(tokens)} | - | - | - | - | - |\n"
     assert found.step_time_s and found.mfu and run.gpu_name and found.gpu_memory_gib and estimates.fits(run, found)
