@@ -8,6 +8,7 @@ changes   as it is | one change, in turn, likely ones first, until it is known w
 from __future__ import annotations
 
 import contextlib
+import math
 import resource
 import sys
 import time
@@ -22,7 +23,7 @@ from pretrainkit.diagnosis.observe import batches, facts, hooks, phases
 from pretrainkit.diagnosis.observe.sampler import Sampler, own_frames
 from pretrainkit.diagnosis.observe.session import LARGEST_SET_BYTES, Session
 from pretrainkit.diagnosis.observe.streams import depth_of, replay, reread
-from pretrainkit.diagnosis.observe.windows import Measuring, Steps, Window, measure, warm_up
+from pretrainkit.diagnosis.observe.windows import MOST_STEPS, Measuring, Steps, Window, measure, warm_up
 from pretrainkit.diagnosis.probes import switches
 from pretrainkit.diagnosis.probes.switches import Switch
 from pretrainkit.diagnosis.spec import read_spec
@@ -65,6 +66,10 @@ class Plan:
         self._pair_s: dict[str, float] = {}
         """Time that a pair of windows took, settling included."""
         self._steps = 2
+        self._per_step = 1
+        """Micro batches of a step, in the last window."""
+        self._over: list[Any] | None = None
+        """Batches that the last window replayed."""
         self._seen: list[Any] = []
         self._kept: list[Any] = []
         self._begin_s = time.perf_counter()
@@ -141,7 +146,7 @@ class Plan:
         # On a CPU the phase says what waiting costs; on a GPU it may be hidden behind the step before.
         waits = session.on_gpu and session.observed.get("data", 0.0) > WORTH_REPLACING
         if session.agree(bool(recorded) and waits):
-            after = yield from self._window("data", is_changed=True, source=replay(recorded))
+            after = yield from self._window("data", is_changed=True, over=recorded, steps=before.steps)
             self._compare("data", before, after)
         self._pair_s["data"] = time.perf_counter() - begin_s
         return recorded
@@ -149,15 +154,15 @@ class Plan:
     def _pair(self, name: str) -> Steps:
         """A window as it is and one with the change; neighbours in time are compared."""
         session, switch = self._session, self._switches[name]
-        begin_s, depth = self._show(name), 0
-        before = yield from self._window(name, source=None if switch.reads_data else replay(self._kept))
+        begin_s = self._show(name)
+        before = yield from self._window(name, over=None if switch.reads_data else self._kept)
         session.mark(name)
         switch.turn(True)
-        source = None if switch.reads_data else replay(switch.seen or self._kept)
-        if switch.num_workers:
-            source = reread(session.loader, switch.num_workers)
-            depth = switch.num_workers * (session.loader.prefetch_factor or 2)
-        after = yield from self._window(name, is_changed=True, source=source, depth=depth)
+        over = None if switch.reads_data else switch.seen or self._kept
+        source = reread(session.loader, switch.num_workers) if switch.num_workers else None
+        after = yield from self._window(
+            name, is_changed=True, over=over, source=source, num_workers=switch.num_workers or None
+        )
         switch.turn(False)
         session.mark("")
         self._windows += [before, after]
@@ -170,6 +175,8 @@ class Plan:
         before_s, after_s, ratio = before.steps_s, after.steps_s, 1.0
         if switch.seen and after.micro_batches:
             ratio = before.micro_batches / (after.micro_batches * self._work_ratio(switch.seen))
+        elif switch.num_workers:
+            ratio = before.steps / after.steps
         if name == "larger_micro_batch" and before.backward_passes > before.steps:
             # The global batch stays as it is: twice the samples take twice the steps of the optimizer.
             after_s = [seconds + self._optimizer_s * after.steps / len(after_s) for seconds in after_s]
@@ -185,20 +192,41 @@ class Plan:
         name: str,
         *,
         is_changed: bool = False,
+        over: list[Any] | None = None,
         source: Iterator[Any] | None = None,
-        depth: int | None = None,
+        num_workers: int | None = None,
         steps: int = 0,
     ) -> Measuring:
-        """A window, by default of the usual length and over the loop's own data, after its queue is as usual."""
+        """A window, after the queue of what it reads is as usual.
+
+        Args:
+            name: the probe.
+            is_changed: with its change.
+            over: batches to replay; None: the loop's own data, or `source`.
+            source: what the loop reads in place of its own data.
+            num_workers: of the source.
+            steps: by default the usual number, or as many more as workers give at once.
+        """
         session = self._session
-        session.source = source
-        if depth is None:
-            depth = depth_of(session.loader) if source is None else 0
-        per_step = max(1, session.micro_batches // self._steps)
-        settle_steps = min(LONGEST_SETTLING, (0 if self._steps == 1 else 1) + depth // per_step)
-        window = yield from measure(session, name, is_changed, steps or self._steps, settle_steps)
+        session.source = replay(over) if over else source
+        if num_workers is None and session.loader is not None and session.source is None:
+            num_workers = session.loader.num_workers
+        depth = (num_workers or 0) * (getattr(session.loader, "prefetch_factor", None) or 2)
+        # Of a loop that fetches ahead the first step is over a batch of the window before. Slow steps are spared it
+        # where that batch is of the same kind.
+        is_other = self._steps > 1 or over is not self._over
+        self._over = over
+        settle_steps = min(LONGEST_SETTLING, is_other + depth // self._per_step)
+        steps = steps or self._whole_bursts(num_workers or 1)
+        window = yield from measure(session, name, is_changed, steps, settle_steps)
+        self._per_step = max(1, window.micro_batches // window.steps)
         session.source = None
         return window
+
+    def _whole_bursts(self, num_workers: int) -> int:
+        """Steps of a window: the workers of a loop that waits give their batches at about the same time."""
+        burst = num_workers // math.gcd(num_workers, self._per_step)
+        return self._steps if self._steps == 1 else min(-(-self._steps // burst) * burst, max(MOST_STEPS, self._steps))
 
     def _reading(self) -> list[dict[str, Any]]:
         """The program's functions that make batches, where workers make them.
