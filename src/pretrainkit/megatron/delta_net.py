@@ -1,6 +1,6 @@
 """Gated delta nets (`layer_features.DeltaNet`) and attention with a gate of its output, from torch modules.
 
-Megatron-core's GatedDeltaNet asks for flash-linear-attention, which needs a GPU; its recurrence in torch is used here.
+Megatron-core's GatedDeltaNet asks for flash-linear-attention, which needs a GPU and Triton; `delta_rule` does not.
 Every tensor-parallel rank has some key heads, with the value heads of each. It has small weights whole, uses
 those of its heads, and their gradients are summed over ranks: by Megatron under sequence parallelism.
 """
@@ -12,16 +12,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.ssm.gated_delta_net import torch_chunk_gated_delta_rule
 from megatron.core.tensor_parallel import RowParallelLinear, copy_to_tensor_model_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from pretrainkit.config.layer_features import LayerFeatures
+from pretrainkit.megatron.delta_rule import gated_delta_rule
 from pretrainkit.megatron.linear import RMSNormColumnParallelLinear
-
-_L2_EPS = 1e-6
 
 
 class GatedQueryLinear(RMSNormColumnParallelLinear):
@@ -111,10 +109,10 @@ class GatedDeltaNet(MegatronModule):
         *inputs, gate = projected.split(sizes, -1)
         beta, decay = (part.flatten(2) for part in rates.transpose(0, 1).unflatten(-1, (-1, 2 * per_key)).chunk(2, -1))
         query, key, value = self._convolved([part.flatten(2) for part in inputs])
-        query, key = (self._normalized(part.unflatten(-1, (-1, net.key_head_dim)), per_key) for part in (query, key))
-        value = value.unflatten(-1, (-1, net.value_head_dim))  # [b, s, v, d]
+        query, key = (part.unflatten(-1, (-1, net.key_head_dim)) for part in (query, key))  # [b, s, k, d]
+        value = value.unflatten(-1, (-1, net.value_head_dim))  # [b, s, v, e]
         log_decay = -self._own(self.A_log).float().exp() * F.softplus(decay.float() + self._own(self.dt_bias))
-        out, _ = torch_chunk_gated_delta_rule(query, key, value, g=log_decay, beta=beta.sigmoid())
+        out = gated_delta_rule(query, key, value, log_decay, beta.sigmoid())
         out = F.rms_norm(out.float(), out.shape[-1:], None, self.config.layernorm_epsilon).to(out.dtype)
         gate = F.silu(gate.reshape(out.shape).float())
         out = (self._used(self.norm.weight) * out * gate).to(hidden.dtype)
@@ -128,9 +126,3 @@ class GatedDeltaNet(MegatronModule):
         channels = F.pad(torch.cat(parts, -1).transpose(1, 2), (net.kernel_size - 1, 0))
         out = F.silu(F.conv1d(channels, kernel, groups=len(kernel))).transpose(1, 2)
         return out.split([part.size(-1) for part in parts], -1)
-
-    @staticmethod
-    def _normalized(heads: Tensor, repeats: int) -> Tensor:
-        """Key heads [b, s, k, d] of length 1, for each of their value heads."""
-        scaled = heads * torch.rsqrt(heads.square().sum(-1, keepdim=True) + _L2_EPS)
-        return scaled.repeat_interleave(repeats, 2)
