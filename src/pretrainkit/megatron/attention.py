@@ -8,7 +8,8 @@ load-balanced split). Attention among a rank's two chunks is plain causal attent
 it runs while those arrive. All queries attend to the first chunk of a rank j < r, and none to its second; only the
 second chunk's queries attend to a rank j > r, and to both its chunks. So no block needs a mask, and each is one call of
 torch's fastest kernel. Blocks are merged by their log-sum-exp; the backward pass gets the merged one, as in ring
-attention (Liu et al. 2023, arXiv:2310.01889).
+attention (Liu et al. 2023, arXiv:2310.01889). With a window or a soft cap, each of a rank's chunks attends in one call
+to the keys from its first query's window up to its own end.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, distributed
 
 from pretrainkit.config.layer_features import LLAMA, LayerFeatures
-from pretrainkit.megatron.attention_kernels import AttentionBlock, block_kernel
+from pretrainkit.megatron.attention_kernels import AttentionBlock, block_kernel, gradient_of_sinks, with_sinks
 from pretrainkit.megatron.document_attention import (
     attend_within_documents,
     chunks_of,
     document_positions,
+    keys_of_chunks,
     segment_bounds,
 )
 from pretrainkit.megatron.window_attention import attend_causally
@@ -114,18 +116,19 @@ class ScaledDotProductAttention(MegatronModule):
         if size := self.rotated_size:  # the factors of a product of rotated dimensions, without those that aren't
             query = torch.cat((query[..., :size] * self.rotated_factor, query[..., size:]), -1)
         settings = self.softmax_scale, window, self.softcap, self.softmax_offset
-        is_plain = not window and not self.softcap and self.softmax_offset is None
         chunk = self.chunk if self.chunk < tokens else 0
         if chunk and documents is not None:
             raise NotImplementedError("attention within chunks is not supported within documents")
-        if chunk or (not is_plain and self.cp_group.size() > 1 and documents is None):
-            # Each sequence is one document, or each of its chunks.
-            positions = (torch.arange(tokens) % (chunk or tokens)).expand(query.size(1), tokens)
+        if chunk:  # each is a document
+            positions = (torch.arange(tokens) % chunk).expand(query.size(1), tokens)
             documents = segment_bounds(positions, self.cp_group.rank(), self.cp_group.size()).to(query.device)
         if documents is not None:
             return attend_within_documents(query, key, value, documents, self.cp_group, *settings)
+        if self.cp_group.size() > 1 and (window or self.softcap):
+            return attend_by_chunks(query, key, value, self.cp_group, *settings).flatten(2)
         if self.cp_group.size() > 1:
-            return attend_across_ranks(query, key, value, self.cp_group, self.softmax_scale).flatten(2)
+            scale, sinks = self.softmax_scale, self.softmax_offset
+            return attend_across_ranks(query, key, value, self.cp_group, scale, sinks).flatten(2)
         q, k, v = map(_heads_first, (query, key, value))
         return _tokens_first(attend_causally(q, k, v, *settings)).flatten(2)
 
@@ -162,22 +165,47 @@ class ScaledDotProductAttention(MegatronModule):
         return (starts[:, None] + torch.arange(chunk, device=query.device)).flatten()[:, None]
 
 
+def attend_by_chunks(
+    query: Tensor,  # [s, b, h, d]: s tokens on this rank, an even number
+    key: Tensor,  # [s, b, g, d], h a multiple of g
+    value: Tensor,  # [s, b, g, d]
+    group: distributed.ProcessGroup,
+    scale: float | None,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,  # [h]
+) -> Tensor:  # [s, b, h, d]
+    """Attention among all ranks' tokens of the sequence, with the settings of `attend_causally`."""
+    outs = []
+    for part, (keys, values) in zip(query.chunk(2), keys_of_chunks(key, value, group, window), strict=True):
+        q, k, v = map(_heads_first, (part, keys, values))
+        outs.append(_tokens_first(attend_causally(q, k, v, scale, window, softcap, sinks)))
+    return torch.cat(outs)
+
+
 def attend_across_ranks(
     query: Tensor,  # [s, b, h, d]: s tokens on this rank, an even number
     key: Tensor,  # [s, b, g, d], h a multiple of g
     value: Tensor,  # [s, b, g, d]
     group: distributed.ProcessGroup,
     scale: float | None = None,
+    sinks: Tensor | None = None,  # [h]: one more score of each head, of no token
 ) -> Tensor:  # [s, b, h, d]
     """Each token attends to itself and to all earlier tokens of the sequence."""
-    out: Tensor = _AcrossRanks.apply(query, key, value, group, scale)
+    out: Tensor = _AcrossRanks.apply(query, key, value, group, scale, sinks)
     return out
 
 
 class _AcrossRanks(torch.autograd.Function):
     @staticmethod
     def forward(
-        context: Any, query: Tensor, key: Tensor, value: Tensor, group: distributed.ProcessGroup, scale: float | None
+        context: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        group: distributed.ProcessGroup,
+        scale: float | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         own_kv = torch.stack((key, value))
         all_kv = own_kv.new_empty((group.size(), *own_kv.shape))  # [n, 2, s, b, g, d]
@@ -192,14 +220,16 @@ class _AcrossRanks(torch.autograd.Function):
             old_lse = lse[:, :, first:]
             merged[:, :, first:].lerp_(out.float(), torch.sigmoid(new_lse - old_lse).unsqueeze(-1))
             torch.logaddexp(old_lse, new_lse, out=old_lse)
+        if sinks is not None:
+            merged, lse = with_sinks(merged, lse, sinks)
         out = _tokens_first(merged.to(query.dtype))
-        context.save_for_backward(query, all_kv, out, lse)
+        context.save_for_backward(query, all_kv, out, lse, sinks)
         context.kernel, context.rng_state, context.group, context.scale = kernel, rng_state, group, scale
         return out
 
     @staticmethod
     def backward(context: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, all_kv, out, lse = context.saved_tensors
+        query, all_kv, out, lse, sinks = context.saved_tensors
         rank = context.group.rank()
 
         def gradients(first: int, kv: Tensor, *, causal: bool) -> list[Tensor]:
@@ -220,8 +250,9 @@ class _AcrossRanks(torch.autograd.Function):
         )
         queries, keys, values = gradients(0, all_kv[rank], causal=True)
         grad_query += queries
+        of_sinks = None if sinks is None else gradient_of_sinks(sinks, _heads_first(grad), _heads_first(out), lse)
         pending.wait()
-        return grad_query, grad_kv[0] + keys, grad_kv[1] + values, None, None
+        return grad_query, grad_kv[0] + keys, grad_kv[1] + values, None, None, of_sinks
 
 
 def _block(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float | None) -> AttentionBlock:

@@ -135,29 +135,51 @@ class Flash(BlockKernel):
         return q, k, v
 
 
-class WindowedFlash(BlockKernel):
-    """FlashAttention 2 of a causal block whose queries attend to the last `window` keys only, themselves included."""
+@dataclass(frozen=True)
+class Segments:
+    """Segments of a block's queries and as many of its keys: a segment's queries are the last of its tokens."""
+
+    bounds: Tensor  # [2, m + 1], int32: of queries, of keys
+    most_queries: int
+    """No less than the longest has; as small as is known without a look at the bounds, as is `most_keys`."""
+    most_keys: int
+
+
+class CausalFlash(BlockKernel):
+    """FlashAttention 2 of a causal block whose queries are the last of its tokens, or those of each of its segments.
+
+    Queries attend to the last `window` keys only, themselves included; 0: to all. A block with segments has b = 1.
+    """
 
     name = "flash"
 
-    def __init__(self, window: int) -> None:
+    def __init__(self, window: int = 0, segments: Segments | None = None) -> None:
         self._window = {"window_size_left": window - 1, "window_size_right": 0}
+        self._segments = segments
 
     def forward(self, block: AttentionBlock) -> tuple[Tensor, Tensor, Any]:
-        sizes = block.q.size(2), block.k.size(2)
-        tensors = (part.transpose(1, 2) for part in (block.q, block.k, block.v))
+        tensors = (self._row(part.transpose(1, 2)) for part in (block.q, block.k, block.v))
         found = aten._flash_attention_forward(
-            *tensors, None, None, *sizes, 0.0, block.causal, False, scale=block.scale, **self._window
+            *tensors, *self._bounds(block), 0.0, block.causal, False, scale=block.scale, **self._window
         )
-        return found[0].transpose(1, 2), found[1], found[2:4]
+        out, lse = (part.unsqueeze(0) if self._segments else part for part in found[:2])
+        return out.transpose(1, 2), lse, found[2:4]
 
     def backward(self, block: AttentionBlock, grad: Tensor, out: Tensor, lse: Tensor, rng_state: Any) -> Gradients:
-        tensors = (part.transpose(1, 2) for part in (grad, block.q, block.k, block.v, out))
-        sizes = block.q.size(2), block.k.size(2)
-        q, k, v = aten._flash_attention_backward(
-            *tensors, lse, None, None, *sizes, 0.0, block.causal, *rng_state, scale=block.scale, **self._window
-        )
+        tensors = (self._row(part.transpose(1, 2)) for part in (grad, block.q, block.k, block.v, out))
+        settings = *self._bounds(block), 0.0, block.causal, *rng_state
+        found = aten._flash_attention_backward(*tensors, self._row(lse), *settings, scale=block.scale, **self._window)
+        q, k, v = (part.unsqueeze(0) if self._segments else part for part in found)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+    def _row(self, part: Tensor) -> Tensor:
+        return part.squeeze(0) if self._segments else part
+
+    def _bounds(self, block: AttentionBlock) -> tuple[Tensor | None, Tensor | None, int, int]:
+        if self._segments is None:
+            return None, None, block.q.size(2), block.k.size(2)
+        queries, keys = self._segments.bounds
+        return queries, keys, self._segments.most_queries, self._segments.most_keys
 
 
 class Efficient(BlockKernel):
@@ -186,39 +208,46 @@ class Efficient(BlockKernel):
         return [heads.repeat_interleave(block.q.size(1) // block.k.size(1), dim=1) for heads in (block.k, block.v)]
 
 
-def attend(block: AttentionBlock, window: int, sinks: Tensor | None) -> Tensor:
-    """Causal attention [b, h, s, d] of as many queries as keys; `window` and `sinks` [h] as `attend_causally` has them.
-
-    A sink is a block of keys of its own, whose values are zero: its lse is its weight.
-    """
-    return _Attended.apply(block, block.q, block.k, block.v, sinks, window)
+def attend(block: AttentionBlock, kernel: BlockKernel, sinks: Tensor | None) -> Tensor:
+    """Attention [b, h, s, d] of a block by a kernel that supports it; `sinks` [h] as `attend_causally` has them."""
+    out: Tensor = _Attended.apply(block, block.q, block.k, block.v, sinks, kernel)
+    return out
 
 
 class _Attended(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, block: AttentionBlock, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, window: int
+        ctx: Any, block: AttentionBlock, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, kernel: BlockKernel
     ) -> Tensor:
-        kernel = WindowedFlash(window) if window else block_kernel(block)
         out, lse, rng_state = kernel.forward(block)
         if sinks is not None:
-            weights = sinks.float()[:, None]
-            out = (out * torch.sigmoid(lse - weights)[..., None]).to(out.dtype)
-            lse = torch.logaddexp(lse, weights.expand_as(lse))
-        ctx.save_for_backward(q, k, v, out, lse, *(() if sinks is None else (sinks,)))
-        ctx.kernel, ctx.rng_state, ctx.scale = kernel, rng_state, block.scale
+            out, lse = with_sinks(out, lse, sinks)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
+        ctx.kernel, ctx.rng_state, ctx.causal, ctx.scale = kernel, rng_state, block.causal, block.scale
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        q, k, v, out, lse, *sinks = ctx.saved_tensors
-        block = AttentionBlock(q, k, v, True, ctx.scale)
-        gradients = ctx.kernel.backward(block, grad, out, lse, ctx.rng_state)
-        if not sinks:
-            return None, *gradients, None, None
-        shares = torch.exp(sinks[0].float()[:, None] - lse)  # [b, h, s]
-        of_sinks = -(shares * (grad.float() * out).sum(-1)).sum((0, 2))
-        return None, *gradients, of_sinks.to(sinks[0].dtype), None
+        q, k, v, out, lse, sinks = ctx.saved_tensors
+        block = AttentionBlock(q, k, v, ctx.causal, ctx.scale)
+        of_sinks = None if sinks is None else gradient_of_sinks(sinks, grad, out, lse)
+        return None, *ctx.kernel.backward(block, grad, out, lse, ctx.rng_state), of_sinks, None
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Output [b, h, s, d] and lse [b, h, s] of attention to sinks [h], too.
+
+    A sink is a block of keys of its own, whose values are zero: its lse is its weight.
+    """
+    weights = sinks.float()[:, None]
+    joined = (out * torch.sigmoid(lse - weights)[..., None]).to(out.dtype)
+    return joined, torch.logaddexp(lse, weights.expand_as(lse))
+
+
+def gradient_of_sinks(sinks: Tensor, grad: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+    """The gradient [h] by that of the output [b, h, s, d] and what `with_sinks` gave."""
+    shares = torch.exp(sinks.float()[:, None] - lse)  # [b, h, s]
+    return -(shares * (grad.float() * out).sum(-1)).sum((0, 2)).to(sinks.dtype)
 
 
 class _OnCpu(BlockKernel):

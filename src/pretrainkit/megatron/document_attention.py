@@ -20,11 +20,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from megatron.core.parallel_state import get_context_parallel_rank, get_context_parallel_world_size
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor, distributed
 
-from pretrainkit.megatron.window_attention import attend_causally
+from pretrainkit.megatron.attention_kernels import AttentionBlock, CausalFlash, Segments, attend
+from pretrainkit.megatron.window_attention import attend_causally, has_flash
 
 
 def with_document_bounds(data_step: Callable[..., Any]) -> Callable[..., Any]:
@@ -98,32 +100,53 @@ def attend_within_documents(
     `group`: the context-parallel ranks.
     """
     length, batch = query.shape[:2]
+    chunk = length
     if group.size() > 1:
-        key, value = _up_to_chunks(key, value, group)
+        chunk //= 2
+        key, value = (torch.cat(parts) for parts in zip(*keys_of_chunks(key, value, group), strict=True))
     q, k, v = (part.transpose(0, 1).flatten(0, 1) for part in (query, key, value))  # [b * tokens, heads, d]
-    is_plain = not window and not softcap and sinks is None
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and is_plain:
-        out = _flash(q, k, v, bounds, length * group.size(), scale)
+    if has_flash(query) and not softcap:
+        out = _flash(q, k, v, Segments(bounds, chunk, length * group.size()), scale, window, sinks)
     else:
         out = _one_by_one(q, k, v, bounds, scale, window, softcap, sinks)
     return out.unflatten(0, (batch, length)).transpose(0, 1).flatten(2)
 
 
-def _up_to_chunks(key: Tensor, value: Tensor, group: distributed.ProcessGroup) -> tuple[Tensor, ...]:
-    """Keys and values [t, b, g, d] of a sequence up to the end of the rank's first chunk, then of its second."""
+def keys_of_chunks(
+    key: Tensor, value: Tensor, group: distributed.ProcessGroup, window: int = 0
+) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values [t, b, g, d] of a sequence up to the end of each of the rank's two chunks.
+
+    With a window they begin with those of the chunk's first query, no earlier.
+    """
     gathered = gather_from_sequence_parallel_region(torch.cat((key, value), -1), group=group)
     by_rank = gathered.chunk(2 * group.size())
     in_order = [*by_rank[::2], *by_rank[::-2]]
-    ends = (number + 1 for number in chunks_of(group.rank(), group.size()))
-    return torch.cat([part for end in ends for part in in_order[:end]]).chunk(2, -1)
+    found = []
+    for number in chunks_of(group.rank(), group.size()):
+        size = key.size(0) // 2
+        first = max(number * size - window + 1, 0) if window else 0
+        up_to_end = torch.cat(in_order[first // size : number + 1])  # a copy, which keeps no others' memory
+        found.append(up_to_end[first % size :].split(key.size(-1), -1))
+    return found
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float | None) -> Tensor:
-    """All segments in one call of the flash kernel; `longest` is no less than the longest, which need not be known."""
-    out: Tensor = torch.ops.aten._flash_attention_forward(
-        query, key, value, *bounds, longest, longest, 0.0, True, False, scale=scale
-    )[0]
-    return out
+def _flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Segments,
+    scale: float | None,
+    window: int,
+    sinks: Tensor | None,
+) -> Tensor:
+    """All segments in one call of the flash kernel, whose values are as large as keys."""
+    size = value.size(-1)
+    if size != key.size(-1):
+        value = F.pad(value, (0, key.size(-1) - size))
+    q, k, v = (part.transpose(0, 1).unsqueeze(0) for part in (query, key, value))  # [1, heads, b * tokens, d]
+    out = attend(AttentionBlock(q, k, v, True, scale), CausalFlash(window, segments), sinks)
+    return out.squeeze(0).transpose(0, 1)[..., :size]
 
 
 def _one_by_one(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, *settings: Any) -> Tensor:

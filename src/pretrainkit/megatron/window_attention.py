@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
+from torch.utils.checkpoint import checkpoint
 
-from pretrainkit.megatron.attention_kernels import AttentionBlock, attend
+from pretrainkit.megatron.attention_kernels import AttentionBlock, CausalFlash, attend, block_kernel
 
 MAX_QUERIES = 1024
 """Queries that attend with a mask at a time, which bounds the memory of masks and scores."""
@@ -25,34 +26,59 @@ def attend_causally(
     sinks: Tensor | None = None,  # [h]: one more score of each head, of no token
 ) -> Tensor:  # [b, h, s, d]
     """Each token attends to itself and all before it or, with a window, to the last `window` of these."""
-    settings: dict[str, Any] = {"scale": scale, "enable_gqa": query.size(1) != key.size(1)}
-    length, older = query.size(2), key.size(2) - query.size(2)
-    if not 0 < window < length + older and not softcap and sinks is None:
-        settings |= {"attn_mask": causal_lower_right(length, length + older)} if older else {"is_causal": True}
-        return F.scaled_dot_product_attention(query, key, value, **settings)
-    if _has_kernel(query) and not older and not softcap:
-        return attend(AttentionBlock(query, key, value, True, scale), window if window < length else 0, sinks)
-    tokens = torch.arange(length + older, device=query.device)
-    outs = []
-    window = window or length + older
-    step = min(window, MAX_QUERIES)  # queries at a time
-    for first in range(0, length, step):
-        end = min(first + step, length)
-        keys = slice(max(older + first - window + 1, 0), older + end)
-        distance = tokens[older + first : older + end, None] - tokens[keys]
-        mask = (distance >= 0) & (distance < window)
-        block = query[:, :, first:end], key[:, :, keys], value[:, :, keys]
-        outs.append(
-            _by_scores(*block, mask, scale, softcap, sinks)
-            if softcap or sinks is not None
-            else F.scaled_dot_product_attention(*block, attn_mask=mask, **settings)
+    length, total = query.size(2), key.size(2)
+    window = window if window < total else 0
+    if not window and not softcap and sinks is None:
+        mask = {"is_causal": True} if length == total else {"attn_mask": causal_lower_right(length, total)}
+        return F.scaled_dot_product_attention(
+            query, key, value, scale=scale, enable_gqa=_has_groups(query, key), **mask
         )
+    if has_flash(query) and not softcap:
+        block = AttentionBlock(query, key, value, True, scale)
+        kernel = CausalFlash(window) if window or length < total else block_kernel(block)
+        return attend(block, kernel, sinks)
+    outs = []
+    step = min(window or total, MAX_QUERIES)  # queries at a time
+    for first in range(total - length, total, step):
+        end = min(first + step, total)
+        begin = max(first - window + 1, 0) if window else 0
+        queries = slice(first + length - total, end + length - total)
+        tensors = query[:, :, queries], key[:, :, begin:end], value[:, :, begin:end]
+        attend_masked = partial(_masked, *tensors, first - begin, window, scale, softcap, sinks)
+        if length > MAX_QUERIES:  # of the masks and scores no more than one step's are in memory
+            outs.append(checkpoint(attend_masked, use_reentrant=False, preserve_rng_state=False))
+        else:
+            outs.append(attend_masked())
     return torch.cat(outs, dim=2)
 
 
-def _has_kernel(query: Tensor) -> bool:
-    """Whether torch's kernels for windows and with lse serve these queries."""
+def has_flash(query: Tensor) -> bool:
+    """Whether torch's kernels for windows and segments, and with lse, serve these queries."""
     return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+
+
+def _has_groups(query: Tensor, key: Tensor) -> bool:
+    return query.size(1) != key.size(1)
+
+
+def _masked(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    older: int,
+    window: int,
+    scale: float | None,
+    softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """`attend_causally` of some queries, with a mask; there are `older` keys before that of the first."""
+    tokens = torch.arange(key.size(2), device=query.device)
+    distance = tokens[older : older + query.size(2), None] - tokens
+    mask = (distance >= 0) & (distance < (window or key.size(2)))
+    if softcap or sinks is not None:
+        return _by_scores(query, key, value, mask, scale, softcap, sinks)
+    groups = _has_groups(query, key)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=groups)
 
 
 def _by_scores(
