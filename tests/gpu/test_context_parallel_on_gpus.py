@@ -81,7 +81,8 @@ def test_settings_of_attention_are_as_near_to_fp32_as_on_one_rank(
 ) -> None:
     for part, (one, several) in measured["attention"][f"{name}, CP={ranks}"].items():
         assert one < 1e-2, part
-        assert several <= 1.25 * one + 5e-4, part
+        # The ranks' gradients of sinks are rounded to bf16 before they are added.
+        assert several <= (2.0 if part == "sinks" else 1.25) * one + 5e-4, part
 
 
 @pytest.mark.parametrize("name", FAMILIES)

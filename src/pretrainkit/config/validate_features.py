@@ -33,23 +33,11 @@ def feature_problems(config: RunConfig, model: ModelShape, facts: RunFacts) -> I
     if training.precision == "fp8":
         yield RequestError(found, needed="--precision bf16 or fp32", where="--precision fp8")
     on_gpu = resolve.accelerator(config, facts.machine) != "cpu"
-    untried = {
-        "heads that differ by layer": features.global_attention,
-        "norms of values": features.value_norm,
-        "scalars of layers": features.layer_scalar,
-        "attention within chunks": features.attention_chunk,
-        "experts with scaled inputs": features.routing and features.routing.scales_input,
-        "norms of rotated queries and keys": features.qk_l2_norm,
-        "multipliers of experts": model.num_experts and features.residual_multiplier != 1,
-    }
-    if on_gpu and (missing := [name for name, is_there in untried.items() if is_there]):
-        wanted = f"another model, or --accelerator cpu: {' and '.join(missing)} were not tried on GPUs yet"
-        yield RequestError(found, needed=wanted, where="--hf_model_id")
     if 0 < features.attention_chunk < length and facts.dataset and resolve.reset_attention_mask(config, facts.dataset):
         needed = f"false, or sequences of up to {features.attention_chunk} tokens: chunks are not those of documents"
         yield RequestError(found, needed=needed, where="data.reset_attention_mask")
     if features.delta_net:
-        yield from _delta_net_problems(config, facts, found, on_gpu=on_gpu)
+        yield from _delta_net_problems(config, facts, found)
     elif config.parallel.context_parallel_size > 1 and on_gpu:
         yield RequestError(
             found,
@@ -58,11 +46,8 @@ def feature_problems(config: RunConfig, model: ModelShape, facts: RunFacts) -> I
         )
 
 
-def _delta_net_problems(config: RunConfig, facts: RunFacts, found: str, *, on_gpu: bool) -> Iterator[RequestError]:
+def _delta_net_problems(config: RunConfig, facts: RunFacts, found: str) -> Iterator[RequestError]:
     needed = "whole sequences: a gated delta net's state runs through them"
-    if on_gpu:
-        wanted = "another model, or --accelerator cpu: gated delta nets were not tried on GPUs yet"
-        yield RequestError(found, needed=wanted, where="--hf_model_id")
     if config.parallel.context_parallel_size > 1:
         yield RequestError(found, needed=f"1, {needed}", where="--context_parallel_size")
     if facts.dataset and resolve.reset_attention_mask(config, facts.dataset):

@@ -345,11 +345,6 @@ FEATURES: dict[str, tuple[dict[str, Any], LayerFeatures, list[str]]] = {
         LayerFeatures(sliding_window=512, local_layers=(0,)),
         ["--context_parallel_size: a model with windows of 512 tokens", "not tried on GPUs yet"],
     ),
-    "untried on GPUs": (
-        {"launch__accelerator": "gpu"},
-        LayerFeatures(qk_l2_norm=True, routing=Routing(scales_input=True), local_layers=(0,), attention_chunk=512),
-        ["--hf_model_id: a model with", "attention within chunks and experts with scaled inputs and norms of rotated"],
-    ),
     "chunks in documents": (
         {"data__reset_attention_mask": True},
         LayerFeatures(local_layers=(0,), attention_chunk=512),
@@ -369,22 +364,12 @@ FEATURES: dict[str, tuple[dict[str, Any], LayerFeatures, list[str]]] = {
 }
 
 
-def test_multiplied_outputs_of_experts_are_refused_on_gpus(config: RunConfig, facts: RunFacts) -> None:
-    assert facts.model
-    model = dataclasses.replace(facts.model, features=LayerFeatures(residual_multiplier=0.5))
-    experts = {"num_experts": 8, "experts_per_token": 2, "expert_ffn_hidden_size": 64}
-    on_gpu, words = changed(config, launch__accelerator="gpu"), "multipliers of experts were not tried on GPUs"
-    assert words not in messages_of(on_gpu, dataclasses.replace(facts, model=model))
-    assert words in messages_of(on_gpu, dataclasses.replace(facts, model=dataclasses.replace(model, **experts)))
-
-
 def test_gated_delta_nets_have_whole_sequences(config: RunConfig, facts: RunFacts) -> None:
     features = LayerFeatures(delta_net=DeltaNet(3, 6, 8, 8, 4), delta_net_layers=(0,))
     facts = dataclasses.replace(facts, model=dataclasses.replace(facts.model, features=features))  # type: ignore[type-var]
     on_cpu = {"launch__accelerator": "cpu", "training__precision": "fp32"}
     assert messages_of(changed(config, **on_cpu), facts) == ""
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"launch__accelerator": "gpu"}, "gated delta nets were not tried on GPUs"),
         ({"parallel__context_parallel_size": 2}, "--context_parallel_size: a model with gated delta nets"),
         ({"data__reset_attention_mask": True}, "data.reset_attention_mask: a model with gated delta nets"),
         ({"parallel__tensor_model_parallel_size": 2}, "3 key heads of gated delta nets"),
