@@ -71,6 +71,21 @@ def test_a_batch_that_was_fetched_before_is_no_part_of_a_window(
         assert sum(pair["after_s"]) == pytest.approx(0.2 * steps)
 
 
+def test_the_begin_of_a_window_on_a_gpu_is_no_part_of_a_saving(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There the device waits for the host once a window: 0.5 s here, of steps of 1 s that become 0.2 s."""
+    loop = Loop(monkeypatch, steps=2)
+    loop.session.on_gpu = True
+
+    def synchronize() -> None:
+        loop.now_s += 0.25
+
+    loop.session.synchronize = synchronize
+    pairs = loop.run(Switch(seen=[batch(20, 20)]), iter(lambda: batch(100, 20), None))
+    assert len(pairs) == 2  # the first showed how short the steps are
+    for pair in pairs:
+        assert sum(pair["after_s"]) / sum(pair["before_s"]) == pytest.approx(0.2, abs=0.03)
+
+
 def test_workers_are_measured_over_whole_bursts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four workers that start together give four batches at a time, and then none for as long as one takes."""
     loop = Loop(monkeypatch, steps=2)

@@ -45,6 +45,8 @@ SLOW_STEP = 1 / 40
 """Of the budget: steps that take longer are looked at one by one."""
 READING_S = 0.5
 """Length of the look at how batches are made."""
+MUCH_SHORTER, MOST_CHANGED_STEPS = 1.5, 64
+"""A window with a change that is so many times shorter than one without gets more steps, at most so many."""
 LONGEST_SETTLING = 16
 """Steps that are let pass, at most, until a loader's queue is in its usual state."""
 
@@ -68,6 +70,8 @@ class Plan:
         self._steps = 2
         self._per_step = 1
         """Micro batches of a step, in the last window."""
+        self._changed_steps: dict[str, int] = {}
+        """Steps of a window with a change after which steps are much shorter."""
         self._over: list[Any] | None = None
         """Batches that the last window replayed."""
         self._seen: list[Any] = []
@@ -161,13 +165,32 @@ class Plan:
         over = None if switch.reads_data else switch.seen or self._kept
         source = reread(session.loader, switch.num_workers) if switch.num_workers else None
         after = yield from self._window(
-            name, is_changed=True, over=over, source=source, num_workers=switch.num_workers or None
+            name,
+            is_changed=True,
+            over=over,
+            source=source,
+            num_workers=switch.num_workers or None,
+            steps=self._changed_steps.get(name, 0),
         )
         switch.turn(False)
         session.mark("")
-        self._windows += [before, after]
-        self._compare(name, before, after)
+        if not self._is_too_short(name, before, after):
+            self._windows += [before, after]
+            self._compare(name, before, after)
         self._pair_s[name] = time.perf_counter() - begin_s
+
+    def _is_too_short(self, name: str, before: Window, after: Window) -> bool:
+        """Whether a change makes so much of a step go that its first window is too short, and the next must be longer.
+
+        Each window on a GPU begins with a device that waits for the host: of a short one that is a large part.
+        """
+        steps = min(round(after.steps * before.wall_s / after.wall_s), MOST_CHANGED_STEPS)
+        if not self._session.on_gpu or name in self._changed_steps or self._switches[name].num_workers:
+            return False
+        if not self._session.agree(self._steps > 1 and steps >= MUCH_SHORTER * after.steps):
+            return False
+        self._changed_steps[name] = self._session.agree(steps)
+        return True
 
     def _compare(self, name: str, before: Window, after: Window) -> None:
         """Add a pair, the seconds with the change for the work of the window before it."""
@@ -175,7 +198,7 @@ class Plan:
         before_s, after_s, ratio = before.steps_s, after.steps_s, 1.0
         if switch.seen and after.micro_batches:
             ratio = before.micro_batches / (after.micro_batches * self._work_ratio(switch.seen))
-        elif switch.num_workers:
+        else:
             ratio = before.steps / after.steps
         if name == "larger_micro_batch" and before.backward_passes > before.steps:
             # The global batch stays as it is: twice the samples take twice the steps of the optimizer.
