@@ -12,6 +12,7 @@ their writing takes. Three checkpoints must fit on the disk: 49 GiB for 1B.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -97,8 +98,22 @@ def phases(lines: list[tuple[float, str]]) -> str:
     return f"{before_s:.1f} s to the first step: {', '.join(times)}"
 
 
+def recorded(folder: Path) -> str:
+    """What the run itself has recorded: seconds of each save, of its copying, and of the slowest step after it."""
+    metrics = folder / "experiments/bench/metrics.jsonl"
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    steps = {record["step"]: record["step_time_s"] for record in records if "step_time_s" in record}
+    saves = [record for record in records if record.get("event") == "checkpoint"]
+    found = []
+    for save in saves:
+        after_s = [steps[step] for step in range(save["step"] + 1, save["step"] + 11) if step in steps]
+        slowest = f", slowest of {len(after_s)} steps after it {max(after_s):.2f}" if after_s else ""
+        found.append(f"step {save['step']}: {save['seconds']:.1f} s, waited {save['waited_s']:.2f}{slowest}")
+    return "; ".join(found)
+
+
 def stalls(lines: list[tuple[float, str]], interval: int) -> str:
-    """For how long each save has stopped training, and how long its writing took."""
+    """For how long each save has stopped training by the lines of the log, and how long its writing took."""
     at_s = {int(found[1]): at for at, line in lines if (found := re.search(r"step (\d+)/\d+  loss", line))}
     gaps_s = {step: at - at_s[step - 1] for step, at in at_s.items() if step - 1 in at_s}
     usual_s = statistics.median(gaps_s.values())
@@ -139,6 +154,7 @@ def main() -> None:
             for what in sources if arguments.checksums == "both" else [arguments.checksums]:
                 lines = train(folder, arguments, arguments.steps, *sources[what])
                 print(f"checksums {what}: {phases(lines)}\n    {stalls(lines, arguments.save_interval)}", flush=True)
+                print(f"    by its records: {recorded(folder)}", flush=True)
 
 
 if __name__ == "__main__":

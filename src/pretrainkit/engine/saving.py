@@ -113,6 +113,8 @@ class Saver:
         """The checkpoint that is being written."""
         self.began_s = 0.0
         """Start of its writing by time.monotonic()."""
+        self.copying_s = 0.0
+        """How long training stood still for it, until its state was copied."""
         self._checksums: dict[str, dict[int, int]] = {}
         """Of what all ranks have written; on the first rank, once the writing is finalised."""
         patches.apply(patches.for_saving(self._keeping, self._finishing))
@@ -160,6 +162,7 @@ class Saver:
         if failure := self._agreed():
             self.end(trainer, wait=True, failure=failure)
             return failure
+        self.copying_s = time.monotonic() - self.began_s
         return None
 
     def end(

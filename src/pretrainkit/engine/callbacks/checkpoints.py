@@ -112,9 +112,13 @@ class Checkpoints(AsyncFinalizerCallback, Checkpoint):
         elif is_over:
             self._failures = self._missed_in_a_row = 0
             if trainer.is_global_zero:
-                log.info("saved step %d in %s", save.step, format_duration(time.monotonic() - self._saver.began_s))
+                took_s = time.monotonic() - self._saver.began_s
+                waited_s = took_s if wait else self._saver.copying_s
+                words = "saved step %d in %s, of which training waited %s"
+                log.info(words, save.step, format_duration(took_s), format_duration(waited_s))
                 if self._recorder:
-                    self._recorder.event("checkpoint", step=save.step, path=str(save.path))
+                    seconds = {"seconds": round(took_s, 3), "waited_s": round(waited_s, 3)}
+                    self._recorder.event("checkpoint", step=save.step, path=str(save.path), **seconds)
                 if evaluations.is_due(self._run, save.step):
                     evaluations.mark_due(self._run, save.step)
                 apply_retention(self._run)
