@@ -241,6 +241,8 @@ def _models(setup: Setup, shapes: dict[str, ModelShape], ranks: int) -> Iterator
                 if wanted.numel() > 1
             }
             errors.setdefault(name, []).append(norms)
+            if distributed.get_rank() == 0:
+                print(f"{name}: {size} ranks, largest error {max(norms.values()):.4f}", flush=True)
         parallel_state.destroy_model_parallel()
     for name, each in losses.items():
         yield f"training: {name}", [each[1], each[2]]
