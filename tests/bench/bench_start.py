@@ -68,6 +68,7 @@ def train(folder: Path, arguments: argparse.Namespace, steps: int, *sources: Pat
         "keep_last": 1,
         "log_interval": 1,
         "layer_spec": "torch",
+        "async_save": "on",
         **({"accelerator": "cpu"} if arguments.device == "cpu" else {}),
     }
     command = [sys.executable, str(ROOT / "pretraining/pretrain.py")]

@@ -127,6 +127,7 @@ class Saver:
     def begin(self, trainer: pl.Trainer) -> SaveFailure | None:
         """Copy the state of this step and start to write it; None when that succeeded."""
         assert self.current is None
+        self.began_s = time.monotonic()
         if self._queue_start.is_alive():
             self._queue_start.join()
         self.memory.wait()
@@ -135,10 +136,13 @@ class Saver:
             if trainer.is_global_zero:
                 shutil.rmtree(folder, ignore_errors=True)  # of an attempt that failed
                 (folder / "weights").mkdir(parents=True)
+                # Before the writers start: on ext4 and others a flush of small files waits for all that they write.
+                self._write_context(folder)
         if failure := self._agreed():
+            if trainer.is_global_zero:
+                shutil.rmtree(folder, ignore_errors=True)  # a full disk needs the space
             return failure
         training, dataset = self._run.config.training, self._run.dataset
-        self.began_s = time.monotonic()
         self.current = Checkpoint(
             folder,
             step=trainer.global_step,
@@ -156,9 +160,6 @@ class Saver:
             _separate_optimizer(trainer)
         # NeMo removes the suffix: its checkpoints are folders.
         trainer.save_checkpoint(f"{folder}.ckpt", storage_options={"finalize_fn": lambda: None})
-        with self._kept():
-            if trainer.is_global_zero:
-                self._write_context(folder)
         if failure := self._agreed():
             self.end(trainer, wait=True, failure=failure)
             return failure
