@@ -13,6 +13,7 @@ from hf_models import save_random_model
 from safetensors.torch import load_file
 
 from pretrainkit.checkpoint.convert import convert
+from pretrainkit.config.schema import Recompute
 
 pytestmark = pytest.mark.integration
 VOCAB_SIZE = 320  # the tokenizer's
@@ -114,12 +115,32 @@ def test_losses_of_the_router_have_the_coefficients_of_the_run(name: str, train:
         assert ours == pytest.approx(theirs, abs=1e-5) and ours["z_loss"] > 1  # the squared logarithm of 8 is 4.3
 
 
-@pytest.mark.parametrize("model", ["qwen3-moe"], indirect=True)
-def test_in_fp8_attention_is_and_experts_are_not(train: Callable[..., Any]) -> None:
-    bf16, found = train(precision="bf16"), train(precision="fp8", fp8_emulation=True, fp8_check_interval=4)
+FP8 = {"precision": "fp8", "fp8_emulation": True, "fp8_check_interval": 4}
+IN_FP8 = ("qkv", "proj", "experts' fc1", "experts' fc2")
+
+
+@pytest.mark.parametrize("model", ["qwen3-moe", "mixtral"], indirect=True)
+def test_in_fp8_losses_are_near_those_of_bf16(train: Callable[..., Any]) -> None:
+    bf16, found = train(precision="bf16"), train(**FP8)
     assert losses(found) == pytest.approx(losses(bf16), abs=0.02) and losses(found) != losses(bf16)
-    checked = [record["tensors"] for record in found if record.get("event") == "fp8"]
-    assert {name.split()[0] for name in checked[0]} == {"qkv", "proj"}
+    checked = [record for record in found if record.get("event") == "fp8"]
+    tensors = {f"{name} {kind}" for name in IN_FP8 for kind in ("input", "output gradient")}
+    assert checked[0]["tensors"].keys() == tensors
+    assert not any(tensor["not_finite"] for tensor in checked[0]["tensors"].values())
+    assert checked[0]["bf16_loss"] == pytest.approx(losses(bf16)[0], abs=2e-3)
+    assert checked[0]["fp8_loss"] == pytest.approx(losses(found)[0], abs=2e-3)
+
+
+@pytest.mark.parametrize("model", ["qwen3-moe"], indirect=True)
+@pytest.mark.parametrize("name", ["EP=2", "TP=2, EP=2", "recomputed"])
+def test_in_fp8_losses_of_layouts_are_near_those_of_one_rank(name: str, train: Callable[..., Any]) -> None:
+    layout = {"recompute": Recompute("full", 2)} if name == "recomputed" else LAYOUTS[name]
+    assert losses(train(**FP8, **layout)) == pytest.approx(losses(train(**FP8)), abs=2e-3)
+
+
+@pytest.mark.parametrize("model", ["qwen3-moe"], indirect=True)
+def test_layers_at_the_ends_stay_in_bf16_with_their_experts(train: Callable[..., Any]) -> None:
+    assert losses(train(**FP8, fp8_first_last_bf16=1)) == losses(train(precision="bf16"))  # it has two layers
 
 
 @pytest.mark.parametrize("model", ["qwen3-moe"], indirect=True)

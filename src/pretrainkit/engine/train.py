@@ -75,7 +75,7 @@ def train(
     chosen = run.kernels
     assert chosen, "run_rank refuses a run without kernels"
     if run.fp8 and run.accelerator == "gpu":
-        check_device(emulates=run.config.training.fp8_emulation)
+        check_device(emulates=run.config.training.fp8_emulation, has_experts=bool(run.model.num_experts))
     patches.apply_kernels(chosen)
     patches.apply_optimizer()
 

@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor
 
 from pretrainkit.logs import get_logger
-from pretrainkit.megatron.fp8.layers import Fp8Module
+from pretrainkit.megatron.fp8.module import Fp8Module
 
 log = get_logger(__name__)
 

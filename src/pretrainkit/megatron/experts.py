@@ -133,26 +133,36 @@ class _GroupedMatmul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        (rows, ends), weight = ctx.saved_tensors, ctx.weight
+        rows, ends = ctx.saved_tensors
         gradient = gradient.contiguous()
-        of_rows = _grouped(gradient, weight, ends)
-        main_grad = getattr(weight, "main_grad", None)
-        if main_grad is None or not hasattr(weight, "grad_added_to_main_grad"):
-            return of_rows, _grouped(gradient.t(), rows, ends), None, None
-        if not len(rows):
-            pass  # with many ranks all tokens of a microbatch may be others'
-        elif not rows.is_cuda or rows.dtype != torch.bfloat16 or main_grad.dtype != torch.float32:
-            main_grad.add_(_grouped(gradient.t(), rows, ends))
-        elif ctx.on_host:
-            for part, of_expert in zip(ctx.on_host.slices(), main_grad, strict=True):
-                if part.start < part.stop:
-                    WgradGemm.wgrad_gemm_accum_fp32(rows[part], gradient[part], of_expert)
-        else:
-            from pretrainkit.megatron.triton.grouped_wgrad import add_weight_gradients
+        of_rows = _grouped(gradient, ctx.weight, ends)
+        return of_rows, weight_gradient(ctx.weight, gradient, rows, ends, ctx.on_host), None, None
 
-            add_weight_gradients(gradient, rows, ends, main_grad)
-        weight.grad_added_to_main_grad = True
-        return of_rows, torch.empty_like(weight), None, None
+
+def weight_gradient(
+    weight: Any, gradient: Tensor, rows: Tensor, ends: Tensor, on_host: EndsOnHost | None = None
+) -> Tensor:
+    """The gradient of `weight` [e, n, k], for that of the output [t, n] of rows [t, k], whose groups end at `ends` [e].
+
+    It is added to Megatron's gradient buffer, if there is one.
+    """
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is None or not hasattr(weight, "grad_added_to_main_grad"):
+        return _grouped(gradient.t(), rows, ends)
+    if not len(rows):
+        pass  # with many ranks all tokens of a microbatch may be others'
+    elif not rows.is_cuda or rows.dtype != torch.bfloat16 or main_grad.dtype != torch.float32:
+        main_grad.add_(_grouped(gradient.t(), rows, ends))
+    elif on_host:
+        for part, of_expert in zip(on_host.slices(), main_grad, strict=True):
+            if part.start < part.stop:
+                WgradGemm.wgrad_gemm_accum_fp32(rows[part], gradient[part], of_expert)
+    else:
+        from pretrainkit.megatron.triton.grouped_wgrad import add_weight_gradients
+
+        add_weight_gradients(gradient, rows, ends, main_grad)
+    weight.grad_added_to_main_grad = True
+    return torch.empty_like(weight)
 
 
 def _grouped(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
@@ -165,6 +175,8 @@ def _grouped(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 
 class GroupedExperts(MegatronModule):
     """The experts of a layer on one rank: SwiGLU MLPs whose outputs are multiplied by the router's probabilities."""
+
+    linear = GroupedLinear
 
     def __init__(
         self,
@@ -179,10 +191,10 @@ class GroupedExperts(MegatronModule):
         self._ep_group, self._tp_group, self._dp_group = pg_collection.ep, pg_collection.expt_tp, pg_collection.expt_dp
         hidden, ffn = config.hidden_size, config.moe_ffn_hidden_size // self._tp_group.size()
         more: dict[str, Any] = {"config": config, "has_bias": features.mlp_bias, "tp_group": self._tp_group}
-        self.linear_fc1 = GroupedLinear(
+        self.linear_fc1 = self.linear(
             (num_local_experts, 2 * ffn, hidden), split_dim=0, init=config.init_method, **more
         )
-        self.linear_fc2 = GroupedLinear(
+        self.linear_fc2 = self.linear(
             (num_local_experts, hidden, ffn), split_dim=1, init=config.output_layer_init_method, **more
         )
 

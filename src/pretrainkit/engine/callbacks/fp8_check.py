@@ -20,7 +20,7 @@ from pretrainkit.engine.callbacks.initial_loss_check import unchanged_random_sta
 from pretrainkit.errors import PretrainkitError
 from pretrainkit.logs import get_logger
 from pretrainkit.megatron.fp8 import weights
-from pretrainkit.megatron.fp8.layers import Fp8Module, in_bf16
+from pretrainkit.megatron.fp8.module import Fp8Module, in_bf16
 from pretrainkit.megatron.fp8.stats import merged
 from pretrainkit.run.metrics import RunRecorder
 
@@ -79,11 +79,11 @@ class Fp8Check(pl.Callback):
         if not self._recorder:
             return
         modules = (module for chunk in trainer.strategy.megatron_parallel for module in chunk.modules())
-        parts = [module.parts() for module in modules if isinstance(module, Fp8Module)]
         found = merged(
-            {f"{name} {kind}": range_ for kind, range_ in products.stats.read().items()}
-            for part in parts
-            for name, products in part.items()
+            {f"{name} {kind}": range_ for kind, range_ in stats.read().items()}
+            for module in modules
+            if isinstance(module, Fp8Module)
+            for name, stats in module.stats().items()
         )
         tensors = {name: dataclasses.asdict(range_) for name, range_ in found.items()}
         self._recorder.event("fp8", step=trainer.global_step, **losses, tensors=tensors)

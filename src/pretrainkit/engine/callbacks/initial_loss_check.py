@@ -32,7 +32,7 @@ from pretrainkit.errors import CheckpointError
 from pretrainkit.hf_tokenizer import readable_folder
 from pretrainkit.logs import get_logger
 from pretrainkit.machine import available_memory_bytes
-from pretrainkit.megatron.fp8.layers import in_bf16
+from pretrainkit.megatron.fp8.module import in_bf16
 from pretrainkit.models.rope_change import trained_folder
 from pretrainkit.release import hf_reference, prompts
 from pretrainkit.run.metrics import RunRecorder

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pretrainkit.errors import RequestError
@@ -14,13 +15,24 @@ from pretrainkit.megatron.wgrad import WgradGemm
 
 FAST_FORWARD, FAST_BACKWARD = True, True
 """Whether tensor cores sum with fewer bits (`use_fast_accum`)."""
+GROUPED_CAPABILITY = (9, 0)
+"""Compute capability of the GPUs with grouped FP8 products in torch: Hopper's."""
 
 log = get_logger(__name__)
 
 
-def check_device(*, emulates: bool) -> None:
-    """Raise RequestError where this rank's GPU has no FP8 products, unless they are emulated."""
+def check_device(*, emulates: bool, has_experts: bool) -> None:
+    """Raise RequestError where this rank's GPU has no FP8 products, unless they are emulated.
+
+    A warning says where experts stay in bf16, since the GPU has no grouped ones.
+    """
     capability = torch.cuda.get_device_capability()
+    if has_experts and capability >= FIRST_CAPABILITY and capability != GROUPED_CAPABILITY:
+        log.warning(
+            "experts stay in bf16: grouped FP8 products need Hopper (compute capability 9.0), %s has %d.%d",
+            torch.cuda.get_device_name(),
+            *capability,
+        )
     if capability >= FIRST_CAPABILITY or emulates:
         return
     raise RequestError(
@@ -43,6 +55,31 @@ def matmul(left: Fp8Tensor, right: Fp8Tensor, *, fast: bool = FAST_FORWARD) -> T
         right.values.t(),
         scale_a=scales[0],
         scale_b=scales[1],
+        out_dtype=torch.bfloat16,
+        use_fast_accum=fast,
+    )
+
+
+def has_grouped_products(tensor: Tensor) -> bool:
+    """Whether `grouped_matmul` is in FP8 on the tensor's device: on Hopper, and where it is emulated."""
+    return not on_fp8_unit(tensor) or torch.cuda.get_device_capability(tensor.device) == GROUPED_CAPABILITY
+
+
+def grouped_matmul(rows: Fp8Tensor, matrices: Fp8Tensor, ends: Tensor, *, fast: bool) -> Tensor:
+    """rows [t, k], at least one, times the transpose of their group's matrix, of `matrices` [e n, k]; in bf16 [t, n].
+
+    Scales are by row. Groups end at `ends` [e] int32, have any size, and may be empty; k and n are multiples of 16.
+    """
+    groups, inner = len(ends), rows.values.shape[1]
+    if not on_fp8_unit(rows.values):
+        wide = matrices.exact().view(groups, -1, inner)
+        return F.grouped_mm(rows.exact(), wide.mT, offs=ends).to(torch.bfloat16)
+    return torch._scaled_grouped_mm(
+        rows.values,
+        matrices.values.view(groups, -1, inner).mT,
+        rows.scales,
+        matrices.scales.view(groups, -1),
+        offs=ends,
         out_dtype=torch.bfloat16,
         use_fast_accum=fast,
     )

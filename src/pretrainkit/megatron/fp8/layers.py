@@ -18,9 +18,6 @@ The layers have the weights of `linear`'s, and with `in_bf16` compute as those d
 
 from __future__ import annotations
 
-import contextlib
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -30,27 +27,17 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from pretrainkit.config.schema import Fp8
+from pretrainkit.megatron.fp8.experts import Fp8GroupedExperts
+from pretrainkit.megatron.fp8.module import Fp8Module, computes_in_bf16
 from pretrainkit.megatron.fp8.products import Fp8Products
 from pretrainkit.megatron.fp8.quantize import FORWARD, GRADIENT, Fp8Tensor, norm_gradients
+from pretrainkit.megatron.fp8.stats import Stats
 from pretrainkit.megatron.fp8.tensor_parallel import TensorParallel
 from pretrainkit.megatron.linear import RMSNormColumnParallelLinear, add_fused_residual
 
-_in_bf16 = False
-
-
-@contextlib.contextmanager
-def in_bf16() -> Iterator[None]:
-    """Let all FP8 layers of this process compute in bf16."""
-    global _in_bf16
-    _in_bf16 = True
-    try:
-        yield
-    finally:
-        _in_bf16 = False
-
 
 def use_fp8(layer: ModuleSpec, fp8: Fp8) -> ModuleSpec:
-    """The spec of a layer of `layer_spec`, changed so that its linear layers are in FP8; experts stay as they are."""
+    """The spec of a layer of `layer_spec`, changed so that its linear layers are in FP8, but for shared experts."""
     parts, params = layer.submodules, {"fp8": fp8}
     attention = parts.self_attention.submodules
     attention.linear_qkv = ModuleSpec(module=Fp8RMSNormColumnParallelLinear, params=params)
@@ -59,6 +46,9 @@ def use_fp8(layer: ModuleSpec, fp8: Fp8) -> ModuleSpec:
         linear = MLPSubmodules(linear_fc1=RMSNormColumnParallelLinear, linear_fc2=RowParallelLinear)
         parts.mlp = ModuleSpec(module=Fp8MLP, submodules=linear, params=params)
         parts.mlp_bda = add_fused_residual
+    else:
+        experts = parts.mlp.submodules.experts
+        parts.mlp.submodules.experts = ModuleSpec(module=Fp8GroupedExperts, params=experts.params)
     parts.self_attn_bda = add_fused_residual
     return layer
 
@@ -166,18 +156,6 @@ def _gathered_gradient(p: Fp8Products, gradient: Tensor) -> tuple[Fp8Tensor, Ten
     return p.parallel.gather(small)(), exact
 
 
-class Fp8Module(ABC):
-    """A module whose products are in FP8."""
-
-    @abstractmethod
-    def update_copies(self) -> None:
-        """Make the weights' FP8 copies where they aren't of this step."""
-
-    @abstractmethod
-    def parts(self) -> dict[str, Fp8Products]:
-        """Its products by the name of their layer."""
-
-
 def _with_bias(output: Tensor, linear: Any) -> tuple[Tensor, Tensor | None]:
     """What Megatron's linear layers give: the output, and a bias that their caller adds."""
     if linear.bias is None:
@@ -195,11 +173,11 @@ class Fp8RMSNormColumnParallelLinear(RMSNormColumnParallelLinear, Fp8Module):
     def update_copies(self) -> None:
         self.products.update(self.weight)
 
-    def parts(self) -> dict[str, Fp8Products]:
-        return {"qkv": self.products}
+    def stats(self) -> dict[str, Stats]:
+        return {"qkv": self.products.stats}
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if _in_bf16:
+        if computes_in_bf16():
             return super().forward(hidden, *args, **kwargs)
         self.update_copies()
         eps = self.config.layernorm_epsilon
@@ -219,11 +197,11 @@ class Fp8RowParallelLinear(RowParallelLinear, Fp8Module):
     def update_copies(self) -> None:
         self.products.update(self.weight)
 
-    def parts(self) -> dict[str, Fp8Products]:
-        return {"proj": self.products}
+    def stats(self) -> dict[str, Stats]:
+        return {"proj": self.products.stats}
 
     def forward(self, input_: Tensor) -> Any:
-        if _in_bf16:
+        if computes_in_bf16():
             return super().forward(input_)
         self.update_copies()
         output = _RowLinear.apply(input_, self.weight, self.products)
@@ -245,11 +223,11 @@ class Fp8MLP(MLP, Fp8Module):
         self.first.update(self.linear_fc1.weight)
         self.second.update(self.linear_fc2.weight)
 
-    def parts(self) -> dict[str, Fp8Products]:
-        return {"fc1": self.first, "fc2": self.second}
+    def stats(self) -> dict[str, Stats]:
+        return {"fc1": self.first.stats, "fc2": self.second.stats}
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if _in_bf16:
+        if computes_in_bf16():
             return super().forward(hidden_states, *args, **kwargs)
         self._await_weights()
         self.update_copies()
