@@ -392,11 +392,13 @@ def _fp8(config: RunConfig, model: ModelShape, machine: MachineFacts) -> Iterato
         )
     qkv = (model.num_attention_heads + 2 * model.num_query_groups) * model.head_dim
     tokens = training.micro_batch_size * config.data.sequence_length // config.parallel.context_parallel_size
+    expert_ffn = model.expert_ffn_hidden_size // config.parallel.expert_tensor_parallel if model.num_experts else 0
     for size, what in (
         (model.hidden_size, "the hidden size"),
         (qkv // tensor, "the query, key and value rows of a rank"),
         (model.num_attention_heads * model.head_dim // tensor, "the attention heads' size on a rank"),
-        (model.ffn_hidden_size // tensor, "the MLP's size on a rank"),
+        (model.ffn_hidden_size // tensor if model.has_dense_layers else 0, "the MLP's size on a rank"),
+        (expert_ffn, "an expert's size on a rank"),
         (tokens, "the tokens of a microbatch on a rank"),
     ):
         if size % FP8_MULTIPLE:

@@ -6,7 +6,7 @@ Memory is counted from the tensors that live at the peak, the end of a microbatc
 |---|---|
 | a parameter (bf16) | 2 + 4 for its gradient in fp32 + 12 for the fp32 copy and the two moments, these over DP x CP |
 | a parameter (fp32) | 4 + 4 + 8 over DP x CP |
-| a parameter of a layer in FP8 | 2 more: its FP8 copies, as it is and transposed |
+| a parameter of a layer in FP8, also of an expert | 2 more: its FP8 copies, as it is and transposed |
 | a parameter of an expert | the same on the ranks that share it (EP x ETP), its optimizer's over the others |
 | a token in a layer | what `_layer_elements` lists, split over TP with sequence parallelism or by column |
 | a token at an expert | the same for the experts that it visits, whose loads are assumed to be even |
@@ -117,14 +117,14 @@ def _stage_bytes(run: ResolvedRun, *, is_first: bool) -> tuple[float, float, flo
     matrices += other_attention_parameters(shape, own)
     on_rank = matrices / tensor + layers * 2 * shape.hidden_size + embeddings * embedding
     bf16 = run.precision == "bf16"
-    weights = _state_bytes(run, on_rank, run.world_size // (stages * tensor))
+    weights, experts = _state_bytes(run, on_rank, run.world_size // (stages * tensor)), 0.0
     if shape.num_experts:
         sharing = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel
         experts = sparse * shape.num_experts * expert_parameters(shape) / sharing
         weights += _state_bytes(run, experts, run.world_size // (stages * sharing))
     if run.fp8:
         ends = run.fp8.first_last_bf16 * (2 if stages == 1 else 1)
-        weights += FP8_COPIES_BYTES * max(layers - ends, 0) * layer_parameters(shape) / tensor
+        weights += FP8_COPIES_BYTES * max(1 - ends / layers, 0) * (matrices / tensor + experts)
 
     element, tokens = 2 if bf16 else 4, _tokens(run)
     in_flight = min(stages, run.num_microbatches) if is_first else 1

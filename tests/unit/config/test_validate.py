@@ -300,6 +300,15 @@ EXPERTS: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["parallel.sequence_parallel: off, for a model with experts"],
     ),
     "selective recomputation": ({"training__recompute": "selective"}, ["--recompute: selective, for a model with"]),
+    "sizes that FP8 products don't have": (
+        {
+            "training__precision": "fp8",
+            "training__fp8_emulation": True,
+            "parallel__expert_tensor_parallel_size": 16,
+            "launch__num_gpus": 16,
+        },
+        ["--precision fp8: an expert's size on a rank: 8", "multiples of 16: FP8 products have no other sizes"],
+    ),
 }
 
 
@@ -325,6 +334,19 @@ def test_dense_layers_and_shared_experts_are_split_too(config: RunConfig, facts:
         model = dataclasses.replace(facts.model, **sizes, **more)  # type: ignore[type-var]
         message = messages_of(config, dataclasses.replace(facts, model=model))
         assert word in message and ("129" in message) == ("129" in word)
+
+
+def test_only_sizes_that_a_model_has_must_fit_fp8(config: RunConfig, facts: RunFacts) -> None:
+    config = changed(config, launch__accelerator="cpu", training__precision="fp8", training__fp8_emulation=True)
+    mixture = {"family": "mixtral", "num_experts": 8, "experts_per_token": 2, "expert_ffn_hidden_size": 128}
+    for more, word in (
+        ({"ffn_hidden_size": 1000}, "the MLP's size on a rank: 1000"),
+        ({"ffn_hidden_size": 1000, **mixture}, ""),
+        (mixture | {"expert_ffn_hidden_size": 120}, "an expert's size on a rank: 120"),
+    ):
+        model = dataclasses.replace(facts.model, **more)  # type: ignore[type-var]
+        message = messages_of(config, dataclasses.replace(facts, model=model))
+        assert word in message and bool(message) == bool(word)
 
 
 @pytest.mark.parametrize("case", EXPERTS)

@@ -125,6 +125,17 @@ def test_experts_are_shared_by_the_ranks_of_expert_parallelism() -> None:
         assert found.weights_gib == pytest.approx(experts * share + others, rel=1e-3)
 
 
+@pytest.mark.parametrize("expert", [1, 2, 8])
+def test_copies_in_fp8_are_two_bytes_more_of_experts_too(expert: int) -> None:
+    of_experts, attention = 128 * 3 * 2048 * 768 // expert, 2048 * 128 * (2 * 32 + 2 * 4)
+    bf16, fp8, inner = (
+        estimate(run_of(QWEN3_30B_A3B, data_parallel=8, expert=expert, **more)).weights_gib
+        for more in ({}, {"precision": "fp8"}, {"precision": "fp8", "fp8_first_last_bf16": 12})
+    )
+    assert (fp8 - bf16) * 2**30 == pytest.approx(2 * 48 * (of_experts + attention), rel=0.01)
+    assert inner - bf16 == pytest.approx((fp8 - bf16) / 2, abs=0.02)
+
+
 def test_a_token_is_sent_once_to_each_rank_of_its_experts() -> None:
     """Of random routing at EP=8: tokens and probabilities forward, tokens back, and the same of gradients."""
     found = estimate(run_of(QWEN3_30B_A3B, data_parallel=8, expert=8))
