@@ -156,6 +156,7 @@ def test_a_layer_does_not_wait_for_the_gpu(precision: str) -> None:
     layer = _layer("Qwen3-30B-A3B", precision)
     _computed(layer)  # compiles
     hidden = torch.randn((TOKENS, 1, 2048), device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weights.expire()  # they are cast again
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -189,3 +189,18 @@ def test_experts_stay_in_bf16_where_the_device_has_no_grouped_products(
         patch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
         patch.setattr(gemm, "on_fp8_unit", lambda tensor: True)
         assert gemm.has_grouped_products(rows)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0)], ids=str)
+def test_a_warning_says_where_experts_stay_in_bf16(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "This GPU")
+    monkeypatch.setattr(gemm.log, "handlers", [caplog.handler])
+    gemm.check_device(emulates=True, has_experts=False)
+    assert not caplog.messages
+    gemm.check_device(emulates=True, has_experts=True)
+    said = [message for message in caplog.messages if "experts stay in bf16" in message]
+    assert bool(said) is (capability in ((8, 9), (10, 0)))
+    assert all(message.endswith(f"This GPU has {capability[0]}.{capability[1]}") for message in said)
